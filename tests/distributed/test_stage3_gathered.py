@@ -23,6 +23,15 @@ from zerolite import zero
 from zerolite.zero.stage3 import gathered_parameters
 
 
+def odd_model(settings: str | None, precision: str = "fp32") -> tuple[Any, nn.Module]:
+    """A partitioned OddModel, and its engine, or None where ``settings`` is None."""
+    model = models.build(models.OddModel)
+    if settings is None:
+        zero.Init(module=model)
+        return None, model
+    return zerolite.initialize(model, stage3(settings, precision)), model
+
+
 @on_ranks(2)
 def test_what_may_be_gathered() -> None:
     with zero.Init():
@@ -61,12 +70,7 @@ def test_what_may_be_gathered() -> None:
 )
 def test_changes_of_the_modifier_reach_all(settings: str | None, precision: str) -> None:
     """Every rank's change reaches all, in every way of making it; what others write is dropped."""
-    model = models.build(models.OddModel)
-    if settings is None:
-        zero.Init(module=model)
-    else:
-        engine = zerolite.initialize(model, stage3(settings, precision))
-        model = engine.module
+    engine, model = odd_model(settings, precision)
     for source in range(dist.get_world_size()):
         here = dist.get_rank() == source
         for turn, name in enumerate(("up.weight", "gain", "frozen.bias", "empty", "embed.weight")):
@@ -92,43 +96,35 @@ def test_changes_of_the_modifier_reach_all(settings: str | None, precision: str)
 @pytest.mark.parametrize("settings", ["moving", "defaults", None])
 def test_changes_under_a_read_only_gather_are_refused(settings: str | None) -> None:
     """Changes under a read-only gather: an error on all ranks, and nothing has changed."""
-    model = models.build(models.OddModel)
-    if settings is None:
-        zero.Init(module=model)
-    else:
-        engine = zerolite.initialize(model, stage3(settings))
-        model = engine.module
+    engine, model = odd_model(settings)
     weight = model.up.weight
     before = whole(model)
     guilty = dist.get_rank() == dist.get_world_size() - 1  # only one rank edits
     name = "up.weight"
 
+    @torch.no_grad()
     def edit(how: str) -> None:
-        with torch.no_grad():
-            if how == "in place":
-                weight[0, 0] += 1
-            elif how == "data":
-                weight.data.add_(1)
-            elif how == "replaced":
-                weight.data = weight.data + 1
-            else:
-                weight.data = torch.zeros(3)  # another shape
+        if not guilty:
+            return
+        if how == "in place":
+            weight[0, 0] += 1
+        elif how == "data":
+            weight.data.add_(1)
+        else:
+            weight.data = weight.data + 1 if how == "replaced" else torch.zeros(3)
 
     for how in ("in place", "data", "replaced", "shape"):
         with raises(RuntimeError, "read-only", name, "modifier_rank=0"):
             with zero.GatheredParameters(model):
-                if guilty:
-                    edit(how)
+                edit(how)
         assert_same(whole(model), before)
     with zero.GatheredParameters(model), raises(RuntimeError, name):
         with zero.GatheredParameters([weight, model.gain]):
-            if guilty:
-                edit("data")
+            edit("data")
     assert_same(whole(model), before)
     with zero.GatheredParameters(model, modifier_rank=0), raises(RuntimeError, name):
         with zero.GatheredParameters(weight):
-            if guilty:
-                edit("in place")
+            edit("in place")
     assert_same(whole(model), before)
     with zero.GatheredParameters(model):  # the same values in other memory are no change
         weight.data = weight.data.clone()

@@ -4,7 +4,6 @@ stack of layers, and for the larger modules of torch.nn; nothing is left gathere
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -32,47 +31,40 @@ class Pair:
     second: Tensor
 
 
-class ObjectPair:
+class Packed:
+    """Two tensors in an object, one of them several times in structures."""
+
     def __init__(self, first: Tensor, second: Tensor) -> None:
-        self.inner = {"deep": [first]}
+        self.inner = {"deep": [first, (Pair(first, second), 1)]}
         self.second = second
 
-
-PACK: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "object": ObjectPair,
-    "nested": lambda a, b: {"x": [(a, {"y": Pair(a, b)})], "n": 1},
-}
-UNPACK: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
-    "object": lambda v: (v.inner["deep"][0], v.second),
-    "nested": lambda v: (v["x"][0][1]["y"].first, v["x"][0][0]),
-}
+    def unpack(self) -> tuple[Tensor, Tensor]:
+        return self.inner["deep"][1][0].first * 0.5 + self.inner["deep"][0] * 0.5, self.second
 
 
-@CASES.variants(**{kind: kind for kind in PACK})
+@CASES.add
 class Outputs(Case):
     """A child and the model itself return a structure."""
 
     class Split(nn.Module):
-        def __init__(self, kind: str) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.kind = kind
             self.first, self.second = Block(), nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, x: Tensor) -> Any:
-            return PACK[self.kind](self.first(x), self.second(x))
+        def forward(self, x: Tensor) -> Packed:
+            return Packed(self.first(x), self.second(x))
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kind = kind
-        self.one, self.two = self.Split(kind), self.Split(kind)
+        self.one, self.two = self.Split(), self.Split()
 
-    def forward(self, x: Tensor) -> Any:
-        a, b = UNPACK[self.kind](self.one(x))
-        return PACK[self.kind](*UNPACK[self.kind](self.two(a * b.sigmoid())))
+    def forward(self, x: Tensor) -> Packed:
+        a, b = self.one(x).unpack()
+        return Packed(*self.two(a * b.sigmoid()).unpack())
 
     @staticmethod
     def step(engine: Any, step: int) -> Tensor:
-        a, b = UNPACK[engine.module.kind](engine(batch(step)))
+        a, b = engine(batch(step)).unpack()
         return loss_of(a) + loss_of(b).sqrt()
 
 

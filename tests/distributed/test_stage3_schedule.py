@@ -18,7 +18,8 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.traffic import Tower, gathered, stage3_engine, stage3_loss
+from tests.toolkit.stage3_cases import left_gathered
+from tests.toolkit.traffic import Tower, stage3_engine, stage3_loss
 from tests.toolkit.training import snapshot
 
 
@@ -55,12 +56,15 @@ class Twins(nn.Module):
         return x
 
 
-KINDS = {"Ways": Ways, "Twins": Twins}
-
-
-def ways(config: dict[str, Any], model: str, steps: Sequence[Sequence[str]], evaluate: bool = False) -> dict[str, Any]:
-    """Train with ``steps[step][rank]`` (or ``[0]``) as the way through the model; at any stage."""
-    engine = zerolite.initialize(models.build(KINDS[model]), config)
+def ways(
+    stage: int,
+    zero: dict[str, Any],
+    steps: Sequence[Sequence[str]],
+    model: type[nn.Module] = Ways,
+    evaluate: bool = False,
+) -> dict[str, Any]:
+    """Train with ``steps[step][rank]`` (or ``[0]``) as the way through the model."""
+    engine = zerolite.initialize(models.build(model), config(stage, "fp32", 1, 0.4, ADAMW, zero=zero))
     schedule = engine.coordinator.schedule if engine.coordinator is not None else None
     following, losses = [], []
     with Warnings() as warnings:
@@ -73,8 +77,7 @@ def ways(config: dict[str, Any], model: str, steps: Sequence[Sequence[str]], eva
             following.append(schedule is not None and schedule.following)
             engine.step()
             losses.append(loss.item())
-            if schedule is not None:
-                assert not gathered(engine), gathered(engine)
+            assert not left_gathered(engine), left_gathered(engine)
             if evaluate:
                 with torch.no_grad():
                     losses.append(engine(x, way[::-1]).square().mean().item())
@@ -117,7 +120,7 @@ def test_prefetches_precede_the_module_that_needs_them() -> None:
             start = len(events)
             engine.backward(stage3_loss(engine, "Tower", step))
             engine.step()
-    assert engine.coordinator.schedule.following and not gathered(engine)
+    assert engine.coordinator.schedule.following and not left_gathered(engine)
     window = events[start:]
     assert_same_on_ranks({"events": window})
     places = {event: index for index, event in reversed(list(enumerate(window)))}  # of the first such event
@@ -138,18 +141,14 @@ def test_prefetches_precede_the_module_that_needs_them() -> None:
 # -------------------------------------------------------------------- traces that do not fit
 
 
-def ways_at(stage: int, zero: dict[str, Any], **case: Any) -> dict[str, Any]:
-    return ways(config(stage, "fp32", 1, 0.4, ADAMW, zero=zero), **case)
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_departure_is_served_and_traced_anew() -> None:
     steps = [["012"]] * 3 + [["021"]] * 4 + [["0"], ["01"], ["0120"]] + [["10"]] * 3
-    plain = ways_at(2, {}, model="Ways", steps=steps)
+    plain = ways(2, {}, steps)
     known = [False, False, True]  # recorded, agreed upon, followed
     for zero in (SHORT, limited(60, 100, 10**6), limited(10**6, 10**6, 10**6)):
-        found = ways_at(3, zero, model="Ways", steps=steps)
+        found = ways(3, zero, steps)
         assert found["following"] == [*known, *known, True, False, False, False, *known]
         assert found["losses"] == plain["losses"]
         assert_same_bits(found["parameters"], plain["parameters"], "stage 3")
@@ -159,9 +158,9 @@ def test_a_departure_is_served_and_traced_anew() -> None:
 @on_ranks(2)
 def test_a_backward_that_departs_from_the_plan_may_bring_late_gradients() -> None:
     """The forward is that of the plan, and the backward goes through layer 0 once more, whose bucket has been sent."""
-    case = {"model": "Ways", "steps": [["0|02"]] * 4 + [["002"]] * 2}
+    steps = [["0|02"]] * 4 + [["002"]] * 2
     zero = {**limited(10**6, 10**6, 10**6), "reduce_bucket_size": 1}
-    plain, found = ways_at(2, {}, **case), ways_at(3, zero, **case)
+    plain, found = ways(2, {}, steps), ways(3, zero, steps)
     assert found["losses"] == plain["losses"]
     assert_same_bits(found["parameters"], plain["parameters"], "stage 3")
 
@@ -203,8 +202,7 @@ def test_a_weight_that_is_read_while_it_is_kept_comes_back_for_the_readers_backw
 @pytest.mark.slow
 @on_ranks(2)
 def test_evaluation_has_a_plan_of_its_own() -> None:
-    case = {"model": "Ways", "steps": [["012"]] * 6, "evaluate": True}
-    plain, found = ways_at(2, {}, **case), ways_at(3, limited(60, 250, 0), **case)
+    plain, found = (ways(*at, [["012"]] * 6, evaluate=True) for at in ((2, {}), (3, limited(60, 250, 0))))
     assert found["following"][-2:] == [True, True] and found["losses"] == plain["losses"]
 
 
@@ -213,8 +211,8 @@ def test_evaluation_has_a_plan_of_its_own() -> None:
 def test_ranks_with_different_traces_train_without_a_plan(shared_memory: bool) -> None:
     os.environ["ZEROLITE_SHARED_MEMORY"] = str(int(shared_memory))
     # Two modules with one weight: the gathers are the same, the modules are not.
-    case = {"model": "Twins", "steps": [["01", "10"]] * 5}
-    plain, found = ways_at(2, {}, **case), ways_at(3, limited(10**6, 10**6, 10**6), **case)
+    settings = ((2, {}), (3, limited(10**6, 10**6, 10**6)))
+    plain, found = (ways(*at, [["01", "10"]] * 5, Twins) for at in settings)
     assert found["on demand only"] and found["following"] == [False] * 5
     assert len(found["warnings"]) == (dist.get_rank() == 0)
     assert all("different order" in warning for warning in found["warnings"])

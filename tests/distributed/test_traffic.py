@@ -15,7 +15,8 @@ from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.traffic import gathered, plain_calls, stage3_engine, stage3_loss
+from tests.toolkit.stage3_cases import left_gathered
+from tests.toolkit.traffic import plain_calls, stage3_engine, stage3_loss
 from tests.toolkit.training import engine_window, make_engine, snapshot
 from zerolite.comm import NullCommunicator, use_communicator
 
@@ -153,15 +154,15 @@ def stage3(
             for micro in range(accumulation):
                 engine.backward(stage3_loss(engine, model, step, micro))
                 assert step < STEPS - 1 or engine.coordinator.schedule.following
-                assert not gathered(engine), gathered(engine)
+                assert not left_gathered(engine), left_gathered(engine)
                 engine.step()
-        assert not gathered(engine), gathered(engine)
+        assert not left_gathered(engine), left_gathered(engine)
         pairs = zip(plain_calls(recorder), recorder.calls, strict=True)
         windows.append([(*call, entry.tensors) for call, entry in pairs])
         if evaluations is not None:
             with zerolite.comm.record() as recorder, torch.no_grad():
                 engine(models.float_batch(step, 0, 0)[0])
-            assert not gathered(engine), gathered(engine)
+            assert not left_gathered(engine), left_gathered(engine)
             evaluations.append(plain_calls(recorder))
     assert_same_on_ranks({"windows": windows})
     return windows

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import zerolite
 from tests.toolkit.configs import ADAMW, at
@@ -97,13 +98,7 @@ def one_loss(engine: Any, step: int) -> Tensor:
 
 def detached(value: Any) -> Any:
     """A copy that can be compared and pickled."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: detached(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [detached(item) for item in value]
-    return value
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def train(

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import zerolite
 from tests.toolkit import models
-from zerolite.zero import ZeroParamStatus
 
 
 def plain_calls(recorder: Any) -> list[tuple[str, int, str, int, str]]:
@@ -98,9 +97,3 @@ def stage3_loss(engine: Any, model: str, step: int, micro: int = 0) -> Tensor:
         tokens, targets = models.token_batch(step, micro, dist.get_rank())
         return F.cross_entropy(engine(tokens).reshape(-1, models.VOCABULARY), targets.reshape(-1))
     return models.square_loss(engine, models.float_batch(step, micro, dist.get_rank()))
-
-
-def gathered(engine: Any) -> list[str]:
-    """Names of the parameters that are whole, or on their way, and need not be."""
-    handles = engine.coordinator.handles
-    return [h.name for h in handles if h.status is not ZeroParamStatus.NOT_AVAILABLE and not h.persistent]

@@ -105,23 +105,6 @@ def generate(module: Any, architecture: Architecture) -> list[int]:
     return list(tokens.flatten().tolist())
 
 
-def plain(architecture: Architecture) -> Result:
-    """Every rank trains on the batches of all; losses are this rank's."""
-    model = architecture.build().train()
-    optimizer = torch.optim.SGD(model.parameters(), **SGD[1], foreach=True)
-    losses, tokens = [], []
-    for step in range(STEPS):
-        for rank in range(dist.get_world_size()):
-            loss = model(**batch(architecture, step, rank)).loss
-            (loss / dist.get_world_size()).backward()
-            if rank == dist.get_rank():
-                losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        tokens.append(generate(model, architecture))
-    return losses, tokens, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def checkpoint(model: Any, kind: str) -> Any:
     """kind: "" for none, "reentrant" or "kept out" (of the graph: not reentrant)."""
     if kind:
@@ -129,20 +112,21 @@ def checkpoint(model: Any, kind: str) -> Any:
     return model
 
 
-def plain_bf16(architecture: Architecture, dtypes: dict[str, torch.dtype], checkpointing: str) -> Result:
-    """The same with fp32 masters, and compute weights of these dtypes: gradients of a rank in the compute dtype, their
-    mean over ranks in fp32, rounded once."""
+def plain(architecture: Architecture, dtypes: dict[str, torch.dtype], checkpointing: str = "") -> Result:
+    """Every rank trains on the batches of all; losses are this rank's. With fp32 masters, and compute weights of these
+    dtypes, or in fp32: gradients of a rank in the compute dtype, their mean over ranks in fp32, rounded once."""
     model = checkpoint(architecture.build(), checkpointing).train()
     masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
+        parameter.data = parameter.data.to(dtypes.get(name, torch.float32))
     optimizer = torch.optim.SGD(masters.values(), **SGD[1], foreach=True)
     losses, tokens = [], []
     for step in range(STEPS):
         sums: dict[str, Tensor] = {}
         for rank in range(dist.get_world_size()):
             given = batch(architecture, step, rank)
-            given = {name: value.bfloat16() if value.is_floating_point() else value for name, value in given.items()}
+            if dtypes:
+                given = {name: v.bfloat16() if v.is_floating_point() else v for name, v in given.items()}
             loss = model(**given).loss
             loss.backward()
             for name, parameter in model.named_parameters():
@@ -152,7 +136,7 @@ def plain_bf16(architecture: Architecture, dtypes: dict[str, torch.dtype], check
             if rank == dist.get_rank():
                 losses.append(loss.item())
         for name, total in sums.items():
-            masters[name].grad = (total / dist.get_world_size()).to(dtypes[name]).float()
+            masters[name].grad = (total / dist.get_world_size()).to(dtypes.get(name, torch.float32)).float()
         optimizer.step()
         optimizer.zero_grad()
         for name, parameter in model.named_parameters():
@@ -235,7 +219,7 @@ def compare(architecture: Architecture, checkpointings: tuple[str, ...]) -> list
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True, warn_only=True)
     problems = list(init_differences(architecture))
-    wanted = plain(architecture)
+    wanted = plain(architecture, {})
 
     def attempt(what: str, *arguments: Any) -> tuple[Result, dict[str, torch.dtype]] | None:
         try:
@@ -254,7 +238,7 @@ def compare(architecture: Architecture, checkpointings: tuple[str, ...]) -> list
                 problems.extend(f"{what}, fp32: {problem}" for problem in differences(run[0], wanted, TOLERANCE))
             run = attempt(f"{what}, bf16", config(stage, "bf16", optimizer=SGD, zero=section), checkpointing, False)
             if run is not None:
-                in_bf16 = in_bf16 or plain_bf16(architecture, run[1], checkpointing)
+                in_bf16 = in_bf16 or plain(architecture, run[1], checkpointing)
                 problems.extend(f"{what}, bf16: {problem}" for problem in differences(run[0], in_bf16, 0.0))
         run = attempt(f"{what}, zero.Init", config(3, optimizer=SGD), checkpointing, True)
         if run is not None:
