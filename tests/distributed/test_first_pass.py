@@ -69,7 +69,7 @@ class Late(nn.Module):
         for index, layer in enumerate(self.layers):
             hidden = torch.tanh(layer(hidden))
             if self.shared is not None and index != 2:
-                hidden = checkpoint(self._segment, hidden, use_reentrant=True)
+                hidden = checkpoint(lambda h: torch.tanh(self.shared(h)), hidden, use_reentrant=True)
             for factor in self.small:
                 hidden = hidden * factor
             if index == 1:
@@ -77,10 +77,6 @@ class Late(nn.Module):
         if branch in self.branches:
             hidden = hidden + self.branches[branch](hidden)
         return self.last(hidden)
-
-    def _segment(self, hidden: Tensor) -> Tensor:
-        assert self.shared is not None
-        return torch.tanh(self.shared(hidden))
 
 
 def _loss(model: Any, step: int, micro: int, rank: int) -> Tensor:
@@ -93,9 +89,8 @@ def _weight(step: int, micro: int, rank: int) -> float:
 
 
 def _takes_part(how: str, step: int, rank: int, world: int) -> bool:
-    """The last rank of several has no batch: in the first step ("absent"), or at all ("join")."""
-    lacks = {"absent": step == 0, "join": True}.get(how, False)
-    return not (lacks and rank == world - 1 and world > 1)
+    """The last rank has no batch: in the first step ("absent"), or at all ("join")."""
+    return rank < world - 1 or not (how == "join" or (how == "absent" and step == 0))
 
 
 def plain(how: str, micros: int, model: dict[str, Any]) -> dict[str, Tensor]:
@@ -121,7 +116,11 @@ def train(config: dict[str, Any], how: str = "engine", model: dict[str, Any] | N
     engine = zerolite.initialize(models.build(Late, **(model or {})), config)
     micros = engine.gradient_accumulation_steps
     if how == "broken":
-        _break_down(engine)
+        Fragile.broken = engine.rank == 0
+        with contextlib.suppress(ZeroDivisionError):
+            engine.backward(_loss(engine, 9, 0, engine.rank))
+        Fragile.broken = False
+        engine.zero_grad()
     collectives = []
     with engine.join() if how == "join" else contextlib.nullcontext():
         for step in range(STEPS):
@@ -152,14 +151,6 @@ def _micro_batch(engine: Any, how: str, step: int, micro: int, micros: int) -> N
             engine.backward(loss, retain_graph=True)
         engine.backward(loss, weight=_weight(step, micro, engine.rank) if how == "weights" else None)
     engine.step()
-
-
-def _break_down(engine: Any) -> None:
-    Fragile.broken = engine.rank == 0
-    with contextlib.suppress(ZeroDivisionError):
-        engine.backward(_loss(engine, 9, 0, engine.rank))
-    Fragile.broken = False
-    engine.zero_grad()
 
 
 # -------------------------------------------------------------------- the tests

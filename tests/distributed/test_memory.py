@@ -20,6 +20,7 @@ from tests.toolkit.memory import events_in_order, mark, memory_profile, tensor_b
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, make_engine
 from zerolite.zero import GatheredParameters
+from zerolite.zero.layout import part_numel
 
 TOLERANCE = 0.05
 ADAM = ("Adam", {"lr": 1e-3})
@@ -164,10 +165,6 @@ def up(numel: int, unit: int) -> int:
     return -(-numel // unit) * unit
 
 
-def part(numel: int, world: int) -> int:
-    return up(-(-numel // world), 16) if world > 1 else numel
-
-
 def flat(world: int) -> int:
     """Elements of all buckets, stages 0 to 2."""
     return sum(up(numel, 32 * world) for numel in BUCKETS)
@@ -175,12 +172,12 @@ def flat(world: int) -> int:
 
 def rows(world: int) -> int:
     """Elements of this rank's rows, stage 3."""
-    return sum(up(part(numel, world), 16) for unit in UNITS for numel in unit)
+    return sum(up(part_numel(numel, world), 16) for unit in UNITS for numel in unit)
 
 
 def whole(world: int) -> int:
     """Elements of all parameters when gathered."""
-    return sum(world * part(numel, world) for numel in [*sum(UNITS, []), *FROZEN])
+    return sum(world * part_numel(numel, world) for numel in [*sum(UNITS, []), *FROZEN])
 
 
 def states(stage: int, precision: str, world: int) -> dict[str, int]:
@@ -188,7 +185,7 @@ def states(stage: int, precision: str, world: int) -> dict[str, int]:
     compute, master = PRECISIONS[precision]
     if stage == 3:
         trained = owned = rows(world)
-        frozen = sum(part(numel, world) for numel in FROZEN)
+        frozen = sum(part_numel(numel, world) for numel in FROZEN)
     else:
         trained, frozen = flat(world), sum(FROZEN)
         owned = trained if stage == 0 else trained // world
@@ -197,10 +194,7 @@ def states(stage: int, precision: str, world: int) -> dict[str, int]:
         "master_weights": master * owned,
         "optimizer_states": 2 * 4 * owned,
         "buffers": BUFFERS,
-        "persistent_parameters": 0,
-        "gathered_parameters": 0,
-        "offload_buffers": 0,
-        "activations": 0,
+        **dict.fromkeys(("persistent_parameters", "gathered_parameters", "offload_buffers", "activations"), 0),
     }
 
 

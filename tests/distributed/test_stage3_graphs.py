@@ -282,7 +282,7 @@ class GradientInForward(Case):
     """A forward that differentiates one of its modules by an input; ``graph``: that is differentiated again, so that
     weights stay to the end of the step."""
 
-    stable = None
+    stable = False
 
     def __init__(self, graph: bool) -> None:
         super().__init__()

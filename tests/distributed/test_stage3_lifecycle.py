@@ -16,7 +16,7 @@ import zerolite
 from tests.toolkit.compare import assert_same
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
-from tests.toolkit.stage3_net import WIDTH, batch, build, loss_of, make_engine, one_loss, train
+from tests.toolkit.stage3_net import WIDTH, batch, build, loss_of, make_engine, no_grad, one_loss, train
 from tests.toolkit.training import raises
 from zerolite.zero import ZeroParamStatus
 
@@ -30,32 +30,22 @@ class Boom(Exception):
 # ---------------------------------------------------------------- disturbances
 
 
-def no_grad(engine: Any, step: int) -> Any:
-    with torch.no_grad():
-        return engine(batch(step, 7))
-
-
-def inference_mode(engine: Any, step: int) -> Any:
+def evaluations(engine: Any, step: int) -> Any:
+    """Through the engine and past it, in every mode."""
+    found = [no_grad(engine, step)]
     with torch.inference_mode():
-        return [engine(batch(step, micro)).clone() for micro in (7, 8)]
-
-
-def raw_module(engine: Any, step: int) -> Any:
+        found += [engine(batch(step, micro)).clone() for micro in (7, 8)]
     engine.eval()
     with torch.no_grad():
-        results = [engine.module(batch(step, 7)), engine.module.blocks[1](torch.ones(2, WIDTH))]
+        found += [engine.module(batch(step, 7)), engine.module.blocks[1](torch.ones(2, WIDTH))]
     engine.train()
-    return results
-
-
-def raw_module_with_grad(engine: Any, step: int) -> Any:
-    return [engine.module(batch(step, 7)).detach(), engine.module.blocks[1](torch.ones(2, WIDTH)).detach()]
+    return found
 
 
 def forward_only(engine: Any, step: int) -> Any:
     """Under grad, and the graphs are kept while the next forward runs."""
     outputs = [engine(batch(step, micro)) for micro in (7, 8, 9)]
-    return [output.detach() for output in outputs]
+    return [*outputs, engine.module(batch(step, 7)), engine.module.blocks[1](torch.ones(2, WIDTH))]
 
 
 def input_gradient(engine: Any, step: int) -> Any:
@@ -135,8 +125,8 @@ def failing_then_forward(engine: Any, step: int) -> Any:
 
 FORWARD_PLACES = ["model begins", "after the first", "inside the block", "model ends"]
 BACKWARD_PLACES = FORWARD_PLACES[1:]
-READING = [no_grad, inference_mode, raw_module, raw_module_with_grad, forward_only, input_gradient, dropped_backward]
-READING += [clone_and_state, functools.partial(failing_forward, "inside the block", KeyboardInterrupt)]
+READING = [evaluations, forward_only, input_gradient, dropped_backward, clone_and_state]
+READING.append(functools.partial(failing_forward, "inside the block", KeyboardInterrupt))
 GROUPS: dict[str, list[Callable[[Any, int], Any]]] = {
     "reading": READING,
     "failed evaluation": [failing_evaluation, failing_then_forward],
@@ -185,14 +175,7 @@ def test_whole_parameters() -> None:
             assert_same(train(make_engine(3, setting), disturb=fails)["state"], alone, f"{fails}, {setting}")
 
 
-# ---------------------------------------------------------------- loops: one step each; give what to compare
-
-
-def two_forwards_two_backwards(engine: Any, step: int) -> Any:
-    losses = [loss_of(engine, step, 0), loss_of(engine, step, 1)]
-    for loss in losses if step % 2 else reversed(losses):
-        engine.backward(loss)
-    return losses
+# ---------------------------------------------------------------- other steps
 
 
 def interleaved(engine: Any, step: int) -> Any:
@@ -205,13 +188,11 @@ def interleaved(engine: Any, step: int) -> Any:
     return [first, second, third]
 
 
-LOOPS = [one_loss, two_forwards_two_backwards, interleaved]
-
-
 @pytest.mark.slow
 @on_ranks(1, 2, timeout=180)
-def test_loops() -> None:
-    for loop in LOOPS:
+def test_forwards_and_backwards_in_any_order() -> None:
+    """And a plan is followed."""
+    for loop in (one_loss, interleaved):
         wanted = train(make_engine(2), loop=loop)
         for setting in SETTINGS:
             found = train(make_engine(3, setting), loop=loop)

@@ -15,7 +15,7 @@ import zerolite
 from tests.toolkit.compare import assert_same
 from tests.toolkit.memory import live_tensors, tensor_bytes
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.stage3_net import batch, build, loss_of, make_engine, settings, train
+from tests.toolkit.stage3_net import batch, build, loss_of, make_engine, no_grad, settings, train
 from zerolite.engine.engine import Engine
 from zerolite.zero.stage3.comm_context import AllGather
 from zerolite.zero.stage3.module_hooks import ModuleExecution
@@ -24,11 +24,6 @@ from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParame
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 
 SETTINGS = ("moving", "kept", "tight")
-
-
-def no_grad(engine: Any, step: int) -> Tensor:
-    with torch.no_grad():
-        return engine(batch(step, 7))
 
 
 # ---------------------------------------------------------------- torch.compile

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ SETTINGS = ("moving", "tight", "one unit")
 
 
 class Case(nn.Module):
-    """A model to compare. ``stable``: every step does the same, so the plan is followed in the end; None: not told.
+    """A model to compare. ``stable``: every step does the same, so the plan is followed in the end.
     ``zero``: more keys for its config at stage 3."""
 
-    stable: bool | None = True
+    stable = True
     zero: dict[str, Any] = {}
 
     def __init__(self) -> None:
@@ -46,24 +45,21 @@ class Cases:
     """The cases of one file, by name."""
 
     def __init__(self) -> None:
-        self._builders: dict[str, Callable[[], Case]] = {}
-        self._classes: dict[str, type[Case]] = {}
+        self._cases: dict[str, tuple[Any, ...]] = {}  # a class and its arguments
 
     def __iter__(self) -> Any:
-        return iter(self._builders)
+        return iter(self._cases)
 
     def add(self, cls: type[Case]) -> type[Case]:
         """Register a class under its name."""
-        self._builders[cls.__name__], self._classes[cls.__name__] = cls, cls
+        self._cases[cls.__name__] = (cls,)
         return cls
 
     def variants(self, **values: Any) -> Callable[[type[Case]], type[Case]]:
         """Register one case per keyword, whose value is the class's only argument."""
 
         def register(cls: type[Case]) -> type[Case]:
-            for name, value in values.items():
-                name = f"{cls.__name__}-{name}"
-                self._builders[name], self._classes[name] = partial(cls, value), cls
+            self._cases.update({f"{cls.__name__}-{name}": (cls, value) for name, value in values.items()})
             return cls
 
         return register
@@ -71,9 +67,9 @@ class Cases:
     def train(self, name: str, config: dict[str, Any], steps: int = 7) -> dict[str, Any]:
         """Per step: losses, gathers, elements reduced and whether a plan was followed. In the end: whole parameters and
         buffers, which of them share memory, the trained ones, and this rank's elements of masters and states."""
-        cls = self._classes[name]
+        cls, *arguments = self._cases[name]
         torch.manual_seed(0)
-        engine = zerolite.initialize(self._builders[name](), config)
+        engine = zerolite.initialize(cls(*arguments), config)
         coordinator = engine.coordinator
         losses, gathers, reduced, following = [], [], [], []
         # torch runs a transformer layer as one kernel where no module has hooks, so not at stage 3: other rounding.
@@ -114,15 +110,14 @@ class Cases:
         self, name: str, settings: Sequence[str] = SETTINGS, steps: int = 7, **more: Any
     ) -> dict[str, dict[str, Any]]:
         """Train a case at stage 2 and at stage 3 with each of the settings, and find no difference."""
-        wanted = self.train(name, config(2, optimizer=ADAMW, **more), steps)
+        wanted, case = self.train(name, config(2, optimizer=ADAMW, **more), steps), self._cases[name][0]
         found = {}
         for setting in settings:
-            made = at(f"3 {setting}", optimizer=ADAMW, zero=self._classes[name].zero, **more)
+            made = at(f"3 {setting}", optimizer=ADAMW, zero=case.zero, **more)
             found[setting] = self.train(name, made, steps)
             for key in ("tied", "trained", "losses", "skipped", "evaluations", "state", "strides"):
                 assert_same(found[setting][key], wanted[key], f"{name}, {setting}: {key}")
-            stable = self._classes[name].stable
-            assert stable is None or found[setting]["following"][-1] is stable, f"{name}, {setting}"
+            assert found[setting]["following"][-1] or not case.stable, f"{name}, {setting}"
         return found
 
 

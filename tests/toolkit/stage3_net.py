@@ -90,6 +90,11 @@ def loss_of(engine: Any, step: int, micro: int = 0) -> Tensor:
     return engine(batch(step, micro)).square().mean()
 
 
+def no_grad(engine: Any, step: int) -> Tensor:
+    with torch.no_grad():
+        return engine(batch(step, 7))
+
+
 def one_loss(engine: Any, step: int) -> Tensor:
     loss = loss_of(engine, step)
     engine.backward(loss)
