@@ -110,17 +110,17 @@ def patterns(columns: str, rows: str, head: str = "lm_head") -> dict[str, str]:
 GPT2, OPT = patterns("c_attn c_fc", "c_proj"), patterns("q_proj k_proj v_proj fc1", "out_proj fc2")
 BERT = patterns("self.query self.key self.value intermediate.dense", "output.dense", "")
 VISION = patterns("q_proj k_proj v_proj fc1", "o_proj fc2", "")
+STABLE = patterns("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj")
+NEO = patterns("q_proj k_proj v_proj c_fc", "out_proj c_proj")
 NEOX = patterns("query_key_value dense_h_to_4h", "dense dense_4h_to_h")
+T5: dict[str, Any] = {"kind": "ForConditionalGeneration", "decoder_start_token_id": 0}
+GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 ALL: dict[str, Architecture] = {
     "gpt2": causal("GPT2", GPT2, "LMHeadModel"),
-    "gpt_neo": causal(
-        "GPTNeo",
-        patterns("q_proj k_proj v_proj c_fc", "out_proj c_proj"),
-        attention_types=[[["global", "local"], 1]],
-        window_size=4,
-    ),
+    "gpt_neo": causal("GPTNeo", NEO, attention_types=[[["global", "local"], 1]], window_size=4),
     "gptj": causal("GPTJ", patterns("q_proj k_proj v_proj fc_in", "out_proj fc_out"), rotary_dim=4),
     "gpt_neox": causal("GPTNeoX"),
     "gpt_bigcode_mqa": causal("GPTBigCode", GPT2, multi_query=True),
@@ -144,24 +144,13 @@ ALL: dict[str, Architecture] = {
     "phi3": causal("Phi3"),
     "phimoe": causal("Phimoe"),
     "olmo2": causal("Olmo2"),
-    "stablelm": causal(
-        "StableLm", patterns("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj"), num_key_value_heads=2
-    ),
+    "stablelm": causal("StableLm", STABLE, num_key_value_heads=2),
     "cohere2": causal("Cohere2"),
     "persimmon": causal("Persimmon", NEOX),
     "granitemoe": causal("GraniteMoe"),
     "glm": causal("Glm"),
     "gpt_oss": causal("GptOss"),
-    "deepseek_v3": causal(
-        "DeepseekV3",
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        head_dim=4,
-        num_key_value_heads=4,
-        first_k_dense_replace=1,
-        **LATENT,
-    ),
+    "deepseek_v3": causal("DeepseekV3", head_dim=4, num_key_value_heads=4, **ROUTED, **LATENT),
     "mamba": causal("Mamba", state_size=4, time_step_rank=4, intermediate_size=64),
     "jamba": causal("Jamba", attn_layer_offset=1, attn_layer_period=2, mamba_d_state=4, use_mamba_kernels=False),
     "minimax": causal("MiniMax", layer_types=["full_attention", "linear_attention"]),
@@ -172,15 +161,8 @@ ALL: dict[str, Architecture] = {
     ),
     "fnet": causal("FNet", patterns("intermediate.dense", "output.dense", ""), "ForMaskedLM"),
     "bart": causal("Bart", OPT, "ForConditionalGeneration"),
-    "t5": causal("T5", patterns("q k v wi", "o wo"), "ForConditionalGeneration", decoder_start_token_id=0),
-    "t5_gated": causal(
-        "T5",
-        patterns("q k v wi_0 wi_1", "o wo"),
-        "ForConditionalGeneration",
-        decoder_start_token_id=0,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    ),
+    "t5": causal("T5", patterns("q k v wi", "o wo"), **T5),
+    "t5_gated": causal("T5", patterns("q k v wi_0 wi_1", "o wo"), **T5, **GATED),
     "vit": vision("ViT", VISION),
     "swin": vision("Swin", VISION, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=2),
     "resnet": vision("ResNet", image_size=32, depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8),

@@ -21,16 +21,24 @@ LENGTH = 5
 SETTINGS = ("moving", "tight", "one unit")
 
 
-class Case(nn.Module):
+class Parts(nn.Module):
+    """A module with the given submodules, parameters and other attributes."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Case(Parts):
     """A model to compare. ``stable``: every step does the same, so the plan is followed in the end.
     ``zero``: more keys for its config at stage 3."""
 
     stable = True
     zero: dict[str, Any] = {}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.evaluations: list[float] = []
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(evaluations=[], **parts)
 
     def prepare(self, step: int) -> None:
         """Called before each step."""
@@ -65,13 +73,13 @@ class Cases:
         return register
 
     def train(self, name: str, config: dict[str, Any], steps: int = 7) -> dict[str, Any]:
-        """Per step: losses, gathers, elements reduced and whether a plan was followed. In the end: whole parameters and
-        buffers, which of them share memory, the trained ones, and this rank's elements of masters and states."""
+        """Per step: losses, gathers and whether a plan was followed. In the end: whole parameters and buffers, which of
+        them share memory, and the trained ones."""
         cls, *arguments = self._cases[name]
         torch.manual_seed(0)
         engine = zerolite.initialize(cls(*arguments), config)
         coordinator = engine.coordinator
-        losses, gathers, reduced, following = [], [], [], []
+        losses, gathers, following = [], [], []
         # torch runs a transformer layer as one kernel where no module has hooks, so not at stage 3: other rounding.
         torch.backends.mha.set_fastpath_enabled(False)
         for step in range(steps):
@@ -85,24 +93,19 @@ class Cases:
                     engine.step()
                     losses.append(loss.item())
             gathers.append(record.count("all_gather", "parameters"))
-            reduced.append(record.numel("reduce_scatter", "gradients"))
             assert not left_gathered(engine), f"{name}, step {step}: {left_gathered(engine)}"
         torch.backends.mha.set_fastpath_enabled(True)
         state = engine.full_state_dict()
-        buffer, moments = engine._pipeline._buffer, engine.optimizer.state_dict()["state"].values()
         return {
             "losses": losses,
             "skipped": engine.skipped_steps,
             "evaluations": engine.module.evaluations,
             "gathers": gathers,
-            "reduced": reduced,
             "following": following,
             "state": state,
             "strides": {key: value.stride() for key, value in state.items()},
             "tied": {a: [b for b in state if state[a].data_ptr() == state[b].data_ptr() != 0] for a in state},
-            "trained": {slot.name: slot.numel for slot in buffer.layout.slots},
-            "masters": sum(master.numel() for master in buffer.master),
-            "states": sum(v.numel() for state in moments for v in state.values() if isinstance(v, Tensor) and v.dim()),
+            "trained": {slot.name: slot.numel for slot in engine._pipeline._buffer.layout.slots},
             "units": [] if coordinator is None else [unit.name for unit in coordinator.groups],
         }
 
