@@ -292,11 +292,8 @@ def test_parameters_that_are_trained_later(stage: int) -> None:
 def test_gradients_travel_in_fp32_unless_all_are_asked_not_to(stage: int) -> None:
     """The head's gradients are the only ones there are."""
     safe = {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}
-    for more, wanted in (
-        ({}, torch.float32),
-        ({"bf16": {"enabled": False}, "torch_autocast": safe}, torch.float32),
-        ({"communication_data_type": "bf16"}, torch.bfloat16),
-    ):
+    autocast = {"bf16": {"enabled": False}, "torch_autocast": safe}
+    for more, wanted in ((autocast, torch.float32), ({"communication_data_type": "bf16"}, torch.bfloat16)):
         model = models.build(Headed)
         model.trunk.requires_grad_(False)
         engine = zerolite.initialize(model, corner(stage, **more))

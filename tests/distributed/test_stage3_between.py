@@ -204,10 +204,9 @@ def test_refused() -> None:
     weight = side.module.first.weight
     side.train(0)
     for function in (Tensor.data_ptr, Tensor.untyped_storage, Tensor.share_memory_):
-        with raises(RuntimeError, "'first.weight'", "memory", "GatheredParameters"):
-            function(weight)
-        with raises(RuntimeError, "'first.weight'", "memory", "GatheredParameters"):
-            function(weight.data)
+        for tensor in (weight, weight.data):
+            with raises(RuntimeError, "'first.weight'", "memory", "GatheredParameters"):
+                function(tensor)
     with raises(RuntimeError, "'first.weight'", "torch.distributed", "clone"):
         dist.broadcast(weight.data, 0)
     with raises(RuntimeError, "'first.weight'", "(13, 7)", "(7, 13)"):

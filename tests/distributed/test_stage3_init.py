@@ -184,9 +184,8 @@ def assert_plain(model: nn.Module) -> None:
 
 @on_ranks(2)
 def test_init_does_nothing_where_nothing_is_to_be_partitioned() -> None:
-    contexts: list[dict[str, Any]] = [{"enabled": False}, {"enabled": False, "config_dict_or_path": config(3)}]
-    for arguments in [*contexts, *({"config_dict_or_path": config(stage)} for stage in (0, 1, 2))]:
-        with zero.Init(**arguments):
+    for stage in (0, 1, 2, 3):
+        with zero.Init(config_dict_or_path=config(stage), enabled=stage < 3):
             assert_plain(nn.Sequential(nn.Linear(3, 4)))
     engine = zerolite.initialize(models.Mlp(), config(2))
     assert_plain(engine.module)
@@ -332,17 +331,16 @@ def test_meta_model() -> None:
 
 @on_ranks(2)
 def test_meta_engine() -> None:
-    """Meta models go straight into initialize, and train like a whole one of the same values."""
+    """Meta models go straight into initialize, and have the values of plain construction on rank 0."""
+    torch.manual_seed(6)
+    wanted = values_of(models.Mlp())
     with torch.device("meta"):
         model = models.Mlp()
         bare = nn.Sequential(nn.Linear(3, 3), models.Scale())
     seed_by_rank(6)
     engine = zerolite.initialize(model, stage3())
-    twin = models.Mlp()
-    twin.load_state_dict(whole(engine.module))
-    other = zerolite.initialize(twin, config(2, optimizer=ADAMW))
-    assert run_steps(engine, 5) == run_steps(other, 5)
-    assert_same(whole(engine.module), values_of(other.module))
+    assert_same(whole(engine.module), wanted)
+    run_steps(engine, 2)
     with raises(RuntimeError, "'1' (Scale)", "meta device", "reset_parameters()"):
         zero.Init(module=bare)
 
