@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolite
@@ -80,24 +82,118 @@ class Initialises(nn.Module):
                 nn.init.zeros_(module.bias)
 
 
+class Filled(nn.Module):
+    """Its last act is to change parameters without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        with torch.no_grad():
+            self.norm.weight.fill_(2.0)
+            self.norm.bias.fill_(0.25)
+
+
+class Grown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Filled(), nn.Linear(6, 3)
+
+
+class Replaced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(6, 5)
+        with torch.no_grad():
+            self.a.weight.mul_(3)
+        self.b.weight = self.a.weight
+        self.a.bias = nn.Parameter(self.a.bias.detach().clone() * 2)
+        with torch.no_grad():
+            self.b.weight.add_(1)
+        self.c = nn.Linear(5, 5)
+        self.c.weight = nn.Parameter(self.a.weight[:, :5].clone())
+        del self.c.bias
+        self.c.bias = nn.Parameter(torch.ones(5))
+        with torch.no_grad():
+            self.c.bias.mul_(5)
+            self.c.weight.set_(torch.full((5, 5), 0.5))
+
+
+class Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.batch_norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        with torch.no_grad():
+            self.linear.weight.fill_(0.5)
+            self.batch_norm.running_mean.fill_(3)
+            self.batch_norm.weight.fill_(4)
+        self.register_buffer("twice", self.linear.weight.detach() * 2)
+        self.register_buffer("copied", self.linear.weight.detach().clone())
+
+
+class Parametrised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = weight_norm(nn.Linear(4, 3))
+        self.b = parametrizations.weight_norm(nn.Linear(4, 3))
+        self.c = parametrizations.orthogonal(nn.Linear(4, 4))
+        self.d, self.e = spectral_norm(nn.Linear(4, 3)), parametrizations.spectral_norm(nn.Linear(4, 3))
+        with torch.no_grad():
+            self.b.bias.fill_(3)
+            self.a.weight_g.mul_(2)
+            self.b.weight = torch.ones(3, 4)
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ParameterList([nn.Parameter(torch.rand(3)) for _ in range(2)])
+        with torch.no_grad():
+            for parameter in self.list:
+                parameter.mul_(2)
+            self.list.append(nn.Parameter(torch.ones(2)))
+            self.list[-1].fill_(4)
+        self.q = nn.Parameter(torch.zeros(3))
+        self.same = self.q
+        nn.init.trunc_normal_(self.same)
+
+
 @pytest.mark.fast("2")
-@on_ranks(2, 3)
-def test_rank0_values() -> None:
+@on_ranks(1, 2, 3)
+def test_constructors_give_the_values_of_plain_construction() -> None:
     """Each rank has a seed of its own; all get what rank 0 alone would have built."""
-    torch.manual_seed(3)
-    wanted = Initialises()
-    seed_by_rank(3)
-    with zero.Init():
-        model = Initialises()
-    assert_partitioned(model)
+    warnings.simplefilter("ignore")
+    for cls in (Grown, Replaced, Buffers, Parametrised, Lists, Initialises):
+        torch.manual_seed(3)
+        wanted = cls()
+        seed_by_rank(3)
+        with zero.Init():
+            model = cls()
+        assert_partitioned(model)
+        assert_same(whole(model), values_of(wanted))
+        if cls is not Parametrised:  # its buffers are random numbers of each rank
+            assert_same(dict(model.named_buffers()), dict(wanted.named_buffers()))
+        with zero.GatheredParameters(model):
+            for (name, one), other in zip(model.named_parameters(), wanted.parameters(), strict=True):
+                assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype), name
     assert (model.numel, model.features) == (wanted.numel, wanted.features)
-    assert model.head.weight is model.embed.weight
-    assert_same(whole(model), values_of(wanted))
     names = {name: parameter._zero_handle.name for name, parameter in model.named_parameters()}
     assert {name for name in names if names[name] != name} == {n for n in names if n.startswith("grown")}
-    with zero.GatheredParameters(model):
-        for (_, parameter), (name, other) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
-            assert (parameter.stride(), parameter.dtype) == (other.stride(), other.dtype), name
+
+
+@on_ranks(1, 2)
+def test_parameters_that_change_inside_the_context() -> None:
+    """An engine takes them as they are then; one that is put in the place of another must have its shape."""
+    torch.manual_seed(4)
+    plain = Grown()
+    torch.manual_seed(4)
+    with zero.Init():
+        engine = zerolite.initialize(Grown(), config(3, optimizer=ADAMW))
+    assert_same(engine.full_state_dict(), values_of(plain))
+    with raises(RuntimeError, "weight", "(3, 6)", "set .data"), zero.Init():
+        head = nn.Linear(6, 3)
+        head.weight = nn.Parameter(torch.ones(3, 6))
+        last = nn.Sequential(head)
+        last[0].weight.data = torch.empty(0)
 
 
 @pytest.mark.fast("0-2", "2-2", "3 moving-2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
 from tests.toolkit.traffic import Tower, stage3_engine, stage3_loss
 from tests.toolkit.training import snapshot
+from zerolite.zero import ZeroParamStatus
 
 
 class Ways(nn.Module):
@@ -235,6 +236,38 @@ def test_ranks_that_differ_are_told_where_they_stand(after: int) -> None:
     assert f"rank {rank}: the ranks launched different collectives" in str(caught.value)
     if after == 0:
         assert f"layers.{1 + rank}.0" in str(caught.value).split("This rank was at")[1]
+
+
+class Asks(nn.Module):
+    """Asks its layers' parameters for their dtypes, as T5 does, and never for their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+        self.live: Callable[[], int] = lambda: 0
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if isinstance(layer.weight, Tensor) and layer.weight.dtype != torch.int8:
+                x = torch.tanh(layer(x.to(layer.weight.device)))
+                self.most = max(self.most, self.live())
+        return x
+
+
+@on_ranks(2)
+def test_asked_parameters_are_not_kept() -> None:
+    limit = 64
+    limits = {"stage3_max_live_parameters": limit, "stage3_prefetch_bucket_size": 0}
+    engine = zerolite.initialize(Asks(), at(3, zero=limits))
+    handles = engine.coordinator.handles
+    engine.module.live = lambda: sum(h.numel for h in handles if h.status is not ZeroParamStatus.NOT_AVAILABLE)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        assert engine.coordinator.schedule.groups[0] == (), "the root has taken parameters that it only asked"
+    assert engine.module.most <= limit
+    assert engine.coordinator.schedule.following
 
 
 # -------------------------------------------------------------------- reductions
