@@ -26,10 +26,7 @@ from zerolite.comm import record
 
 
 def setting(stage: str, precision: str, accumulation: int = 1, **more: Any) -> dict[str, Any]:
-    more = {"consistency_check_interval": 2, **more}
-    if precision == "fp16":
-        more = {"fp16": dynamic_fp16(), **more}
-        precision = ""
+    more = {"consistency_check_interval": 2, **({"fp16": dynamic_fp16()} if precision == "fp16" else {}), **more}
     return at(stage, precision, accumulation, 0.4, ADAMW, **more)
 
 

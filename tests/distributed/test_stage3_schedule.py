@@ -19,7 +19,7 @@ from tests.toolkit.configs import ADAMW, PARTITIONED, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
-from tests.toolkit.traffic import Tower, stage3_engine, stage3_loss
+from tests.toolkit.traffic import Tower, stage3_loss
 from tests.toolkit.training import snapshot
 from zerolite.zero import ZeroParamStatus
 
@@ -104,7 +104,8 @@ def limited(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
 @on_ranks(2)
 def test_prefetches_precede_the_module_that_needs_them() -> None:
     """By when modules begin their forward ("module") and their backward ("gradient"), and gathers are launched."""
-    engine = stage3_engine(config(3, "fp32", 1, 0.4, ADAMW, zero=limited(1, 10**6, 0)))
+    made = config(3, "fp32", 1, 0.4, ADAMW, zero=limited(1, 10**6, 0))
+    engine = zerolite.initialize(models.build(Tower), made)
     events: list[tuple[str, Any]] = []
     for name, module in engine.module.named_modules():
         if list(module.parameters(recurse=False)):
@@ -119,7 +120,7 @@ def test_prefetches_precede_the_module_that_needs_them() -> None:
     with mock.patch.object(engine.coordinator.context, "issue_all_gather", noted):
         for step in range(3):
             start = len(events)
-            engine.backward(stage3_loss(engine, "Tower", step))
+            engine.backward(stage3_loss(engine, step))
             engine.step()
     assert engine.coordinator.schedule.following and not left_gathered(engine)
     window = events[start:]
@@ -284,7 +285,7 @@ def test_unused_parameters_hold_back_no_reduction() -> None:
         with zerolite.comm.record() as recorder:
             first = engine.module.layers[0].weight
             handle = first.register_hook(lambda _, e=early, r=recorder: e.append(r.count(tag="gradients")))
-            engine.backward(stage3_loss(engine, "Tower", step))
+            engine.backward(stage3_loss(engine, step))
             handle.remove()
             engine.step()
         order = [call.key - 1 for call in recorder.select(tag="gradients")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zerolite
 from tests.toolkit import models
@@ -16,7 +17,7 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
-from tests.toolkit.traffic import plain_calls, stage3_engine, stage3_loss
+from tests.toolkit.traffic import Checkpointed, Lora, Tied, Tower, plain_calls, stage3_loss
 from tests.toolkit.training import engine_window, make_engine, snapshot
 from zerolite.comm import NullCommunicator, use_communicator
 
@@ -141,18 +142,19 @@ def stage3(
     zero: dict[str, Any],
     accumulation: int = 1,
     precision: str = "fp32",
-    model: str = "Tower",
+    model: type[nn.Module] = Tower,
     evaluations: list[Any] | None = None,
     **sizes: Any,
 ) -> list[list[Call]]:
     """The collectives of every window, the same on all ranks; those of an evaluation after each go to ``evaluations``.
     Nothing is left gathered, and the last step follows a plan."""
-    engine = stage3_engine(config(3, precision, accumulation, 0.4, ADAMW, zero=zero), model, sizes)
+    made = config(3, precision, accumulation, 0.4, ADAMW, zero=zero)
+    engine = zerolite.initialize(models.build(model, **sizes), made)
     windows = []
     for step in range(STEPS):
         with zerolite.comm.record() as recorder:
             for micro in range(accumulation):
-                engine.backward(stage3_loss(engine, model, step, micro))
+                engine.backward(stage3_loss(engine, step, micro, model is Tied))
                 assert step < STEPS - 1 or engine.coordinator.schedule.following
                 assert not left_gathered(engine), left_gathered(engine)
                 engine.step()
@@ -268,7 +270,7 @@ def test_stage_3_frozen_base() -> None:
     once = forward[0]  # no gradient comes to the first frozen layer: neither its weights nor its input need one
     thin = [2 * size for pair in LAYERS for size in pair]
     adapters = [bucket(thin[4:], 2), bucket(thin[:4], 2)]  # each of at most 100 elements
-    for window in stage3(SHORT, model="Lora"):
+    for window in stage3(SHORT, model=Lora):
         assert gathers(window)[: len(forward)] == forward
         assert Counter(gathers(window)) == Counter(forward * 2) - Counter([once])
         assert reductions(window) == adapters
@@ -278,7 +280,7 @@ def test_stage_3_frozen_base() -> None:
 @pytest.mark.parametrize("functional", [False, True], ids=["tied", "called"])
 def test_stage_3_tied_weights_are_one(functional: bool) -> None:
     weight, middle = whole(55, 2), whole(25, 2)
-    windows = stage3(MOVING, model="Tied", functional=functional)
+    windows = stage3(MOVING, model=Tied, functional=functional)
     assert gathers(windows[-1]) == [weight, middle]
     for window in windows:
         assert reductions(window) == [bucket([25, 55], 2)]
@@ -286,7 +288,7 @@ def test_stage_3_tied_weights_are_one(functional: bool) -> None:
     # backward of an embedding needs none.
     forward = [weight, middle] if functional else [weight, middle, weight]
     expected = forward * 2 if functional else [*forward, weight, middle]
-    assert gathers(stage3(SHORT, model="Tied", functional=functional)[-1]) == expected
+    assert gathers(stage3(SHORT, model=Tied, functional=functional)[-1]) == expected
 
 
 @pytest.mark.slow
@@ -295,7 +297,7 @@ def test_stage_3_tied_weights_are_one(functional: bool) -> None:
 def test_stage_3_recomputation_gathers_as_planned(reentrant: bool) -> None:
     units = tower_units(2)
     first, rest = units[0], units[1:]
-    case: dict[str, Any] = {"model": "Checkpointed", "reentrant": reentrant}
+    case: dict[str, Any] = {"model": Checkpointed, "reentrant": reentrant}
     # Reentrant: the recomputation is a use, the backward another. Otherwise it runs inside the backward's use.
     again = [numel for numel in rest[::-1] for _ in range(2 if reentrant else 1)]
     for window in stage3(SHORT, **case):

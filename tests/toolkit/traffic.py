@@ -1,4 +1,4 @@
-"""The collectives of training, and an engine of stage 3 whose units are known."""
+"""The collectives of training, and models whose units at stage 3 are known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import zerolite
 from tests.toolkit import models
 
 
@@ -83,17 +82,8 @@ class Checkpointed(Tower):
         return x
 
 
-STAGE3_MODELS = {"Tower": Tower, "Lora": Lora, "Tied": Tied, "Checkpointed": Checkpointed}
-
-
-def stage3_engine(config: dict[str, Any], model: str = "Tower", sizes: dict[str, Any] | None = None) -> Any:
-    """An engine over one of this module's models, with the weights of seed 7."""
-    return zerolite.initialize(models.build(STAGE3_MODELS[model], **(sizes or {})), config)
-
-
-def stage3_loss(engine: Any, model: str, step: int, micro: int = 0) -> Tensor:
+def stage3_loss(engine: Any, step: int, micro: int = 0, tokens: bool = False) -> Tensor:
     """The loss of this rank's micro-batch."""
-    if model == "Tied":
-        tokens, targets = models.token_batch(step, micro, dist.get_rank())
-        return F.cross_entropy(engine(tokens).reshape(-1, models.VOCABULARY), targets.reshape(-1))
+    if tokens:
+        return models.token_loss(engine, models.token_batch(step, micro, dist.get_rank()))
     return models.square_loss(engine, models.float_batch(step, micro, dist.get_rank()))

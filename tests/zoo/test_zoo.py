@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.toolkit.architectures import ALL, VISION, Architecture, causal, vision
+from tests.toolkit.compare import assert_same
 from tests.toolkit.configs import SGD, config
 from tests.toolkit.ranks import on_ranks
 from zerolite import zero
@@ -146,13 +147,10 @@ def plain(architecture: Architecture, dtypes: dict[str, torch.dtype], checkpoint
 
 
 def engine_run(
-    architecture: Architecture, settings: dict[str, Any], checkpointing: str, init: bool
+    architecture: Architecture, settings: dict[str, Any], checkpointing: str, init: bool = False
 ) -> tuple[Result, dict[str, torch.dtype]]:
     """Return what the engine gives, and the dtypes of the parameters."""
-    if init:
-        with zero.Init():
-            model = architecture.build()
-    else:
+    with zero.Init(enabled=init):
         model = architecture.build()
     engine = zerolite.initialize(checkpoint(model, checkpointing).train(), settings)
     losses, tokens = [], []
@@ -167,26 +165,24 @@ def engine_run(
     return (losses, tokens, {name: state[name] for name in dtypes}), dtypes
 
 
-def differences(one: Result, other: Result, tolerance: float) -> Iterator[str]:
-    for step, (mine, theirs) in enumerate(zip(one[0], other[0], strict=True)):
-        if not abs(mine - theirs) <= tolerance * max(1.0, abs(theirs)):
-            yield f"loss of step {step} is {mine}, expected {theirs}"
-    if one[1] != other[1]:
-        yield f"generated {one[1]}, expected {other[1]}"
-    for name, value in other[2].items():
-        found = one[2][name]
-        if found.shape != value.shape or not torch.allclose(found, value, rtol=tolerance, atol=tolerance):
-            worst = (found - value).abs().max() if found.shape == value.shape else found.shape
-            yield f"parameter '{name}' differs: {worst}"
-            return
+def assert_same_run(found: Result, wanted: Result, tolerance: float, what: str) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=tolerance, abs=tolerance), f"{what}: losses"
+    assert found[1] == wanted[1], f"{what}: generated tokens"
+    torch.testing.assert_close(found[2], wanted[2], rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
-def init_differences(architecture: Architecture) -> Iterator[str]:
+def assert_same_values(model: Any, wanted: Any, what: str) -> None:
+    with zero.GatheredParameters(model):
+        assert_same(dict(model.named_parameters()), dict(wanted.named_parameters()), what)
+    assert_same(dict(model.named_buffers()), dict(wanted.named_buffers()), what)
+
+
+def assert_init(architecture: Architecture) -> None:
     """Construction inside zero.Init, and loading there what was saved, against plain construction, bit for bit."""
     wanted = architecture.build()
     with zero.Init():
         model = architecture.build()
-    yield from _values_differ(model, wanted)
+    assert_same_values(model, wanted, "zero.Init")
     if not isinstance(architecture, OfTorchvision):
         with tempfile.TemporaryDirectory() as own:
             directory = [own]
@@ -197,54 +193,7 @@ def init_differences(architecture: Architecture) -> Iterator[str]:
             with zero.Init():
                 model = type(wanted).from_pretrained(directory[0])
             dist.barrier()
-        yield from (f"from_pretrained: {difference}" for difference in _values_differ(model, wanted))
-
-
-def _values_differ(model: Any, wanted: Any) -> Iterator[str]:
-    for (name, parameter), value in zip(model.named_parameters(), wanted.parameters(), strict=True):
-        with zero.GatheredParameters(parameter):
-            if parameter.shape != value.shape or not torch.equal(parameter, value):
-                yield f"zero.Init: parameter '{name}' of shape {tuple(value.shape)} has other values"
-    for (name, buffer), wanted_buffer in zip(model.named_buffers(), wanted.buffers(), strict=True):
-        if not torch.equal(buffer, wanted_buffer):
-            yield f"zero.Init: buffer '{name}' has other values"
-
-
-def compare(architecture: Architecture, checkpointings: tuple[str, ...]) -> list[str]:
-    """List where the engine differs from plain PyTorch: in fp32 by more than sums are rounded, in bf16 at all."""
-    if not isinstance(architecture, OfTorchvision):
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    problems = list(init_differences(architecture))
-    wanted = plain(architecture, {})
-
-    def attempt(what: str, *arguments: Any) -> tuple[Result, dict[str, torch.dtype]] | None:
-        try:
-            return engine_run(architecture, *arguments)
-        except Exception as error:  # the same on all ranks, or the pool ends them
-            problems.append(f"{what}: {type(error).__name__}: {str(error)[:300]}")
-            return None
-
-    for checkpointing in checkpointings:
-        in_bf16: Result | None = None
-        for stage in (2, 3) if checkpointing else range(4):
-            section = (_BLOCKS if checkpointing else _MODULES) if stage == 3 else {}
-            what = f"stage {stage}, {checkpointing or 'no'} checkpointing"
-            run = attempt(f"{what}, fp32", config(stage, optimizer=SGD, zero=section), checkpointing, False)
-            if run is not None:
-                problems.extend(f"{what}, fp32: {problem}" for problem in differences(run[0], wanted, TOLERANCE))
-            run = attempt(f"{what}, bf16", config(stage, "bf16", optimizer=SGD, zero=section), checkpointing, False)
-            if run is not None:
-                in_bf16 = in_bf16 or plain(architecture, run[1], checkpointing)
-                problems.extend(f"{what}, bf16: {problem}" for problem in differences(run[0], in_bf16, 0.0))
-        run = attempt(f"{what}, zero.Init", config(3, optimizer=SGD), checkpointing, True)
-        if run is not None:
-            problems.extend(f"{what}, zero.Init: {problem}" for problem in differences(run[0], wanted, TOLERANCE))
-    torch.use_deterministic_algorithms(False)
-    return problems
+        assert_same_values(model, wanted, "from_pretrained")
 
 
 def case(name: str) -> Any:
@@ -257,6 +206,27 @@ def case(name: str) -> Any:
 @on_ranks(2, timeout=600)
 @pytest.mark.parametrize("name", [case(name) for name in ARCHITECTURES])
 def test_every_stage_gives_what_plain_pytorch_gives(name: str) -> None:
-    ways = ("",) if name in WITHOUT_CHECKPOINTING else ("", "kept out", "reentrant")
-    problems = compare(ARCHITECTURES[name], ways)
-    assert not problems, "; ".join(problems)
+    """In fp32 to the rounding of sums, in bf16 to the bit."""
+    architecture = ARCHITECTURES[name]
+    if not isinstance(architecture, OfTorchvision):
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert_init(architecture)
+    wanted = plain(architecture, {})
+    for checkpointing in ("",) if name in WITHOUT_CHECKPOINTING else ("", "kept out", "reentrant"):
+        in_bf16: Result | None = None
+        for stage in (2, 3) if checkpointing else range(4):
+            section = (_BLOCKS if checkpointing else _MODULES) if stage == 3 else {}
+            what = f"stage {stage}, {checkpointing or 'no'} checkpointing"
+            found, _ = engine_run(architecture, config(stage, optimizer=SGD, zero=section), checkpointing)
+            assert_same_run(found, wanted, TOLERANCE, f"{what}, fp32")
+            made = config(stage, "bf16", optimizer=SGD, zero=section)
+            found, dtypes = engine_run(architecture, made, checkpointing)
+            in_bf16 = in_bf16 or plain(architecture, dtypes, checkpointing)
+            assert_same_run(found, in_bf16, 0.0, f"{what}, bf16")
+        found, _ = engine_run(architecture, config(3, optimizer=SGD), checkpointing, init=True)
+        assert_same_run(found, wanted, TOLERANCE, f"{what}, zero.Init")
+    torch.use_deterministic_algorithms(False)
