@@ -19,8 +19,8 @@ from tests.toolkit.configs import ADAMW, PARTITIONED, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
-from tests.toolkit.traffic import Tower, stage3_loss
-from tests.toolkit.training import snapshot
+from tests.toolkit.traffic import Tower
+from tests.toolkit.training import loss_of, snapshot
 from zerolite.zero import ZeroParamStatus
 
 
@@ -120,7 +120,7 @@ def test_prefetches_precede_the_module_that_needs_them() -> None:
     with mock.patch.object(engine.coordinator.context, "issue_all_gather", noted):
         for step in range(3):
             start = len(events)
-            engine.backward(stage3_loss(engine, step))
+            engine.backward(loss_of(engine, step))
             engine.step()
     assert engine.coordinator.schedule.following and not left_gathered(engine)
     window = events[start:]
@@ -285,7 +285,7 @@ def test_unused_parameters_hold_back_no_reduction() -> None:
         with zerolite.comm.record() as recorder:
             first = engine.module.layers[0].weight
             handle = first.register_hook(lambda _, e=early, r=recorder: e.append(r.count(tag="gradients")))
-            engine.backward(stage3_loss(engine, step))
+            engine.backward(loss_of(engine, step))
             handle.remove()
             engine.step()
         order = [call.key - 1 for call in recorder.select(tag="gradients")]

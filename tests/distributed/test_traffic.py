@@ -17,8 +17,8 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
-from tests.toolkit.traffic import Checkpointed, Lora, Tied, Tower, plain_calls, stage3_loss
-from tests.toolkit.training import engine_window, make_engine, snapshot
+from tests.toolkit.traffic import Adapted, Checkpointed, Tied, Tower, plain_calls
+from tests.toolkit.training import engine_window, loss_of, make_engine, snapshot
 from zerolite.comm import NullCommunicator, use_communicator
 
 
@@ -144,17 +144,17 @@ def stage3(
     precision: str = "fp32",
     model: type[nn.Module] = Tower,
     evaluations: list[Any] | None = None,
-    **sizes: Any,
+    **arguments: Any,
 ) -> list[list[Call]]:
     """The collectives of every window, the same on all ranks; those of an evaluation after each go to ``evaluations``.
     Nothing is left gathered, and the last step follows a plan."""
     made = config(3, precision, accumulation, 0.4, ADAMW, zero=zero)
-    engine = zerolite.initialize(models.build(model, **sizes), made)
+    engine = zerolite.initialize(models.build(model, **arguments), made)
     windows = []
     for step in range(STEPS):
         with zerolite.comm.record() as recorder:
             for micro in range(accumulation):
-                engine.backward(stage3_loss(engine, step, micro, model is Tied))
+                engine.backward(loss_of(engine, step, micro, "OddModel" if model is Tied else "Mlp"))
                 assert step < STEPS - 1 or engine.coordinator.schedule.following
                 assert not left_gathered(engine), left_gathered(engine)
                 engine.step()
@@ -270,7 +270,7 @@ def test_stage_3_frozen_base() -> None:
     once = forward[0]  # no gradient comes to the first frozen layer: neither its weights nor its input need one
     thin = [2 * size for pair in LAYERS for size in pair]
     adapters = [bucket(thin[4:], 2), bucket(thin[:4], 2)]  # each of at most 100 elements
-    for window in stage3(SHORT, model=Lora):
+    for window in stage3(SHORT, layer=Adapted):
         assert gathers(window)[: len(forward)] == forward
         assert Counter(gathers(window)) == Counter(forward * 2) - Counter([once])
         assert reductions(window) == adapters

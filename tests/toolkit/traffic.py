@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,9 +20,9 @@ def plain_calls(recorder: Any) -> list[tuple[str, int, str, int, str]]:
 class Tower(nn.Module):
     """``x [B, 7]`` -> ``[B, 3]``. No two layers are equally large, so a number of elements tells which one moved."""
 
-    def __init__(self, sizes: Sequence[int] = (7, 13, 11, 5, 3)) -> None:
+    def __init__(self, sizes: Sequence[int] = (7, 13, 11, 5, 3), layer: type[nn.Module] = nn.Linear) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(layer(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -42,14 +41,6 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
-
-
-class Lora(Tower):
-    """A tower whose layers are frozen, with adapters."""
-
-    def __init__(self, sizes: Sequence[int] = (7, 13, 11, 5, 3)) -> None:
-        super().__init__(sizes)
-        self.layers = nn.ModuleList(Adapted(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
 
 
 class Tied(nn.Module):
@@ -80,10 +71,3 @@ class Checkpointed(Tower):
         for layer in self.layers[1:]:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return x
-
-
-def stage3_loss(engine: Any, step: int, micro: int = 0, tokens: bool = False) -> Tensor:
-    """The loss of this rank's micro-batch."""
-    if tokens:
-        return models.token_loss(engine, models.token_batch(step, micro, dist.get_rank()))
-    return models.square_loss(engine, models.float_batch(step, micro, dist.get_rank()))
