@@ -56,15 +56,8 @@ STAGES = (0, 1, 2, 3)
 # A step of Adam is lr at most; where a gradient nearly cancels, regrouping the batch moves it by a share of that.
 ADAM_SHARE = 0.02
 NEAR_SHARE = 0.002  # of lr, where the batch is not regrouped
-LATE = [  # by step, the layers of two ranks: b comes at step 2, c at step 3 and on one rank; each is left out at times
-    ["a", "a"],
-    ["a", "a"],
-    ["ab", "a"],
-    ["b", "bc"],
-    ["ab", "ab"],
-    ["ac", "a"],
-    ["abc", "bc"],
-]
+# By step, the layers of two ranks: b comes at step 2, c at step 3 and on one rank; each is left out at times.
+LATE = [["a", "a"], ["a", "a"], ["ab", "a"], ["b", "bc"], ["ab", "ab"], ["ac", "a"], ["abc", "bc"]]
 LATE_COUNTS = {"a": 6, "b": 4, "c": 3}
 
 

@@ -27,19 +27,32 @@ def checkpoint_to_the_end(call: Callable[..., Any], *args: Any) -> Any:
         return plain_checkpoint(call, *args)
 
 
+def checkpoint_selectively(call: Callable[..., Any], *args: Any) -> Any:
+    """Matrix products are saved, the rest is recomputed."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        saved = operator in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        choice = checkpointing.CheckpointPolicy
+        return choice.MUST_SAVE if saved else choice.PREFER_RECOMPUTE
+
+    contexts = partial(checkpointing.create_selective_checkpoint_contexts, policy)
+    return plain_checkpoint(call, *args, context_fn=contexts)
+
+
+def directly(call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
+
+
 class Stack(Case):
-    """Four blocks behind a linear layer, whose output needs a gradient; ``run`` says how a block is called."""
+    """Four blocks behind a linear layer, whose output needs a gradient; ``call`` calls a block."""
 
-    def __init__(self) -> None:
-        super().__init__(first=nn.Linear(WIDTH, WIDTH), blocks=nn.ModuleList(Block() for _ in range(4)))
-
-    def run(self, index: int, x: Tensor) -> Tensor:
-        return self.blocks[index](x)
+    def __init__(self, call: Callable[..., Any] = directly) -> None:
+        super().__init__(call=call, first=nn.Linear(WIDTH, WIDTH), blocks=nn.ModuleList(Block() for _ in range(4)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for index in range(len(self.blocks)):
-            x = self.run(index, x)
+        for block in self.blocks:
+            x = self.call(block, x)
         return x
 
 
@@ -65,34 +78,24 @@ class LoraLinear(Parts):
         return self.base(x) + x @ self.a.t() @ self.b.t()
 
 
-@CASES.variants(plain=lambda f, x: f(x), checkpointed=plain_checkpoint)
+@CASES.variants(plain=directly, checkpointed=plain_checkpoint)
 class Lora(Stack):
     """Adapters on a base of which everything is frozen."""
 
     def __init__(self, call: Callable[..., Tensor]) -> None:
-        super().__init__()
+        super().__init__(call)
         self.requires_grad_(False)
-        self.call = call
         for block in self.blocks:
             block.up, block.down = LoraLinear(block.up), LoraLinear(block.down)
-
-    def run(self, index: int, x: Tensor) -> Tensor:
-        return self.call(self.blocks[index], x)
 
 
 # -------------------------------------------------------------------- checkpointing
 
 
-@CASES.variants(plain=plain_checkpoint, reentrant=reentrant_checkpoint, to_the_end=checkpoint_to_the_end)
+@CASES.variants(plain=plain_checkpoint, reentrant=reentrant_checkpoint, selectively=checkpoint_selectively)
+@CASES.variants(to_the_end=checkpoint_to_the_end)
 class Checkpointed(Stack):
     """Every block."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.call = call
-
-    def run(self, index: int, x: Tensor) -> Tensor:
-        return self.call(self.blocks[index], x)
 
 
 @CASES.variants(plain=plain_checkpoint, reentrant=reentrant_checkpoint)
@@ -126,20 +129,6 @@ class CheckpointedInside(Stack):
         return plain_checkpoint(self.blocks[0], x) * self.scale
 
 
-@CASES.add
-class CheckpointedSelectively(Stack):
-    """Matrix products are saved, the rest is recomputed."""
-
-    def run(self, index: int, x: Tensor) -> Tensor:
-        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-            saved = operator in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-            choice = checkpointing.CheckpointPolicy
-            return choice.MUST_SAVE if saved else choice.PREFER_RECOMPUTE
-
-        contexts = partial(checkpointing.create_selective_checkpoint_contexts, policy)
-        return plain_checkpoint(self.blocks[index], x, context_fn=contexts)
-
-
 # -------------------------------------------------------------------- handed on, changed in place
 
 
@@ -158,24 +147,20 @@ class BiasBlock(Parts):
         return x + self.down(torch.tanh(inside + bias)), bias
 
 
-@CASES.variants(plain=None, reentrant=True)
+@CASES.variants(plain=directly, reentrant=reentrant_checkpoint)
 class SharedBias(Case):
     """Each block is one unit. The gradient of the bias is complete in the middle of the first block's backward, when
     the blocks after it have been repeated."""
 
     zero = {"leaf_modules": ["*BiasBlock"]}
 
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__(reentrant=reentrant, blocks=nn.ModuleList(BiasBlock(first=index == 0) for index in range(3)))
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__(call=call, blocks=nn.ModuleList(BiasBlock(first=index == 0) for index in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
         x, bias = x.requires_grad_(), None
         for block in self.blocks:
-            if self.reentrant is None:
-                x, bias = block(x, bias)
-            else:
-                with checkpointing.set_checkpoint_early_stop(False):  # the repeated blocks return
-                    x, bias = checkpointing.checkpoint(block, x, bias, use_reentrant=self.reentrant)
+            x, bias = self.call(block, x, bias)
         return x
 
 
