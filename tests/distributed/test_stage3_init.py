@@ -21,7 +21,7 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, at, config
-from tests.toolkit.partitioned import ATTRIBUTES, assert_partitioned, seed_by_rank, stage3, values_of, whole
+from tests.toolkit.partitioned import ATTRIBUTES, assert_partitioned, seed_by_rank, stage3, whole
 from tests.toolkit.pool import Pool
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises, run_steps
@@ -169,7 +169,7 @@ def test_constructors_give_the_values_of_plain_construction() -> None:
         with zero.Init():
             model = cls()
         assert_partitioned(model)
-        assert_same(whole(model), values_of(wanted))
+        assert_same(whole(model), whole(wanted))
         if cls is not Parametrised:  # its buffers are random numbers of each rank
             assert_same(dict(model.named_buffers()), dict(wanted.named_buffers()))
         with zero.GatheredParameters(model):
@@ -188,7 +188,7 @@ def test_parameters_that_change_inside_the_context() -> None:
     torch.manual_seed(4)
     with zero.Init():
         engine = zerolite.initialize(Grown(), config(3, optimizer=ADAMW))
-    assert_same(engine.full_state_dict(), values_of(plain))
+    assert_same(engine.full_state_dict(), whole(plain))
     with raises(RuntimeError, "weight", "(3, 6)", "set .data"), zero.Init():
         head = nn.Linear(6, 3)
         head.weight = nn.Parameter(torch.ones(3, 6))
@@ -220,7 +220,7 @@ def test_a_model_built_partitioned_trains_like_one_that_was_built_whole(stage: s
     else:
         assert_plain(engine.module)
     assert run_steps(engine, 5) == losses
-    assert_same(whole(engine.module), values_of(plain.module))
+    assert_same(whole(engine.module), whole(plain.module))
 
 
 @pytest.mark.fast("1")
@@ -237,7 +237,7 @@ def test_many_kinds_of_init() -> None:
             nn.init.normal_(self.inner[1].weight)
 
     torch.manual_seed(1)
-    wanted = values_of(Outer(False))
+    wanted = whole(Outer(False))
     seed_by_rank(1)
     with zero.Init():
         model = Outer(True)
@@ -251,7 +251,7 @@ def test_many_kinds_of_init() -> None:
         assert_partitioned(second)
 
     model = models.build(models.Mlp)
-    seen = values_of(model)
+    seen = whole(model)
     zero.Init(module=model)
     assert_partitioned(model)
     assert_same(whole(model), seen)
@@ -429,7 +429,7 @@ def test_meta_model() -> None:
 def test_meta_engine() -> None:
     """Meta models go straight into initialize, and have the values of plain construction on rank 0."""
     torch.manual_seed(6)
-    wanted = values_of(models.Mlp())
+    wanted = whole(models.Mlp())
     with torch.device("meta"):
         model = models.Mlp()
         bare = nn.Sequential(nn.Linear(3, 3), models.Scale())
@@ -475,7 +475,7 @@ def test_resized_embedding() -> None:
 def test_attributes_of_a_parameter(settings: str) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     model = models.build(models.OddModel)
-    values = values_of(model)
+    values = whole(model)
     for parameter in model.parameters():
         parameter.label = "mine"
     before = list(model.parameters())

@@ -20,16 +20,12 @@ def stage3(settings: str = "moving", precision: str = "fp32") -> dict[str, Any]:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's values, copied."""
+    """Every parameter's values, copied; of a model that is partitioned or not."""
     found = {}
     for name, parameter in model.named_parameters():
         with zero.GatheredParameters(parameter):
             found[name] = parameter.data.clone()
     return found
-
-
-def values_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def assert_partitioned(model: nn.Module) -> None:
