@@ -68,15 +68,6 @@ def train_chain(engine: Any, steps: int) -> list[float]:
 # -------------------------------------------------------------------- numbers and collectives
 
 
-MODELS: dict[str, Any] = {
-    "OddModel": models.OddModel,
-    "Frozen": models.Frozen,
-    "Lends": partial(Lends, register="function"),
-    "SharedCheckpointed": models.SharedCheckpointed,
-    "PrimeMlp": models.PrimeMlp,
-}
-
-
 class Boom(Exception):
     pass
 
@@ -85,7 +76,8 @@ def train_model(model: str, config: dict[str, Any], steps: int) -> dict[str, Any
     """Train with everything between the steps that users do: evaluations, an exception in a forward, a write into
     parameters."""
     loss_of, batch_of = KINDS.get(model, (models.square_loss, models.float_batch))
-    engine = zerolite.initialize(models.build(MODELS[model]), config)
+    build = partial(Lends, register="function") if model == "Lends" else getattr(models, model)
+    engine = zerolite.initialize(models.build(build), config)
     result: dict[str, Any] = {"losses": [], "norms": [], "evaluated": []}
     with zerolite.comm.record() as calls:
         for step in range(steps):
