@@ -292,13 +292,6 @@ class Program:
         self.micro_batches()
         shown = [p for p in self.engine.parameters() if p.grad is not None]
         first, *_, last = shown
-
-        def replaced() -> None:
-            last.grad = torch.full_like(last.grad, 0.125)
-
-        def left_out() -> None:
-            first.grad = None
-
         ways = [
             lambda: nn.utils.clip_grad_norm_(shown, 0.5),
             lambda: nn.utils.clip_grad_norm_(shown[1::2], 0.1),
@@ -306,10 +299,12 @@ class Program:
             lambda: last.grad.mul_(0.5),
             lambda: last.grad.flatten().sort(),
             lambda: torch._foreach_add_([p.grad for p in shown], 1e-3),
-            replaced,
+            lambda: setattr(last, "grad", torch.full_like(last.grad, 0.125)),
         ]
-        for way in [*self.shared.sample(ways, 3), *([left_out] if self.shared.random() < 0.5 else [])]:
+        for way in self.shared.sample(ways, 3):
             way()
+        if self.shared.random() < 0.5:
+            first.grad = None
         if self.shared.random() < 0.3:  # and more comes
             self.backward(0, self.engine._accumulation.weighted)
         self.engine.step()
@@ -326,8 +321,6 @@ class Program:
         self.engine.zero_grad()
 
     def joined(self) -> None:
-        if self.engine.world_size == 1:
-            return
         weighted = self.weights()
         most = self.shared.randint(1, 3)
         finishes = self.shared.randrange(1, self.engine.world_size)
