@@ -20,7 +20,7 @@ from tests.toolkit.memory import events_in_order, mark, memory_profile, tensor_b
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, make_engine
 from zerolite.zero import GatheredParameters
-from zerolite.zero.layout import part_numel
+from zerolite.zero.layout import shard_numel
 
 TOLERANCE = 0.05
 ADAM = ("Adam", {"lr": 1e-3})
@@ -172,12 +172,12 @@ def flat(world: int) -> int:
 
 def rows(world: int) -> int:
     """Elements of this rank's rows, stage 3."""
-    return sum(up(part_numel(numel, world), 16) for unit in UNITS for numel in unit)
+    return sum(up(shard_numel(numel, world), 16) for unit in UNITS for numel in unit)
 
 
 def whole(world: int) -> int:
     """Elements of all parameters when gathered."""
-    return sum(world * part_numel(numel, world) for numel in [*sum(UNITS, []), *FROZEN])
+    return sum(world * shard_numel(numel, world) for numel in [*sum(UNITS, []), *FROZEN])
 
 
 def states(stage: int, precision: str, world: int) -> dict[str, int]:
@@ -185,7 +185,7 @@ def states(stage: int, precision: str, world: int) -> dict[str, int]:
     compute, master = PRECISIONS[precision]
     if stage == 3:
         trained = owned = rows(world)
-        frozen = sum(part_numel(numel, world) for numel in FROZEN)
+        frozen = sum(shard_numel(numel, world) for numel in FROZEN)
     else:
         trained, frozen = flat(world), sum(FROZEN)
         owned = trained if stage == 0 else trained // world
