@@ -181,7 +181,7 @@ class _Call:
 
 
 def _is_leaf(value: object) -> bool:
-    """True for all but Python's own containers: other classes may not survive being flattened and rebuilt."""
+    """Return True for all but Python's own containers: other classes may not survive being flattened and rebuilt."""
     return type(value) not in (list, tuple, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 

@@ -79,7 +79,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """True after :func:`configure` has been called."""
+    """Return True after :func:`configure` has been called."""
     return configured() is not None
 
 

@@ -166,7 +166,7 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def _is_called(module: torch.nn.Module) -> bool:
-    """False for containers, whose children are called instead."""
+    """Return False for containers, whose children are called instead."""
     return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not torch.nn.Module.forward
 
 

@@ -95,7 +95,7 @@ class Loaders:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
     ) -> Any:
-        """A loader of `dataset`: see :meth:`zerolite.engine.engine.Engine.deepspeed_io`."""
+        """Make a loader of `dataset`; see :meth:`zerolite.engine.engine.Engine.deepspeed_io`."""
         if route not in ROUTES:
             raise ValueError(f"engine.deepspeed_io: expected route to be one of {', '.join(ROUTES)}, got {route!r}.")
         loader = build_dataloader(

@@ -123,12 +123,12 @@ class SampleOrder:
         return epoch + 1 if epoch is not None and isinstance(self.sampler, EpochSampler) else epoch
 
     def next_pass(self, samples: int) -> DataPosition:
-        """The position before the next pass."""
+        """Return the position before the next pass."""
         own = self._own_generator
         return DataPosition(samples, self.name, self.epoch, 0, None, None if own is None else _to_text(own.get_state()))
 
     def in_pass(self, samples: int, epoch: int | None, consumed: int) -> DataPosition:
-        """The position in the pass begun last, which is in `epoch`."""
+        """Return the position in the pass begun last, which is in `epoch`."""
         drawn_from = None if self._drawn_from is None else _to_text(self._drawn_from)
         return replace(self.next_pass(samples), epoch=epoch, consumed=consumed, drawn_from=drawn_from)
 

@@ -135,7 +135,7 @@ class LoaderPass:
         self.yielded += 1
 
     def end(self) -> None:
-        """The loop has asked for a batch, and there was none."""
+        """Note that the loop has asked for a batch, and there was none."""
         self.ended = True
 
     @property

@@ -785,7 +785,7 @@ class Engine:
         return self.config.train_micro_batch_size_per_gpu
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
+        """Return the learning rate of each param group."""
         self._pipeline.outcomes.settle()
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
@@ -803,7 +803,7 @@ class Engine:
         return self.module.named_parameters(prefix, recurse)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's own state dict: names without a prefix, values in the compute dtype."""
+        """Return the module's own state dict: names without a prefix, values in the compute dtype."""
         return self.module.state_dict(*args, **kwargs)
 
     if not TYPE_CHECKING:  # a type checker would take any misspelled attribute for one of the module

@@ -1,4 +1,4 @@
-"""Whole state dicts and 16-bit models at every stage, and the guard against partial ones."""
+"""Whole state dicts and 16-bit models at every stage, and the hooks that refuse partial ones."""
 
 from __future__ import annotations
 
@@ -229,15 +229,15 @@ class FullState:
         self._check_readable()
         self._param_gatherer.wait_all()
         model = self._states.model
-        return FullModel(model, _unguarded_state(model), self._topology, self._device, self._access)
+        return FullModel(model, _local_state_dict(model), self._topology, self._device, self._access)
 
     def _check_readable(self) -> None:
         self._pipeline.check_available()
         self._pipeline.check_no_failed_update()
 
 
-def _unguarded_state(model: torch.nn.Module) -> dict[str, object]:
-    """``model.state_dict()``, in which partitioned parameters are empty."""
+def _local_state_dict(model: torch.nn.Module) -> dict[str, object]:
+    """Return ``model.state_dict()``, in which partitioned parameters are empty, although users may not call it."""
     global _allowed
     _allowed += 1
     try:

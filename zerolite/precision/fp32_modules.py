@@ -237,7 +237,7 @@ def _iterate_modules(model: torch.nn.Module, patterns: Sequence[str]) -> Iterato
 
 
 def _mixes_dtypes(module: torch.nn.Module) -> bool:
-    """True for torch's batch norms with running statistics, whose parameters stay in fp32 in any case.
+    """Return True for torch's batch norms with running statistics, whose parameters stay in fp32 in any case.
 
     Their kernels take fp32 weights with 16-bit inputs, so that no input must be cast, but they refuse 16-bit weights
     with fp32 statistics.

@@ -222,12 +222,12 @@ def _examples(names: Iterable[str]) -> str:
 
 
 def is_container(module: nn.Module) -> bool:
-    """True for a module that is not called itself, only its members: nn.ModuleList and the like."""
+    """Return True for a module that is not called itself, only its members: nn.ModuleList and the like."""
     return type(module).forward is nn.Module.forward
 
 
 def linear_like(module: nn.Module) -> bool:
-    """True for nn.Linear, and for Hugging Face's Conv1D, which is a linear layer with a transposed weight."""
+    """Return True for nn.Linear, and for Hugging Face's Conv1D, which is a linear layer with a transposed weight."""
     if isinstance(module, nn.Linear):
         kind = type(module)
         # Falcon's own class only rounds between the product and the bias.
@@ -244,7 +244,7 @@ def linear_shape(module: nn.Module) -> tuple[bool, int, int]:
 
 
 def embedding_like(module: nn.Module) -> bool:
-    """True for nn.Embedding, and for a class whose forward only changes the result of nn.Embedding's."""
+    """Return True for nn.Embedding, and for a class whose forward only changes the result of nn.Embedding's."""
     if not isinstance(module, nn.Embedding):
         return False
     forward = type(module).forward
