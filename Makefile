@@ -2,6 +2,7 @@
 # make unit       the tests of single parts, in a minute or two
 # make test       lint, types and the tests that are not marked slow
 # make test-all   lint, types and every test, with the packages that only some tests need
+# make test-gpu   the tests that need a GPU: kernels, streams, one and two ranks on one device
 # make test-torch TORCH=2.11.0   the tests that are not marked slow, with that version of torch, in an environment of its own
 # make site     the documentation as a site with search and API reference, in site/
 # make lint | types | docs | bench | clean
@@ -30,7 +31,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 TORCH_PIN := $(shell sed -n '/^torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train unit test test-all test-torch pytest lint types docs site bench clean
+.PHONY: help train unit test test-all test-gpu test-torch pytest lint types docs site bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -97,6 +98,9 @@ test-all: $(ALL_INSTALLED)
 	$(LINT)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m zerolite.config.reference
