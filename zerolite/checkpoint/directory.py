@@ -220,8 +220,8 @@ def commit(written: Path, tag: str) -> Path:
     """Rename the complete checkpoint in ``written`` to its tag; it replaces one of that name. Called by one rank, with
     the lock."""
     path = written.parent / tag
-    # The files' names must be on the disk before the directory gets its final name: after a power failure a checkpoint
-    # with that name could otherwise lack files.
+    # The files' names must be on the disk before the directory gets its final name. Otherwise a checkpoint with that
+    # name could lack files after a power failure.
     filesystem.sync_directory(written)
     if not _has_manifest(path):
         filesystem.rename(written, path)

@@ -28,7 +28,7 @@ def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> to
     count = -(-words.numel() // _ROW)
     factors = _odd(min(_ROW, words.numel()), device)
     step = _ROWS.get(device.type, 128)
-    # Any change of one word changes a sum, because odd factors can be inverted modulo 2^64 (overflow wraps); those of
+    # Any change of one word changes a sum, because odd factors can be inverted modulo 2^64 (overflow wraps). Changes of
     # several words cancel with a probability of 2^-32, because a word has half of the bits.
     sums = torch.empty(count, dtype=torch.int64, device=device)
     for first, part in zip(range(0, count, step), words.split(_ROW * step), strict=True):

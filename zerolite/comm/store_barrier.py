@@ -93,7 +93,7 @@ class StoreBarrier:
         store, patience = self._store, Patience(timeout_s, len(self._ranks))
         store.set(f"here/{self._rank}", "")
         arrived = store.add("here", 1)
-        # Only the first to arrive asks for each rank by itself, and it gives up before the others: otherwise all ranks
+        # Only the first to arrive asks for each rank by itself, and it gives up before the others. Otherwise all ranks
         # would send world_size requests each, at the same moment.
         first = arrived == 1
         latest_s = 0.0 if first else -_GRACE_S

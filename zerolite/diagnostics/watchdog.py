@@ -238,7 +238,7 @@ class Watchdog:
         """Return why it is in vain to wait any longer, as half a sentence; "" if it may still be worth it."""
         if waited > self._timeout_s:
             return f"longer than desync_timeout_s ({self._timeout_s:g} s), so the job is ended"
-        # In initialize, and with data parallelism alone, every collective needs all ranks: if one has exited, no
+        # In initialize, and with data parallelism alone, every collective needs all ranks. If one has exited, no
         # collective can end any more, and there is no need to wait for the timeout.
         if waited > _EXITED_S and all(engine.topology.trivial for engine in list(self._engines.values())):
             exited = self._store.exited()

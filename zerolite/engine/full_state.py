@@ -402,7 +402,7 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
         index: {name: _describe(states, shard, name, value) for name, value in state.items()}
         for index, (shard, state) in own.items()
     }
-    # All ranks must walk through the same states, because each is a collective: the union of all ranks' states, with
+    # Each state is a collective, so all ranks walk through the same ones: the union of all ranks' states. A state has
     # the description of the first rank that has it.
     described_on: dict[int, dict[str, tuple[Any, int]]] = {}
     host = HostGroup(states.topology.world, "whole model")  # not that of checkpoints: a save may be under way

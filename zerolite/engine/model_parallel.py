@@ -164,8 +164,8 @@ class SharedGradReducer:
         for group in self._groups:
             parts = self._local_gradients(group)
             flags = [index in self._reducer.used for index in group.indices]
-            # A rank may own no element of these parameters. It then reads dtype and device of a parameter, but no
-            # values: at stage 3 that would launch a gather, and not all of its ranks are here.
+            # A rank may own no element of these parameters. It then reads dtype and device of a parameter. Reading
+            # values would launch a gather at stage 3, and not all of its ranks are here.
             like: torch.Tensor = parts[0] if parts else self._reducer.parameters[group.indices[0]]
             dtype, device = like.dtype, like.device
             uses = torch.ones(len(flags), dtype=dtype, device=device)

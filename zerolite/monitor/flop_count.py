@@ -237,8 +237,9 @@ class FlopCount:
         owner = thread.owners[-1] if thread.owners else _Owner("", _no_graph_task, True)
         if task == _no_graph_task:
             return owner.module, FORWARD
-        # Inside backward, an operator belongs to a recomputed forward if a module's forward runs, or if gradients are
-        # enabled although this backward was started without create_graph: checkpointing enables them to recompute.
+        # Inside backward, an operator belongs to a recomputed forward if a module's forward runs. It also does if
+        # gradients are enabled although this backward was started without create_graph, because checkpointing enables
+        # them.
         inside = owner.is_forward and owner.task != _no_graph_task
         again = inside or (torch.is_grad_enabled() and thread.first_order == task)
         return owner.module, RECOMPUTED if again else BACKWARD

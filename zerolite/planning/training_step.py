@@ -161,7 +161,7 @@ def _walk(module: torch.nn.Module, value: torch.Tensor) -> torch.Tensor:
     for child in module.children():
         value = child(value)
     for parameter in module.parameters(recurse=False):
-        # The product gives the parameter its own gradient tensor. Without it the gradient of a 0-dim parameter would
-        # be the scalar that passes through the whole backward, and stay alive after its bucket has copied it.
+        # The product gives the parameter its own gradient tensor. Without it the gradient of a 0-dim parameter would be
+        # the scalar that passes through the whole backward. It would stay alive after its bucket has copied it.
         value = value + (1 * parameter.sum()).to(value.dtype)
     return value

@@ -359,8 +359,8 @@ class GradReducer:
             self.end_backward(complete=False)
         self._wait_for_all()
         self.current.on_launch(0)
-        # Both conditions depend on the backwards of the accumulation, which all ranks have begun alike, and not on the
-        # gradients that came in them: a backward without any gradient also opens and reduces every bucket.
+        # Both conditions depend on the backwards of the accumulation, which all ranks have begun alike. They do not
+        # depend on gradients: a backward without any also opens and reduces every bucket.
         if self.current.unreduced or any(bucket.reduced is None for bucket in self._buckets):
             several = self.current.unreduced > 1
             for bucket in self._buckets:

@@ -136,8 +136,8 @@ class StepUpdate:
         Raises:
             RuntimeError: on all ranks, because of the statistics.
         """
-        # This follows from config, optimizer and layout, and never from gradients, which differ between ranks: if the
-        # host skips a step, no all-gather is launched; if the device does, all of them are.
+        # This depends on config, optimizer and layout, and never on gradients, which differ between ranks. If the host
+        # skips a step, no all-gather is launched; if the device does, all of them are.
         if self._may_skip_on_device and self._method.can_skip_on_device and self._all_on_device:
             self._run_unread(vector, user_factor, max_norm, gather)
             return

@@ -100,9 +100,9 @@ class LaunchPlan:
         launches: dict[End, list[int]] = {}
         last_ends = {group: index for index, (group, _) in enumerate(self._group_ends)}
         for bucket, last_gradient in enumerate(last_gradients):
-            # Not before the last end of its groups, although its gradients came earlier: a frozen parameter, or an
+            # Not before the last end of its groups, although its gradients came earlier. A frozen parameter, or an
             # expert that no rank has used, may get a gradient in another step. A group that this plan does not use may
-            # be used at the end of a backward that departs from the plan there; then the bucket waits for the end.
+            # be used at the end of a backward that departs from the plan there. Then the bucket waits for the end.
             ends = [last_ends.get(group, len(self._group_ends)) for group in self._groups[bucket]]
             last = max([last_gradient, *ends])
             if 0 <= last < len(self._group_ends):
