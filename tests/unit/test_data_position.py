@@ -93,9 +93,6 @@ def test_on_as_many_ranks_the_batches_are_those_of_the_uninterrupted_run(world_s
         del passing
 
 
-# -------------------------------------------------------------------- other ranks, other batches
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [((1, 4), (2, 2)), ((2, 3), (3, 3)), ((2, 3), (1, 5)), ((3, 2), (4, 4)), ((4, 1), (2, 2)), ((4, 1), (3, 3))],
@@ -111,9 +108,6 @@ def test_on_other_ranks_no_sample_comes_twice_and_none_is_left_out(before, after
         assert samples + rest == order, route
         assert sorted(sample for _, more in resumed.passing() for sample in more) == list(range(size))
         del passing
-
-
-# -------------------------------------------------------------------- where a pass begins and ends
 
 
 def test_before_between_and_after_passes():
@@ -184,9 +178,6 @@ def test_a_pass_under_way_goes_on_from_the_position():
     assert taken == [seen[0], *seen[2:]], "the one under way goes on"
 
 
-# -------------------------------------------------------------------- RepeatingLoader
-
-
 @pytest.mark.parametrize("users", [None, users_loader()])
 @pytest.mark.parametrize(("count", "made_before"), [(1, True), (4, False), (5, True), (11, False)])
 def test_a_repeating_loader_goes_on(users, count, made_before):
@@ -203,9 +194,6 @@ def test_a_repeating_loader_goes_on(users, count, made_before):
     assert [next(repeating).tolist() for _ in range(12)] == batches[count : count + 12]
 
 
-# -------------------------------------------------------------------- random numbers
-
-
 class Noisy(Dataset):
     """Each sample and a number from torch's generator."""
 
@@ -220,11 +208,6 @@ def numbers(batches):
     return [[part.tolist() for part in batch] for batch in batches]
 
 
-def one_process(make):
-    loaders = Loaders(0, 1, "cpu", 3, False)
-    return loaders, loaders.prepare(make())
-
-
 NOISY = {
     "epochs": lambda: DataLoader(Noisy(), 3, sampler=DistributedSampler(Noisy(), 1, 0)),
     "drawn": lambda: DataLoader(Noisy(), 3, shuffle=True),
@@ -236,16 +219,19 @@ NOISY = {
 def test_random_numbers_are_those_of_the_uninterrupted_run(kind):
     """The order of the pass under way, of later ones, and what else is drawn: dropout, noise."""
     make = NOISY[kind]
-    torch.manual_seed(1)
-    _, loader = one_process(make)
+
+    def seeded(seed):
+        torch.manual_seed(seed)
+        loaders = Loaders(0, 1, "cpu", 3, False)
+        return loaders, loaders.prepare(make())
+
+    _, loader = seeded(1)
     expected = numbers([*loader, *loader])
-    torch.manual_seed(1)
-    loaders, loader = one_process(make)
+    loaders, loader = seeded(1)
     batches = iter(loader)
     begun = numbers([next(batches), next(batches)])
     state, random_state = json.loads(json.dumps(loaders.state_dict())), torch.get_rng_state()
-    torch.manual_seed(2)
-    loaders, resumed = one_process(make)
+    loaders, resumed = seeded(2)
     loaders.load_state_dict(state)
     torch.set_rng_state(random_state)
     assert begun + numbers([*resumed, *resumed]) == expected
@@ -275,9 +261,9 @@ def test_batches_that_workers_load_ahead_do_not_count_as_given(persistent):
 # -------------------------------------------------------------------- several loaders, and what does not fit
 
 
-def two(sizes=(24, 10)):
+def two():
     loaders = Loaders(0, 1, "cpu", 3, False)
-    return loaders, loaders.make(list(range(sizes[0]))), loaders.make(list(range(sizes[1])), route="eval")
+    return loaders, loaders.make(list(range(24))), loaders.make(list(range(10)), route="eval")
 
 
 def test_positions_wait_for_loaders_that_are_made_later(caplog):
@@ -298,25 +284,22 @@ def test_positions_wait_for_loaders_that_are_made_later(caplog):
     assert "Loader 2 of this engine had given 6 of 12 samples" in caplog.text and "it has 7 samples now" in caplog.text
 
 
-def changed(state, **entry):
-    return [state[0], {**state[1], **entry}]
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("entry", "words"),
     [
-        (lambda state: changed(state, samples=11), "expected 11 samples in loader 1 .*got 10; give it the same data"),
-        (lambda state: changed(state, consumed=11), "consumed from 0 to samples, got {.*11"),
-        (lambda state: changed(state, epoch="0"), "expected the position of a loader"),
-        (lambda state: [state[0], {"samples": 10}], "expected the position of a loader, samples, order"),
+        ({"samples": 11}, "expected 11 samples in loader 1 .*got 10; give it the same data"),
+        ({"consumed": 11}, "consumed from 0 to samples, got {.*11"),
+        ({"epoch": "0"}, "expected the position of a loader"),
+        (None, "expected the position of a loader, samples, order"),
     ],
 )
-def test_positions_of_other_loaders_are_refused_and_nothing_changes(change, words):
-    saved, training, evaluation = two()
+def test_positions_of_other_loaders_are_refused_and_nothing_changes(entry, words):
+    saved, training, _ = two()
     batches = iter(training)
     next(batches)
-    state = change(saved.state_dict())
-    loaders, training, evaluation = two()
+    first, second = saved.state_dict()
+    state = [first, {**second, **entry} if entry else {"samples": 10}]
+    loaders, training, _ = two()
     before = loaders.state_dict()
     with pytest.raises(ValueError, match=words):
         loaders.load_state_dict(state)
@@ -324,13 +307,9 @@ def test_positions_of_other_loaders_are_refused_and_nothing_changes(change, word
     assert sorted(sample for batch in training for sample in batch.tolist()) == list(range(24))
 
 
-class Reversed(SequentialSampler):
-    def __iter__(self):
-        return reversed(range(len(self.data_source)))
-
-
 def reversed_loader(data, **_):
-    return DataLoader(data, 3, sampler=Reversed(data))
+    backwards = {"__iter__": lambda self: reversed(range(len(self.data_source)))}
+    return DataLoader(data, 3, sampler=type("Reversed", (SequentialSampler,), backwards)(data))
 
 
 @pytest.mark.parametrize(

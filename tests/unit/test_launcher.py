@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,6 @@ from zerolite.launcher.job import NodeJob
 from zerolite.launcher.processes import JobProcesses
 from zerolite.launcher.rank_start import threads_per_rank
 from zerolite.utils.failure_record import FailureRecord
-
-# -------------------------------------------------------------------- threads
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,33 +29,20 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and "8 cores" in line
         supervisor.print_threads_per_rank(dataclasses.replace(job, node_rank=1))
         assert capsys.readouterr().err == "", "said once for the job, not on each node"
-
-
-def test_the_users_number_of_threads_stays() -> None:
-    assert threads_per_rank(NodeJob(["t.py"], job_id="1"), {"OMP_NUM_THREADS": "5"}) is None
-    assert threads_per_rank(NodeJob(["t.py"], job_id="1", env={"OMP_NUM_THREADS": "5"}), {}) is None
-
-
-# -------------------------------------------------------------------- the command line
+    users = {"OMP_NUM_THREADS": "5"}
+    assert threads_per_rank(job, users) is threads_per_rank(dataclasses.replace(job, env=users), {}) is None
 
 
 @pytest.mark.parametrize(
-    ("argv", "own", "rest"),
-    [
-        (["t.py"], [], ["t.py"]),
-        (["--nproc", "2", "t.py", "--nproc", "3"], ["--nproc", "2"], ["t.py", "--nproc", "3"]),
-        (["--nproc=2", "t.py", "--", "-m"], ["--nproc=2"], ["t.py", "--", "-m"]),
-        (["--nproc", "2", "-m", "pkg", "-m", "x"], ["--nproc", "2", "-m", "pkg"], ["-m", "x"]),
-        (["--num_gpus", "2", "--no_ssh", "a_b.py", "--c_d"], ["--num-gpus", "2", "--no-ssh"], ["a_b.py", "--c_d"]),
-        (["--log_dir=a_b", "t.py"], ["--log-dir=a_b"], ["t.py"]),
-        (["-i", "a@b_c", "t.py"], ["-i", "a@b_c"], ["t.py"]),
-        (["--", "-odd.py", "--", "x"], [], ["-odd.py", "--", "x"]),
-        (["--nproc"], ["--nproc"], []),
-        (["--version", "t.py"], ["--version"], ["t.py"]),
-    ],
-)
-def test_options_end_where_the_script_begins(argv: list[str], own: list[str], rest: list[str]) -> None:
-    assert options.split_command_line(argv, options.build_parser()) == (own, rest)
+    ("line", "own", "rest"),
+    [("t.py", "", "t.py"), ("--nproc 2 t.py --nproc 3", "--nproc 2", "t.py --nproc 3"), ("--nproc", "--nproc", ""),
+     ("--nproc=2 t.py -- -m", "--nproc=2", "t.py -- -m"), ("--nproc 2 -m pkg -m x", "--nproc 2 -m pkg", "-m x"),
+     ("--num_gpus 2 --no_ssh a_b.py --c_d", "--num-gpus 2 --no-ssh", "a_b.py --c_d"),
+     ("--log_dir=a_b t.py", "--log-dir=a_b", "t.py"), ("-i a@b_c t.py", "-i a@b_c", "t.py"),
+     ("-- -odd.py -- x", "", "-odd.py -- x"), ("--version t.py", "--version", "t.py")],
+)  # fmt: skip
+def test_options_end_where_the_script_begins(line: str, own: str, rest: str) -> None:
+    assert options.split_command_line(line.split(), options.build_parser()) == (own.split(), rest.split())
 
 
 def request_of(*argv: str) -> options.LaunchRequest:
@@ -72,27 +58,13 @@ def test_every_option_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "--launcher slurm --launcher-args '-F file' --ssh-port 22 --max-restarts 2 --log-dir logs "
         "--tee 1,3-4 --env-file vars --bind-cores --dry-run t.py --nproc x"
     )
-    assert request_of(*shlex.split(line)) == options.LaunchRequest(
-        target=["t.py"],
-        script_args=["--nproc", "x"],
-        nproc=3,
-        num_nodes=(2, 4),
-        node_rank=1,
-        master_addr="n0",
-        master_port=29511,
-        hostfile="h",
-        include="a",
-        launcher="slurm",
-        launcher_args=["-F", "file"],
-        ssh_port=22,
-        no_ssh=True,
-        max_restarts=2,
-        log_dir=str(tmp_path / "logs"),
-        tee=[1, 3, 4],
-        env={"A": "1"},
-        bind_cores=True,
-        dry_run=True,
-    )
+    given: dict[str, Any] = {
+        "nproc": 3, "num_nodes": (2, 4), "node_rank": 1, "master_addr": "n0", "master_port": 29511, "hostfile": "h",
+        "include": "a", "launcher": "slurm", "launcher_args": ["-F", "file"], "ssh_port": 22, "no_ssh": True,
+        "max_restarts": 2, "log_dir": str(tmp_path / "logs"), "tee": [1, 3, 4], "env": {"A": "1"}, "bind_cores": True,
+        "dry_run": True,
+    }  # fmt: skip
+    assert request_of(*shlex.split(line)) == options.LaunchRequest(["t.py"], ["--nproc", "x"], **given)
     assert request_of("t.py") == options.LaunchRequest(["t.py"])
     assert request_of("-m", "t", "--x") == options.LaunchRequest(["-m", "t"], ["--x"])
     for given in ("fd00::3", "[fd00::3]"):
@@ -108,40 +80,31 @@ def test_names_of_deepspeed_and_torchrun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "parts"),
-    [
-        (["--nprocs", "2"], ["--nprocs", "--nproc?"]),
-        (["--master", "29500"], ["--master"]),  # an abbreviation
-        (["--xyzzy"], ["--xyzzy", "--help"]),
-        (["--save_pid"], ["--save-pid is not supported", "$!"]),
-        (["--num-nodes", "0"], ["--num-nodes", "'0'"]),
-        (["--tee", "some"], ["--tee", "'some'"]),
-        (["--include", "a", "--exclude", "b"], ["--include and --exclude"]),
-        (["--no-python", "-m"], ["--no-python and a module"]),
-        (["--env-file", "nowhere"], ["nowhere"]),
-        (["--launcher", "telnet"], ["--launcher", "telnet", "slurm"]),
-    ],
-)
-def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]) -> None:
+    ("line", "parts"),
+    [("--nprocs 2", ["--nprocs", "--nproc?"]), ("--master 29500", ["--master"]), ("--xyzzy", ["--xyzzy", "--help"]),
+     ("--save_pid", ["--save-pid is not supported", "$!"]), ("--num-nodes 0", ["--num-nodes", "'0'"]),
+     ("--tee some", ["--tee", "'some'"]), ("--include a --exclude b", ["--include and --exclude"]),
+     ("--no-python -m", ["--no-python and a module"]), ("--env-file nowhere", ["nowhere"]),
+     ("--launcher telnet", ["--launcher", "telnet", "slurm"])],
+)  # fmt: skip
+def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], line: str, parts: list[str]) -> None:
+    """An abbreviation is none of the options: --master."""
     with pytest.raises(SystemExit) as stop:
-        request_of(*argv, "t.py")
+        request_of(*line.split(), "t.py")
     assert stop.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("zerolite: error: ") and all(part in last for part in parts), last
 
 
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["--no-ssh", "--num-nodes", "2"], "needs --node-rank"),
-        (["--num-nodes", "2", "--node-rank", "0"], "needs --master-addr"),
-        (["--num-nodes", "2", "--node-rank", "2", "--master-addr", "a"], "0 to 1"),
-        (["--node-rank", "1", "--master-addr", "a"], "needs --num-nodes"),
-        (["--no-ssh", "--include", "h"], "--hostfile"),
-    ],
-)
-def test_what_a_node_must_be_told(argv: list[str], part: str) -> None:
-    assert part in str(cli.find_node_problem(request_of(*argv, "t.py")))
+def test_what_a_node_must_be_told() -> None:
+    for line, part in (
+        ("--no-ssh --num-nodes 2", "needs --node-rank"),
+        ("--num-nodes 2 --node-rank 0", "needs --master-addr"),
+        ("--num-nodes 2 --node-rank 2 --master-addr a", "0 to 1"),
+        ("--node-rank 1 --master-addr a", "needs --num-nodes"),
+        ("--no-ssh --include h", "--hostfile"),
+    ):
+        assert part in str(cli.find_node_problem(request_of(*line.split(), "t.py")))
     assert cli.find_node_problem(request_of("--no-ssh", "t.py")) is None
 
 
@@ -174,7 +137,7 @@ def record_of(message: str, time: float, consequence: bool = False) -> FailureRe
 
 
 def test_causes_come_before_consequences() -> None:
-    """Causes before consequences; records tell the time better than the agent, which looks now and then."""
+    """Records tell the time better than the agent, which looks now and then."""
     peer = failure_of(0, 10.0, record=record_of("RuntimeError: reset by peer", 9.0, True))
     late = failure_of(1, 10.2)
     cause = failure_of(2, 10.3, record=record_of("ValueError: x", 10.1))
@@ -182,23 +145,17 @@ def test_causes_come_before_consequences() -> None:
     assert failures.causes_first([lost, peer, late, cause]) == [cause, late, lost, peer]
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason", "status"),
-    [
+def test_the_reason_and_the_exit_status() -> None:
+    fields: dict[str, object]
+    for fields, reason, status in (
         ({"exitcode": 3}, "exit status 3", 3),
         ({"exitcode": -11}, "ended by signal 11 (SIGSEGV)", 139),
         ({"exitcode": -99}, "ended by signal 99 (SIG99)", 227),
         ({"exitcode": -9, "killed_for_memory": True}, "killed by the kernel, since memory had run out", 137),
         ({"exitcode": 1, "tail": "a\nMemoryError\n"}, "exit status 1, out of memory", 1),
-    ],
-)
-def test_the_reason_and_the_exit_status(fields: dict[str, object], reason: str, status: int) -> None:
-    failure = failure_of(2, 1.0, **fields)
-    assert failures.reason(failure).startswith(reason)
-    assert failures.exit_status([failure]) == status
-
-
-def test_out_of_memory_is_named() -> None:
+    ):
+        failure = failure_of(2, 1.0, **fields)
+        assert failures.reason(failure).startswith(reason) and failures.exit_status([failure]) == status
     for message in (
         "MemoryError",
         "torch.OutOfMemoryError: CUDA out of memory.",
@@ -215,10 +172,7 @@ def test_the_last_lines_name_rank_host_and_cause() -> None:
     lines = failures.describe(NodeOutcome([first, failure_of(3, 2.0, exitcode=-6)], attempt=1), "node7")
     assert lines == [
         "zerolite: rank 2 of 4 on host node7 (process 4711) failed in attempt 1: exit status 1, ValueError: x",
-        "Traceback",
-        "  here",
-        "ValueError: x",
-        "y",
+        *("Traceback", "  here", "ValueError: x", "y"),
         "zerolite: all output of rank 2: /l/rank_2.out and /l/rank_2.err",
         "zerolite: after that, rank 3 of 4 on host node7 (process 4711) failed: ended by signal 6 (SIGABRT)",
         "zerolite: the other 2 ranks were ended, if still running",
@@ -241,21 +195,13 @@ def test_what_the_terminal_has_is_not_repeated() -> None:
 
 
 def test_what_only_says_that_a_peer_has_gone() -> None:
-    class DistNetworkError(RuntimeError):
-        pass
-
-    class PeerLost(RuntimeError):
-        pass
-
+    lost, peer_lost = (type(name, (RuntimeError,), {}) for name in ("DistNetworkError", "PeerLost"))
     gone = "[pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by a remote worker"
     assert rank.is_consequence(RuntimeError(gone))
-    assert rank.is_consequence(DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed."))
-    assert rank.is_consequence(PeerLost("rank 1 has ended"))
+    assert rank.is_consequence(lost("failed to recv, got 0 bytes. Connection was likely closed."))
+    assert rank.is_consequence(peer_lost("rank 1 has ended"))
     assert not rank.is_consequence(RuntimeError("shapes differ"))
     assert not rank.is_consequence(ValueError(gone)), "a sentence of the user's own"
-
-
-# -------------------------------------------------------------------- kills for want of memory
 
 
 def test_a_kill_for_memory_is_counted(tmp_path: Path) -> None:
@@ -267,9 +213,6 @@ def test_a_kill_for_memory_is_counted(tmp_path: Path) -> None:
     assert not watch.happened()
     events.write_text("low 0\noom 2\noom_kill 3\n")
     assert watch.happened()
-
-
-# -------------------------------------------------------------------- processes
 
 
 def test_a_marker_finds_what_is_no_descendant() -> None:
