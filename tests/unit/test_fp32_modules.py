@@ -16,9 +16,8 @@ from zerolite.utils.nested import find_tensors
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(4)
+        self.norm, self.up = nn.LayerNorm(4), nn.Linear(4, 4)
         self.router = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-        self.up = nn.Linear(4, 4)
 
     def forward(self, x):
         return self.up(self.router(self.norm(x)))
@@ -27,9 +26,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(5, 4)
+        self.embed, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(4)
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -48,39 +46,33 @@ def kept(model, *patterns, compute=torch.bfloat16, autocast=None):
     return modules
 
 
-class Seen(nn.Module):
-    """Returns its arguments and notes their dtypes; has a parameter."""
+def check_equal(out, wanted, model, plain):
+    """Outputs and gradients are those of the plain model."""
+    assert torch.equal(out, wanted)
+    out.float().square().sum().backward()
+    wanted.float().square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
-    def __init__(self, answer=None):
+
+class Seen(nn.Module):
+    """Notes the dtypes of its arguments; has a parameter."""
+
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.answer = answer
-        self.dtypes = []
 
     def forward(self, *args, **kwargs):
         self.dtypes = [t.dtype for t in find_tensors((args, kwargs))]
-        if self.answer is not None:
-            return self.answer(self, *args, **kwargs)
-        return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
-
-
-def wrapped(module, pattern="m", **how):
-    model = nn.ModuleDict({"m": module})
-    return model, kept(model, pattern, **how)
+        return self.answer(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
     ("pattern", "names"),
-    [
-        ("*.norm", {"norm", "blocks.0.norm", "blocks.1.norm"}),
-        ("norm", {"norm"}),
-        ("blocks.?.router", {"blocks.0.router", "blocks.1.router"}),
-        ("blocks.[1].*", {"blocks.1.norm", "blocks.1.router", "blocks.1.up"}),
-        ("blocks", {"blocks.0", "blocks.1"}),
-        ("embed", {"embed"}),
-        ("*", {"embed", "blocks.0", "blocks.1", "norm"}),
-    ],
-)
+    [("*.norm", {"norm", "blocks.0.norm", "blocks.1.norm"}), ("norm", {"norm"}), ("blocks", {"blocks.0", "blocks.1"}),
+     ("blocks.?.router", {"blocks.0.router", "blocks.1.router"}), ("*", {"embed", "blocks.0", "blocks.1", "norm"}),
+     ("blocks.[1].*", {"blocks.1.norm", "blocks.1.router", "blocks.1.up"})],
+)  # fmt: skip
 def test_patterns_are_of_qualified_names_and_take_what_is_inside(pattern, names):
     model = Net()
     kept(model, pattern)
@@ -122,8 +114,10 @@ def test_a_parameter_on_both_sides_is_an_error_where_dtypes_differ():
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_autocast_is_off_inside(half):
-    inner = Seen(lambda self, x: (x @ torch.ones(2, 2), torch.is_autocast_enabled("cpu")))
-    model, _ = wrapped(inner, compute=None, autocast=half)
+    inner = Seen()
+    inner.answer = lambda x: (x @ torch.ones(2, 2), torch.is_autocast_enabled("cpu"))
+    model = nn.ModuleDict({"m": inner})
+    kept(model, "m", compute=None, autocast=half)
     with torch.autocast("cpu", dtype=half):
         out, on = model["m"](torch.ones(2, 2))
         assert out.dtype is torch.float32 and not on and torch.is_autocast_enabled("cpu")
@@ -131,7 +125,7 @@ def test_autocast_is_off_inside(half):
         assert inner.dtypes == [torch.float32] and out.dtype is torch.float32 and not on
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is half
 
-        inner.answer = lambda self, x: 1 / 0
+        inner.answer = lambda x: 1 / 0
         with pytest.raises(ZeroDivisionError):
             model["m"](torch.ones(1))
         assert torch.is_autocast_enabled("cpu")
@@ -145,12 +139,10 @@ def test_checkpointed_inside_and_around(reentrant):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed = nn.Embedding(5, 4)
-            self.inner = nn.Linear(4, 4)
+            self.embed, self.inner = nn.Embedding(5, 4), nn.Linear(4, 4)
 
         def forward(self, ids):
-            hidden = self.embed(ids)
-            return checkpoint(self.inner, hidden, use_reentrant=reentrant)
+            return checkpoint(self.inner, self.embed(ids), use_reentrant=reentrant)
 
     model = nn.ModuleDict({"around": nn.LayerNorm(4), "m": Checkpointed()})
     kept(model, "*")
@@ -158,12 +150,8 @@ def test_checkpointed_inside_and_around(reentrant):
     ids = torch.arange(5)
     out = checkpoint(model["around"], model["m"](ids), use_reentrant=reentrant)
     assert out.dtype is torch.bfloat16
-    out.float().sum().backward()
     wanted = plain["around"](plain["m"](ids).bfloat16().float()).bfloat16()
-    wanted.float().sum().backward()
-    assert torch.equal(out, wanted)
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    check_equal(out, wanted, model, plain)
 
 
 def test_copies_cast_for_themselves_and_are_free_to_change():
@@ -240,8 +228,5 @@ def test_compiled_modules_are_cast_too(how, when):
     if when == "after":
         compile_model()
     out, wanted = model(ids), plain(ids)
-    assert out.dtype is torch.bfloat16 and torch.equal(out, wanted)
-    out.float().square().sum().backward()
-    wanted.float().square().sum().backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    assert out.dtype is torch.bfloat16
+    check_equal(out, wanted, model, plain)

@@ -149,14 +149,13 @@ def test_a_mapping_that_cannot_be_made_anew_is_an_error_and_not_changed():
     assert Precision(compute=torch.bfloat16).cast(unchanged) is unchanged
 
 
-def boundary(scale=None, **options):
-    begun = []
-    scales = None if scale is None else lambda: scale
-    return GraphBoundary(lambda: begun.append(1), scales, Precision(**options)), begun
+def scaled_by_8():
+    return GraphBoundary(lambda: None, lambda: 8.0, Precision())
 
 
 def test_outputs_come_back_in_fp32_and_watched():
-    watch, begun = boundary()
+    begun = []
+    watch = GraphBoundary(lambda: begun.append(1), None, Precision())
     w = torch.ones(3, requires_grad=True)
     out = watch.leave({"h": (w * 2).bfloat16(), "n": torch.arange(3)})
     assert out["h"].dtype is torch.float32 and out["n"].dtype is torch.long
@@ -168,19 +167,16 @@ def test_outputs_come_back_in_fp32_and_watched():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_loss_scale_enters_once_and_leaves_again(dtype):
-    watch, _ = boundary(scale=8.0)
-    before = torch.ones(3, requires_grad=True)
-    w = torch.ones(3, requires_grad=True)
-    after = torch.ones(3, requires_grad=True)
+    watch = scaled_by_8()
+    before, w, after = (torch.ones(3, requires_grad=True) for _ in range(3))
     h = watch.leave(watch.enter(before * 1).to(dtype) * w.to(dtype))
     (h * after).sum().backward()
-    assert watch.scaled
-    assert torch.equal(w.grad, torch.full((3,), 8.0))
+    assert watch.scaled and torch.equal(w.grad, torch.full((3,), 8.0))
     assert torch.equal(before.grad, torch.ones(3)) and torch.equal(after.grad, torch.ones(3))
 
 
 def test_an_output_inside_the_graph_of_another_or_fed_back_is_scaled_once():
-    watch, _ = boundary(scale=8.0)
+    watch = scaled_by_8()
     w = torch.ones(3, requires_grad=True)
     logits = w * 2
     loss, out, again = watch.leave((logits.sum(), logits, logits))
@@ -189,7 +185,7 @@ def test_an_output_inside_the_graph_of_another_or_fed_back_is_scaled_once():
     w.grad = None
     (loss + out.sum() + again.sum()).backward()
     assert torch.equal(w.grad, torch.full((3,), 48.0))
-    watch, _ = boundary(scale=8.0)
+    watch = scaled_by_8()
     w = torch.ones(1, requires_grad=True)
     first = watch.leave(watch.enter(torch.ones(1)) * w)
     watch.leave(watch.enter(first) * w).sum().backward()
@@ -212,9 +208,7 @@ def test_a_graph_that_missed_the_scale_is_an_error_in_every_step():
 @pytest.mark.parametrize(
     "pack",
     [
-        lambda loss, logits: (logits, loss),
         lambda loss, logits: [logits, {"ids": torch.arange(2), "losses": (loss,)}],
-        lambda loss, logits: {"loss": loss, "logits": logits},
         lambda loss, logits: Output(logits, extra=loss),
         ModelOutput,
     ],
@@ -225,13 +219,14 @@ def test_beside_a_loss_outputs_keep_their_dtype(pack, loss_dtype):
     outputs = pack(logits.mean().to(loss_dtype), logits)
     kept, widened = {}, torch.promote_types(loss_dtype, torch.float32)
     for option in (None, True, False):
-        found = find_tensors(boundary(outputs_in_fp32=option)[0].leave(outputs))
+        watch = GraphBoundary(lambda: None, None, Precision(outputs_in_fp32=option))
+        found = find_tensors(watch.leave(outputs))
         kept[option] = ({t.dtype for t in found if t.dim() == 0}, any(t is logits for t in found))
     assert kept == {None: ({widened}, True), True: ({widened}, False), False: ({widened}, True)}
 
 
 def test_a_gradient_that_the_loss_scale_reaches_too_late_is_an_error():
-    watch, _ = boundary(scale=8.0)
+    watch = scaled_by_8()
     w = torch.ones(3, requires_grad=True)
     loss, logits = watch.leave((w.mean().half(), (w * 2).half()))
     loss.backward(retain_graph=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -28,31 +29,21 @@ OPEN_MPI = {
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_FD": "8"}
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"},
-        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-        {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
-        {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291", "PMI_RANK": "0", "PMIX_RANK": "0"},
-    ],
-    ids=["salloc", "sbatch", "the step of salloc's shell", "the step of a batch script"],
-)
-def test_a_shell_in_an_allocation_is_no_task(env):
-    assert read_environment(env) is None and find_local_rank(env) is None
+def test_a_shell_in_an_allocation_is_no_task():
+    salloc = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}
+    sbatch = {**salloc, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    step_of_sallocs_shell = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}
+    step_of_a_script = {**step_of_sallocs_shell, "SLURM_STEP_ID": "4294967291", "PMI_RANK": "0", "PMIX_RANK": "0"}
+    for env in ({}, salloc, sbatch, step_of_sallocs_shell, step_of_a_script):
+        assert read_environment(env) is None and find_local_rank(env) is None, env
 
 
 def test_torchruns_names():
-    assert read_environment({}) is None and find_local_rank({}) is None
     assert read_environment(TORCHRUN) == Rendezvous(3, 4, 1, "h", 123)
     assert read_environment({"RANK": "0", "WORLD_SIZE": "1"}) == Rendezvous(0, 1, 0, "127.0.0.1", 29500)
-
-
-@pytest.mark.parametrize("outer", [SRUN, OPEN_MPI, MPICH], ids=["srun", "Open MPI", "MPICH"])
-def test_torchruns_names_win(outer):
-    """A job that was started inside of a task."""
-    assert read_environment({**outer, **TORCHRUN}) == Rendezvous(3, 4, 1, "h", 123)
-    assert find_local_rank({**outer, **TORCHRUN}) == 1
+    for outer in (SRUN, OPEN_MPI, MPICH):  # a job that was started inside of a task
+        assert read_environment({**outer, **TORCHRUN}) == Rendezvous(3, 4, 1, "h", 123)
+        assert find_local_rank({**outer, **TORCHRUN}) == 1
 
 
 def test_a_rank_exported_from_the_launchers_keeps_the_launchers_local_rank():
@@ -60,9 +51,6 @@ def test_a_rank_exported_from_the_launchers_keeps_the_launchers_local_rank():
     assert read_environment(exported).local_rank == find_local_rank(exported) == 1
     other = {**SRUN, "RANK": "2", "WORLD_SIZE": "8"}
     assert find_local_rank(other) is None and read_environment(other).local_rank == 2
-
-
-# ------------------------------------------------------------------ srun
 
 
 def test_sruns_names():
@@ -88,9 +76,6 @@ def test_jobs_and_steps_get_different_ports():
 )  # fmt: skip
 def test_the_first_host_of_a_list(nodes, host):
     assert first_host(nodes) == host
-
-
-# ------------------------------------------------------------------ mpirun
 
 
 def test_open_mpis_names():
@@ -158,30 +143,18 @@ def test_several_hosts_without_an_address(monkeypatch):
 
 
 def test_several_hosts_ask_through_mpi4py(monkeypatch):
-    said = []
-
-    class World:
-        def Get_size(self):
-            return size
-
-        def bcast(self, value, root):
-            said.append((value, root))
-            return "10.0.0.7"
-
-    mpi = types.ModuleType("mpi4py.MPI")
-    mpi.COMM_WORLD = World()
+    mpi = mock.Mock()
+    mpi.COMM_WORLD.Get_size.return_value = 2
+    mpi.COMM_WORLD.bcast.return_value = "10.0.0.7"
     monkeypatch.setitem(sys.modules, "mpi4py", types.ModuleType("mpi4py"))
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
-    size = 2
     assert read_environment(SEVERAL_HOSTS).master_addr == "10.0.0.7"
     assert read_environment({**SEVERAL_HOSTS, "OMPI_COMM_WORLD_RANK": "0"}).master_addr == "10.0.0.7"
-    assert said[0] == (None, 0) and said[1][0], "rank 0, and no other, says its address"
-    size = 1
+    said_by_1, said_by_0 = (call.args[0] for call in mpi.COMM_WORLD.bcast.call_args_list)
+    assert said_by_1 is None and said_by_0, "rank 0, and no other, says its address"
+    mpi.COMM_WORLD.Get_size.return_value = 1
     with pytest.raises(ValueError, match="another MPI than this mpirun"):
         read_environment(SEVERAL_HOSTS)
-
-
-# ------------------------------------------------------------------ what is wrong is named
 
 
 @pytest.mark.parametrize(
@@ -220,8 +193,6 @@ def test_gloo_is_told_the_interface_that_leads_to_rank_0(monkeypatch, host, rank
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
-# ------------------------------------------------------------------ pods and SkyPilot
-
 # As Kubeflow's PyTorchJob sets them in the second of three pods; PET_... are for torchrun.
 POD = {
     "KUBERNETES_SERVICE_HOST": "10.96.0.1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PET_NNODES": "3",
@@ -243,17 +214,10 @@ def test_the_command_for_skypilot(tmp_path, node):
     found = re.search(r"^  zerolite (--no-ssh .*\n.*SKYPILOT.*)$", PAGE, re.MULTILINE)
     assert found is not None
     (tmp_path / "train.py").touch()
-    variables = {
-        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
-        "SKYPILOT_NODE_RANK": str(node),
-        "SKYPILOT_NUM_GPUS_PER_NODE": "4",
-        "SKYPILOT_NUM_NODES": "2",
-    }
-    command = f"{sys.executable} {ROOT}/bin/zerolite --dry-run {found[1]}"
-    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **variables}
-    done = subprocess.run(
-        ["bash", "-c", command], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    ranks = [line for line in done.stdout.splitlines() if "LOCAL_RANK=" in line]
-    assert len(ranks) == 4 and all("MASTER_ADDR=127.0.0.1 " in line for line in ranks), done.stdout
+    sky = {"NODE_IPS": "127.0.0.1\n127.0.0.2", "NODE_RANK": node, "NUM_GPUS_PER_NODE": 4, "NUM_NODES": 2}
+    environ = {f"SKYPILOT_{name}": str(value) for name, value in sky.items()}
+    environ |= {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    command = ["bash", "-c", f"{sys.executable} {ROOT}/bin/zerolite --dry-run {found[1]}"]
+    printed = subprocess.check_output(command, env=environ, cwd=tmp_path, text=True, timeout=120)
+    ranks = [line for line in printed.splitlines() if "LOCAL_RANK=" in line]
+    assert len(ranks) == 4 and all("MASTER_ADDR=127.0.0.1 " in line for line in ranks), printed

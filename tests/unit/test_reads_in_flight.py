@@ -71,10 +71,11 @@ def overlapping(model: nn.Module, stage: int = 1, overlap: bool | None = True, *
     return comm, make_engine(comm, model, stage, zero={"overlap_comm": overlap}, **config)
 
 
-def saved(value: Any) -> Any:
+def saved(model: nn.Module) -> list[Tensor]:
     file = io.BytesIO()
-    torch.save(value, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    torch.save(model, file)
+    file.seek(0)
+    return list(torch.load(file, weights_only=False).parameters())
 
 
 def averaged(model: nn.Module) -> list[Tensor]:
@@ -105,7 +106,7 @@ READS: dict[str, Callable[[Any], list[Tensor]]] = {
     "numpy": lambda model: [torch.from_numpy(p.detach().numpy()) for p in model.parameters()],
     "average": averaged,
     "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
-    "torch.save": lambda model: list(saved(model).parameters()),
+    "torch.save": saved,
     "a forward of a submodule": lambda model: [model[2](torch.ones(1, 8))],
     "functional_call": lambda model: [
         torch.func.functional_call(model, {k: v.detach() for k, v in model.named_parameters()}, torch.ones(1, 8))
