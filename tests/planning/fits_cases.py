@@ -20,10 +20,6 @@ def stack() -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
 
 
-def sum_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output.sum()
-
-
 def start(
     config: dict[str, Any],
     free: list[int],
@@ -34,28 +30,25 @@ def start(
     """Make an engine while rank r has ``free[r]`` bytes on its device, and as much as ``host[r]`` and ``disk[r]`` say;
     what came of it."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    runs: list[Any] = []
+    real = fits.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fits, "available_memory", lambda device: free[rank])
-        runs: list[Any] = []
-        real = fits.run
         patch.setattr(fits, "run", lambda job: runs.append(job.config.zero_optimization.stage) or real(job))
         if host is not None:
             patch.setattr(host_room, "share_of_host", lambda ranks: host[rank])
         if disk is not None:
             patch.setattr(host_room, "_free", lambda path: disk[rank])
-        if partitioned:
-            with zerolite.zero.Init():
-                model = stack()
-        else:
+        with zerolite.zero.Init(enabled=partitioned):
             model = stack()
         piped = config.get("pipeline", {}).get("stages", 1) > 1
         try:
-            engine = zerolite.initialize(model, config, loss_fn=sum_of if piped else None)
+            engine = zerolite.initialize(model, config, loss_fn=(lambda output, _: output.sum()) if piped else None)
         except MemoryError as error:
             return {"error": str(error)}
         if piped:
             engine.train_batch(iter([(torch.ones(2, 64), torch.ones(2))] * engine.gradient_accumulation_steps))
-            return {"stage": engine.config.zero_optimization.stage, "steps": engine.global_steps}
-        engine.backward(engine(torch.ones(2, 64)).sum())
-        engine.step()
+        else:
+            engine.backward(engine(torch.ones(2, 64)).sum())
+            engine.step()
         return {"stage": engine.config.zero_optimization.stage, "steps": engine.global_steps, "runs": runs}

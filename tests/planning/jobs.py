@@ -70,29 +70,10 @@ class Experts(nn.Module):
         return result
 
 
-class MixtureOfExperts(nn.Module):
+def experts() -> nn.Module:
     """``x [B, WIDTH]`` -> ``[B, 3]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Experts(WIDTH, 4) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.stem(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def gpt() -> nn.Module:
-    return models.example_gpt(layers=3, width=WIDTH, heads=3)
-
-
-def even_gpt() -> nn.Module:
-    """With heads and layers that two ranks can share."""
-    return models.example_gpt(layers=4, width=WIDTH, heads=4)
+    blocks = [Experts(WIDTH, 4) for _ in range(2)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *blocks, nn.Linear(WIDTH, 3))
 
 
 class Hidden(nn.Module):
@@ -111,47 +92,27 @@ def layers() -> nn.Module:
     """``x [B, WIDTH]`` -> ``[B, WIDTH]``, with one layer in two places."""
     tied = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
     inner = [LayerSpec(Hidden) for _ in range(6)]
-    return PipelineModule([tied[0], lambda x: (x, x), *inner, lambda both: both[0], tied[1]], loss_fn=mean_square)
+    # On the CPU F.mse_loss keeps all of its squares.
+    loss = lambda output, target: (output - target).square().mean()  # noqa: E731
+    return PipelineModule([tied[0], lambda x: (x, x), *inner, lambda both: both[0], tied[1]], loss_fn=loss)
 
 
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """Compute F.mse_loss, which keeps all of its squares on the CPU."""
-    return (output - target).square().mean()
-
-
-def rows_and_targets() -> tuple[Tensor, Tensor]:
-    return torch.randn(64, WIDTH), torch.randn(64, WIDTH)
-
-
-def deep_gpt() -> nn.Module:
-    return models.example_gpt(layers=10, width=WIDTH, heads=3)
-
-
-def deep_odd_mlp() -> nn.Module:
-    return OddMlp(more=22)
+def gpt(layers: int = 3, heads: int = 3) -> nn.Module:
+    return models.example_gpt(layers=layers, width=WIDTH, heads=heads)
 
 
 def partitioned_gpt() -> nn.Module:
     with zerolite.zero.Init():
-        return deep_gpt()
+        return gpt(10)
 
 
 def tokens() -> tuple[Tensor, Tensor]:
     """Inputs and targets ``[BATCH, 8]``."""
-    made = torch.randint(0, models.VOCABULARY, (BATCH, 9))
-    return made[:, :-1].contiguous(), made[:, 1:].contiguous()
+    return models.token_batch(0, 0, 0, BATCH, 8)
 
 
 def rows_and_values() -> dict[str, Tensor]:
     return {"x": torch.randn(BATCH, 37), "y": torch.randn(BATCH, 5)}
-
-
-def rows() -> Tensor:
-    return torch.randn(4 * BATCH, WIDTH)
-
-
-def sum_of_squares(output: Tensor) -> Tensor:
-    return output.float().square().sum()
 
 
 @dataclass(frozen=True)
@@ -166,30 +127,25 @@ class Kind:
 KINDS = {
     "gpt": Kind(gpt, tokens),
     "odd": Kind(OddMlp, rows_and_values),
-    "moe": Kind(MixtureOfExperts, rows, sum_of_squares),
-    "even gpt": Kind(even_gpt, tokens),
-    "layers": Kind(layers, rows_and_targets),
+    "moe": Kind(experts, lambda: torch.randn(4 * BATCH, WIDTH), lambda output: output.float().square().sum()),
+    "even gpt": Kind(lambda: gpt(4, 4), tokens),  # two ranks can share its heads and layers
+    "layers": Kind(layers, lambda: (torch.randn(64, WIDTH), torch.randn(64, WIDTH))),
     # What 16-bit matrix products on the CPU take inside themselves is little beside all of these.
-    "deep gpt": Kind(deep_gpt, tokens),
+    "deep gpt": Kind(lambda: gpt(10), tokens),
     "deep gpt in zero.Init": Kind(partitioned_gpt, tokens),
-    "deep odd": Kind(deep_odd_mlp, rows_and_values),
+    "deep odd": Kind(lambda: OddMlp(more=22), rows_and_values),
 }
+
+
+def bucket_sizes(size: int, live: int, **more: int) -> dict[str, int]:
+    names = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+    return {**dict.fromkeys(names, size), "stage3_max_live_parameters": live, **more}
+
 
 BUCKETS: dict[str, dict[str, Any]] = {
     "auto": {},
-    "small": {
-        "reduce_bucket_size": 5_000,
-        "allgather_bucket_size": 5_000,
-        "stage3_prefetch_bucket_size": 5_000,
-        "stage3_max_live_parameters": 30_000,
-        "stage3_max_reuse_distance": 0,
-    },
-    "large": {
-        "reduce_bucket_size": 60_000,
-        "allgather_bucket_size": 60_000,
-        "stage3_prefetch_bucket_size": 60_000,
-        "stage3_max_live_parameters": 120_000,
-    },
+    "small": bucket_sizes(5_000, 30_000, stage3_max_reuse_distance=0),
+    "large": bucket_sizes(60_000, 120_000),
 }
 """Settings of the buckets, and of what stage 3 keeps gathered."""
 
@@ -197,17 +153,15 @@ MOVING = {"stage3_param_persistence_threshold": 300, "stage3_module_granularity_
 """Stage 3 would keep models of this size whole otherwise."""
 
 
+HOST, DISK = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/tmp"}
 OFFLOAD: dict[str, dict[str, Any]] = {
     "none": {},
-    "optimizer on the host": {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 8192},
-    "half of it": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-    "all on the host": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    "parameters on the host": {"offload_param": {"device": "cpu"}},
-    "optimizer on disk": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}, "sub_group_size": 8192},
-    "all on disk": {
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
-        "offload_param": {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0},
-    },
+    "optimizer on the host": {"offload_optimizer": HOST, "sub_group_size": 8192},
+    "half of it": {"offload_optimizer": {**HOST, "ratio": 0.5}},
+    "all on the host": {"offload_optimizer": HOST, "offload_param": HOST},
+    "parameters on the host": {"offload_param": HOST},
+    "optimizer on disk": {"offload_optimizer": DISK, "sub_group_size": 8192},
+    "all on disk": {"offload_optimizer": DISK, "offload_param": {**DISK, "max_in_cpu": 0}},
 }
 """What rests off the device."""
 
@@ -217,18 +171,11 @@ def settings(
 ) -> dict[str, Any]:
     """A config, with further ``blocks``."""
     zero = {"stage": stage, **BUCKETS[buckets], **(MOVING if stage == 3 else {}), **OFFLOAD[offload]}
-    made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": zero,
-        "gradient_clipping": 1.0,
-        "steps_per_print": 1_000_000,
-        **blocks,
-    }
-    if precision != "fp32":
-        made[precision] = {"enabled": True}
-    return made
+    sizes = {"train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": accumulation}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    halves = {} if precision == "fp32" else {precision: {"enabled": True}}
+    more = {"gradient_clipping": 1.0, "steps_per_print": 1_000_000, **blocks, **halves}
+    return {**sizes, "optimizer": optimizer, "zero_optimization": zero, **more}
 
 
 def planned(

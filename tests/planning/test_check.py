@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,15 +17,12 @@ from zerolite.planning.measure import Measurement
 from zerolite.planning.result import Plan
 from zerolite.planning.sources import load_batch, load_function, load_model_fn
 
-CONFIG = json.dumps(
-    {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5000},
-        "csv_monitor": {"enabled": True, "output_path": "must_not_be_written"},
-    }
-)
+CONFIG = """{
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 5000},
+    "csv_monitor": {"enabled": true, "output_path": "must_not_be_written"}
+}"""
 MODULE = """\
 import os
 import torch
@@ -81,49 +78,33 @@ def test_run_check_prints_both_and_says_by_its_status_whether_they_agree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make_plan(world_size=2, nodes=None, device="cpu")
-    asked = []
-    agreed = measurement(made)
-
-    def job(request: dict[str, Any], world_size: int, device: str) -> Measurement:
-        asked.append((request, world_size, device))
-        return agreed
-
+    job = Mock(side_effect=[measurement(made), measurement(made, step_peak=int(made.step_peak.bytes * 0.97))])
     monkeypatch.setattr(check, "run_job", job)
     request = {"model": "a:b", "config": "c.json", "batch": "a:c", "loss": None}
     assert run_check(request, "cpu", made) == 0
-    assert asked == [(request, 2, "cpu")]
+    job.assert_called_once_with(request, 2, "cpu")
     assert "The plan is right: states and traffic are equal, the peak is within 2%." in capsys.readouterr().out
-    agreed = measurement(made, step_peak=int(made.step_peak.bytes * 0.97))
     assert run_check(request, "cpu", made) == 1
     assert "The plan differs from the job: peak of a step." in capsys.readouterr().out
 
 
 def measurement(made: Plan, **changes: Any) -> Measurement:
-    """Return the measurement of a run that needs exactly what ``made`` says."""
     fields: dict[str, Any] = {
-        "rank": 0,
-        "world_size": made.world_size,
-        "device": "cpu",
-        "states": made.states,
-        "host": made.host or make_items(),
-        "disk": made.disk or make_items(),
-        "at_rest": made.at_rest,
-        "step_peak": made.step_peak.bytes,
+        "rank": 0, "world_size": made.world_size, "device": "cpu", "states": made.states, "at_rest": made.at_rest,
+        "host": made.host or make_items(), "disk": made.disk or make_items(), "step_peak": made.step_peak.bytes,
         "traffic": [row.model_copy(update={"inter_node": None}) for row in made.traffic],
-    }
+    }  # fmt: skip
     return Measurement(**(fields | changes))
 
 
 def test_what_cannot_run_here_is_a_sentence(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_problem(2, "cpu") is None
-    many = find_problem(100_000, "cpu")
-    assert many is not None and many.startswith("--world-size 100000 would start 100000 processes")
+    assert (find_problem(100_000, "cpu") or "").startswith("--world-size 100000 would start 100000 processes")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    one = find_problem(2, "cuda")
-    assert one is not None and "a device for each of its 2 ranks, and this machine has 1 CUDA device;" in one
+    one = "a device for each of its 2 ranks, and this machine has 1 CUDA device;"
+    assert one in (find_problem(2, "cuda") or "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    none = find_problem(1, "cuda")
-    assert none is not None and "has no CUDA device; plan and check with --device cpu" in none
+    assert "has no CUDA device; plan and check with --device cpu" in (find_problem(1, "cuda") or "")
     with pytest.raises(PlanError, match="--check: the real job needs a device for each of its 2 ranks"):
         run_check({}, "cuda", make_plan(world_size=2))
 

@@ -13,9 +13,10 @@ from torch import nn
 
 import zerolite
 from tests.planning.fits_cases import NUMEL, PLENTY, START, stack, start
+from tests.toolkit.configs import PARTITIONED
 from tests.toolkit.pool import Pools
 from zerolite.comm import record
-from zerolite.config import ConfigError
+from zerolite.config import ConfigError, load_config
 from zerolite.engine.arguments import OWNERS
 from zerolite.planning import available, fits
 from zerolite.planning.errors import PlanError
@@ -23,21 +24,13 @@ from zerolite.planning.skeleton import DrySkeleton
 from zerolite.utils.accelerator import is_fake
 from zerolite.zero import Init
 
+SIZE = {"train_micro_batch_size_per_gpu": 2}
+BUCKETS = {"stage3_max_live_parameters": 5000, "stage3_prefetch_bucket_size": 4200, "reduce_bucket_size": 4200}
+
 
 def config(stage: Any = 0, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_module_granularity_threshold": 0,
-            "stage3_max_live_parameters": 5000,
-            "stage3_prefetch_bucket_size": 4200,
-            "reduce_bucket_size": 4200,
-        },
-        **more,
-    }
+    optimizer, zero = {"type": "Adam", "params": {"lr": 1e-3}}, {"stage": stage, **PARTITIONED["kept"], **BUCKETS}
+    return {**SIZE, "optimizer": optimizer, "zero_optimization": zero, **more}
 
 
 @pytest.fixture
@@ -53,17 +46,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(short: int) -
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     with pytest.raises(MemoryError) as caught:
         zerolite.initialize(model, config())
-    for words in (
-        f"({NUMEL:,} parameters) at ZeRO stage 0 on 1 rank",
-        "optimizer states",
-        "memory_check",
-        "zerolite plan",
-    ):
+    what = f"({NUMEL:,} parameters) at ZeRO stage 0 on 1 rank"
+    for words in (what, "optimizer states", "memory_check", "zerolite plan"):
         assert words in str(caught.value)
     for parameter, values in before:
-        assert type(parameter) is nn.Parameter
-        assert torch.equal(parameter, values)
-        assert parameter.grad is None
+        assert type(parameter) is nn.Parameter and torch.equal(parameter, values) and parameter.grad is None
     model(torch.ones(2, 64)).sum().backward()  # it has no hooks of an engine
 
 
@@ -103,24 +90,19 @@ def test_what_fits_narrowly_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["class", "instance", "function", "groups"])
 def test_optimizers_of_the_user(short: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stack()
-    settings = {"train_micro_batch_size_per_gpu": 2}
-    given: dict[str, Any] = {"optimizer": torch.optim.Adam}
-    if kind == "instance":
-        given = {"optimizer": torch.optim.Adam(model.parameters())}
-    if kind == "function":
-        given = {"optimizer": lambda params: torch.optim.Adam(params, lr=0.1)}
-    if kind == "groups":
-        weights = [p for p in model.parameters() if p.dim() == 2]
-        biases = [p for p in model.parameters() if p.dim() == 1]
-        groups = ({"params": part, "lr": lr} for part, lr in ((weights, 0.1), (biases, 0.2)))
-        given = {"model_parameters": groups}
-        settings = config()
+    optimizer: Any = {
+        "class": torch.optim.Adam, "instance": torch.optim.Adam(model.parameters()),
+        "function": lambda params: torch.optim.Adam(params, lr=0.1),
+    }.get(kind)  # fmt: skip
+    groups = ({"params": [p for p in model.parameters() if p.dim() == dim], "lr": 0.1 * dim} for dim in (1, 2))
+    given = {"optimizer": optimizer} if optimizer else {"model_parameters": groups}
+    settings = SIZE if optimizer else config()
     with pytest.raises(MemoryError, match="optimizer states 266.24 KB"):
         zerolite.initialize(model, settings, **given)
     if kind == "instance":
-        assert not given["optimizer"].state
+        assert not optimizer.state
     monkeypatch.setattr(fits, "available_memory", lambda device: PLENTY)
-    if kind != "groups":  # a generator is spent by now
+    if optimizer:  # the generator of groups is spent by now
         zerolite.initialize(model, settings, **given)
 
 
@@ -152,31 +134,29 @@ def test_few_dry_runs_choose_the_stage_and_check_the_memory(pools: Pools) -> Non
 def test_one_rank_without_memory_stops_all(pools: Pools) -> None:
     for stage in (0, 2, 3):
         results = pools(2).run(START, {"config": config(stage), "free": [PLENTY, NUMEL]})
-        assert len({result["error"] for result in results}) == 1
-        assert "on rank 1 of 2" in results[0]["error"]
-        assert f"at ZeRO stage {stage} on 2 ranks" in results[0]["error"]
+        (error,) = {result["error"] for result in results}
+        assert "on rank 1 of 2" in error and f"at ZeRO stage {stage} on 2 ranks" in error
 
 
-PARTS = [
-    pytest.param({"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}, id="pipeline"),
-    pytest.param({"tensor_parallel": {"size": 2, "plan": {"0": "column", "1": "row"}}}, id="tensor"),
-]
+PARTS = {
+    "pipeline": {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
+    "tensor": {"tensor_parallel": {"size": 2, "plan": {"0": "column", "1": "row"}}},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", PARTS)
-def test_ranks_with_other_parts_of_the_model_agree(pools: Pools, parts: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", PARTS)
+def test_ranks_with_other_parts_of_the_model_agree(pools: Pools, kind: str) -> None:
     """Each plans its own part, none of which is whole; all take the same stage, or stop together."""
+    parts: dict[str, Any] = PARTS[kind]
     results = pools(2).run(START, {"config": config("auto", **parts), "free": [PLENTY, 22 * NUMEL]})
     assert [result["stage"] for result in results] == [0, 0]
     results = pools(2).run(START, {"config": config(1, **parts), "free": [PLENTY, NUMEL]})
-    assert len({result["error"] for result in results}) == 1
-    assert "on rank 1 of 2" in results[0]["error"] and "=2" in results[0]["error"]
+    (error,) = {result["error"] for result in results}
+    assert "on rank 1 of 2" in error and "=2" in error
 
 
 def test_auto_is_for_initialize_alone() -> None:
-    from zerolite.config import load_config
-
     with pytest.raises(ConfigError, match="zerolite.initialize"):
         load_config(config("auto")).resolve(2).zero_optimization.chosen_stage  # noqa: B018
     with Init(config_dict_or_path=config("auto")):
@@ -190,15 +170,15 @@ def test_the_free_memory_of_a_host_is_shared_by_its_ranks() -> None:
     assert available.local_ranks({"LOCAL_WORLD_SIZE": "0"}) is available.local_ranks({}) is None
 
 
-def account(group: Path, **files: str) -> None:
-    """Write the memory controller's files of a control group."""
-    group.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (group / f"memory.{name}").write_text(text and text + "\n")
-
-
 def test_control_groups_of_version_2(tmp_path: Path) -> None:
     left = functools.partial(available.control_group_left, tmp_path, tmp_path / "cgroup")
+
+    def account(group: Path, **files: str) -> None:
+        """Write the memory controller's files of a control group."""
+        group.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (group / f"memory.{name}").write_text(text and text + "\n")
+
     assert left() is None
     (tmp_path / "cgroup").write_text("0::/jobs/one\n")
     assert left() is None
@@ -222,8 +202,7 @@ def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:
     assert [(n, p.shape, p.requires_grad) for n, p in copied.named_parameters()] == [
         (n, p.shape, p.requires_grad) for n, p in model.named_parameters()
     ]
-    assert copied[1].weight is copied[0].weight
-    assert not copied.training
+    assert copied[1].weight is copied[0].weight and not copied.training
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     assert not own & {id(tensor) for tensor in (*copied.parameters(), *copied.buffers())}
     copied(torch.ones(2, 64))
@@ -265,18 +244,9 @@ def test_a_dry_run_leaves_the_job_as_it_is(short: int) -> None:
 
     before = picture()
     with pytest.raises(MemoryError):
-        zerolite.initialize(model, {"train_micro_batch_size_per_gpu": 2}, optimizer=optimizer)
+        zerolite.initialize(model, SIZE, optimizer=optimizer)
     assert picture() == before
     assert all(parameter not in OWNERS for parameter in model.parameters())
-
-
-@pytest.mark.slow
-def test_param_groups_are_read_once(short: int) -> None:
-    model = stack()
-    engine = zerolite.initialize(
-        model, config(memory_check="warn"), model_parameters=[{"params": model.parameters(), "lr": 0.2}]
-    )
-    assert engine.get_lr() == [0.2]
 
 
 @pytest.mark.slow
@@ -289,13 +259,12 @@ def test_what_cannot_be_planned_is_tried(short: int, caplog: pytest.LogCaptureFi
         return torch.optim.Adam([p for _, p in sorted(members, key=lambda entry: entry[0])])
 
     with caplog.at_level(logging.WARNING, "zerolite"):
-        zerolite.initialize(model, {"train_micro_batch_size_per_gpu": 2}, optimizer=by_name)
+        zerolite.initialize(model, SIZE, optimizer=by_name)
     assert any("no plan can be made (KeyError" in entry.message for entry in caplog.records)
-    automatic = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": "auto"}}
     model = stack()
     names.update({parameter: name for name, parameter in model.named_parameters()})
     with pytest.raises(PlanError, match="KeyError.*give a stage, 0 to 3"):
-        zerolite.initialize(model, automatic, optimizer=by_name)
+        zerolite.initialize(model, {**SIZE, "zero_optimization": {"stage": "auto"}}, optimizer=by_name)
 
 
 @pytest.mark.slow
@@ -303,16 +272,17 @@ def test_auto_leaves_out_stages_that_the_engine_refuses(monkeypatch: pytest.Monk
     monkeypatch.setattr(fits, "available_memory", lambda device: 24 * NUMEL)
     model = stack()
     optimizer = Remembering(model.parameters())
-    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": "auto"}}
-    engine = zerolite.initialize(model, settings, optimizer=optimizer)
+    engine = zerolite.initialize(model, {**SIZE, "zero_optimization": {"stage": "auto"}}, optimizer=optimizer)
     assert engine.config.zero_optimization.stage == 0
     assert optimizer.updated == []
 
 
 @pytest.mark.slow
 def test_a_traced_model_still_trains(short: int) -> None:
-    model = torch.jit.trace(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.ones(2, 64))
-    engine = zerolite.initialize(model, config(memory_check="warn"))
+    """And its param groups, whose parameters can be read once only, are not spent by the dry run."""
+    model = torch.jit.trace(stack(), torch.ones(2, 64))
+    groups = [{"params": model.parameters(), "lr": 0.2}]
+    engine = zerolite.initialize(model, config(memory_check="warn"), model_parameters=groups)
     engine.backward(engine(torch.ones(2, 64)).square().mean())
     engine.step()
-    assert not any(is_fake(parameter) for parameter in model.parameters())
+    assert engine.get_lr() == [0.2] and not any(is_fake(parameter) for parameter in model.parameters())

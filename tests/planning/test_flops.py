@@ -16,7 +16,6 @@ from zerolite.planning.result import Plan
 
 WIDTH, ROWS = 16, 12
 LINEAR = 2 * ROWS * WIDTH * 4 * WIDTH  # each of a block's two
-needs_grouped_mm = pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no _grouped_mm")
 
 
 class Block(nn.Module):
@@ -29,8 +28,6 @@ class Block(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each row goes to ``chosen`` of ``experts``."""
-
     def __init__(self, experts: int = 8, chosen: int = 2) -> None:
         super().__init__()
         self.router, self.chosen = nn.Linear(WIDTH, experts), chosen
@@ -40,9 +37,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, experts = self.router(x).softmax(-1).topk(self.chosen)
         order = experts.flatten().argsort()
-        counts = torch.zeros(len(self.up), dtype=torch.int32).scatter_add(
-            0, experts.flatten(), torch.ones(order.shape, dtype=torch.int32)
-        )
+        ones = torch.ones(order.shape, dtype=torch.int32)
+        counts = torch.zeros(len(self.up), dtype=torch.int32).scatter_add(0, experts.flatten(), ones)
         ends = counts.cumsum(0, dtype=torch.int32)
         inner = torch._grouped_mm(x[order // self.chosen], self.up, offs=ends).relu()
         outer = torch._grouped_mm(inner, self.down, offs=ends) * weights.flatten()[order, None]
@@ -79,16 +75,13 @@ def planned(model: Callable[[], nn.Module], batch: Callable[[], Any] = tokens, *
 # Reentrant checkpoints run a layer again from end to end. The others stop at the last tensor that backward needs, which
 # is the input of the layer's last product.
 @pytest.mark.fast("-0")
-@pytest.mark.parametrize(("how", "again"), [("", 0), ("plain", 1), ("reentrant", 2)])
+@pytest.mark.parametrize(("how", "again"), [("", 0), ("plain", 1), ("reentrant", 2), ("of the config", 1)])
 def test_dense(how: str, again: int) -> None:
-    made = planned(lambda: Stack(how=how), zero_optimization={"stage": 3}, gradient_accumulation_steps=2)
+    more: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    if how == "of the config":
+        how, more["activation_checkpointing"] = "", {"modules": ["Block"]}
+    made = planned(lambda: Stack(how=how), zero_optimization={"stage": 3}, **more)
     assert (made.flops, made.recomputed_flops) == (2 * 3 * 3 * 2 * LINEAR, 2 * 3 * again * LINEAR)
-
-
-@pytest.mark.slow
-def test_checkpointing_that_the_config_asks_for() -> None:
-    made = planned(Stack, activation_checkpointing={"modules": ["Block"]})
-    assert (made.flops, made.recomputed_flops) == (3 * 3 * 2 * LINEAR, 3 * LINEAR)
 
 
 @pytest.mark.slow
@@ -97,17 +90,15 @@ def test_stages_of_a_pipeline(how: str) -> None:
     pipeline = {"pipeline": {"stages": 2, "split": ["layers.2"]}, "zero_optimization": {"stage": 1}}
     made = planned(lambda: Stack(how=how), gradient_accumulation_steps=2, **pipeline)
     again = LINEAR if how else 0
-    assert [(one.flops, one.recomputed_flops) for one in made.stages] == [
-        (2 * 3 * layers * 2 * LINEAR, 2 * layers * again) for layers in (2, 1)
-    ]
+    expected = [(2 * 3 * layers * 2 * LINEAR, 2 * layers * again) for layers in (2, 1)]
+    assert [(one.flops, one.recomputed_flops) for one in made.stages] == expected
 
 
 @pytest.mark.slow
-@needs_grouped_mm
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_experts_count_for_the_rows_that_they_get(dtype: str) -> None:
-    precision = {"bf16": {"enabled": dtype == "bf16"}, "fp16": {"enabled": dtype == "fp16"}}
-    made = planned(lambda: Stack(Experts, "reentrant"), **precision)
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no _grouped_mm")
+@pytest.mark.parametrize("bf16", [True, False])
+def test_experts_count_for_the_rows_that_they_get(bf16: bool) -> None:
+    made = planned(lambda: Stack(Experts, "reentrant"), bf16={"enabled": bf16})
     assert (made.flops, made.recomputed_flops) == (3 * 3 * EXPERTS, 3 * EXPERTS)
 
 
@@ -157,17 +148,10 @@ def test_qwen3_30b_a3b() -> None:
     transformers = pytest.importorskip("transformers")
     layers, length = 2, 4096
     sizes = {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "max_position_embeddings": length,
-    }
+        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": layers, "max_position_embeddings": length,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    }  # fmt: skip
 
     def build() -> nn.Module:
         settings = transformers.AutoConfig.for_model("qwen3_moe", **sizes)

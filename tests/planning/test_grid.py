@@ -74,40 +74,29 @@ def test_which_part_of_a_ring_leaves_the_node() -> None:
     assert messages_between_nodes(four, 2, 3, looped=True) == Fraction(1, 2)
 
 
-class Call:
-    def __init__(self, op: str, tag: str, nbytes: int, dimension: str = "data", ranks: int = 8) -> None:
-        self.op, self.tag, self.nbytes, self.dimension, self.ranks = op, tag, nbytes, dimension, ranks
-        self.unaligned = 0
+def call(op: str, tag: str, nbytes: int, dimension: str = "data", ranks: int = 8) -> Any:
+    return SimpleNamespace(op=op, tag=tag, nbytes=nbytes, dimension=dimension, ranks=ranks, unaligned=0)
 
 
 def test_traffic_of_rings() -> None:
-    calls = [Call("all_gather", "parameters", 800), Call("all_gather", "parameters", 80)]
-    calls.append(Call("all_reduce", "stats", 16))
+    calls = [call("all_gather", "parameters", 800), call("all_gather", "parameters", 80)]
+    calls.append(call("all_reduce", "stats", 16))
     gather, stats = summarize(calls, Grid(data=8), 2)
     assert (gather.count, gather.nbytes, gather.sent, gather.inter_node) == (2, 880, 770, 192)
     assert (stats.sent, stats.inter_node) == (28, 7)
     assert [row.inter_node for row in summarize(calls, Grid(data=8), 1)] == [0, 0]
     assert [row.inter_node for row in summarize(calls, Grid(data=8))] == [None, None]
-    assert [row.sent for row in summarize([Call("all_reduce", "stats", 16, ranks=1)], Grid())] == [0]
+    assert [row.sent for row in summarize([call("all_reduce", "stats", 16, ranks=1)], Grid())] == [0]
 
 
-def test_traffic_by_dimension() -> None:
-    calls = [
-        Call("all_reduce", "tensor", 1000, "tensor", 4),
-        Call("send", "pipe", 100, "pipe", 2),
-        Call("receive", "pipe", 100, "pipe", 2),
-        Call("all_reduce", "stats", 80, "data", 2),
-        Call("all_reduce", "stats", 80, "model", 8),
-    ]
-    rows = {(row.op, row.dimension): row for row in summarize(calls, Grid(2, 2, 4), 2)}
-    amounts = {key: (row.sent, row.inter_node) for key, row in rows.items()}
-    assert amounts == {
-        ("all_reduce", "tensor"): (1500, 0),
-        ("send", "pipe"): (100, 100),
-        ("receive", "pipe"): (0, 0),
-        ("all_reduce", "data"): (80, 0),
-        ("all_reduce", "model"): (140, 35),
-    }
+@pytest.mark.parametrize(
+    ("op", "nbytes", "dimension", "ranks", "sent", "between"),
+    [("all_reduce", 1000, "tensor", 4, 1500, 0), ("send", 100, "pipe", 2, 100, 100), ("receive", 100, "pipe", 2, 0, 0),
+     ("all_reduce", 80, "data", 2, 80, 0), ("all_reduce", 80, "model", 8, 140, 35)],
+)  # fmt: skip
+def test_traffic_by_dimension(op: str, nbytes: int, dimension: str, ranks: int, sent: int, between: int) -> None:
+    (row,) = summarize([call(op, "tag", nbytes, dimension, ranks)], Grid(2, 2, 4), 2)
+    assert (row.op, row.dimension, row.sent, row.inter_node) == (op, dimension, sent, between)
 
 
 # -------------------------------------------------------------------- plans
@@ -127,49 +116,40 @@ REST = 0.05
 """The profiler misses what threads of gloo release, by a tensor or two."""
 
 
-def check(pools: Pools, world: int, kind: str, held: int = 0, peak: float = PEAK, **setting: Any) -> None:
-    """Plans of all ranks against a real run. held: see :func:`assert_right`."""
-    ranks = pools(world).run(MEASURED, {"kind": kind, "shared_memory": True, **setting}, timeout=180)
+def piped(schedule: str = "1f1b", chunks: int | None = None, stages: int = 2) -> dict[str, Any]:
+    return {"accumulation": 4, **pipeline(schedule, chunks, stages)}
+
+
+REAL: dict[str, tuple[int, str, dict[str, Any]]] = {  # ranks, job and settings
+    "tensor, stage 0": (4, "even gpt", {"stage": 0, **TENSOR}),
+    "tensor, stage 1": (2, "even gpt", {"stage": 1, **TENSOR}),
+    "tensor, stage 2": (4, "even gpt", {"stage": 2, **TENSOR}),
+    "tensor, stage 3": (4, "even gpt", {"stage": 3, **TENSOR}),
+    "tensor, 16 bits": (2, "even gpt", {"stage": 1, "precision": "bf16", "accumulation": 2, **TENSOR}),
+    "sequence parallelism": (2, "even gpt", {"stage": 1, "tensor_parallel": {"size": 2, "sequence_parallel": True}}),
+    "gpipe": (2, "layers", {"stage": 1, **piped("gpipe")}),
+    "1f1b": (2, "layers", {"stage": 0, **piped()}),
+    "interleaved_1f1b": (2, "layers", {"stage": 1, **piped("interleaved_1f1b", 2)}),
+    "zero_bubble": (2, "layers", {"stage": 0, **piped("zero_bubble", 2)}),
+    "zbv": (2, "layers", {"stage": 1, **piped("zbv", 2)}),
+    "divided by names": (2, "even gpt", {"stage": 1, **piped()}),
+    "data and pipeline": (4, "layers", {"stage": 1, **piped()}),
+    "tensor and pipeline": (4, "even gpt", {"stage": 1, **TENSOR, **piped()}),
+    "four stages": (4, "layers", {"stage": 0, **piped(stages=4)}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REAL)
+def test_a_plan_of_a_grid_is_right(pools: Pools, case: str) -> None:
+    """Plans of all ranks against a real run."""
+    world, kind, setting = REAL[case]
+    ranks = pools(world).run(MEASURED, {"kind": kind, "buckets": "small", **setting}, timeout=180)
+    held = BUCKET if kind == "even gpt" and "pipeline" in setting else 0
+    # The last of four small stages is fullest where data is compared, on which a plan spends no memory.
+    peak = 0.2 if case == "four stages" else PEAK
     for rank, measured in enumerate(ranks):
-        assert_right(planned(kind, world, rank, **setting), measured, peak, peak, held, REST)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "stage"), [(4, 0), (2, 1), (4, 2), (4, 3)])
-def test_tensor_parallelism(pools: Pools, world: int, stage: int) -> None:
-    check(pools, world, "even gpt", stage=stage, buckets="small", **TENSOR)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [{"precision": "bf16", "accumulation": 2, **TENSOR}, {"tensor_parallel": {"size": 2, "sequence_parallel": True}}],
-    ids=["16 bits", "sequence parallelism"],
-)
-def test_more_of_tensor_parallelism(pools: Pools, more: dict[str, Any]) -> None:
-    check(pools, 2, "even gpt", stage=1, buckets="small", **more)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "stage"),
-    [("gpipe", None, 1), ("1f1b", None, 0), ("interleaved_1f1b", 2, 1), ("zero_bubble", 2, 0), ("zbv", 2, 1)],
-)
-def test_pipelines(pools: Pools, schedule: str, chunks: int | None, stage: int) -> None:
-    check(pools, 2, "layers", stage=stage, buckets="small", accumulation=4, **pipeline(schedule, chunks))
-
-
-@pytest.mark.slow
-def test_a_pipeline_of_a_model_that_is_divided_by_names(pools: Pools) -> None:
-    check(pools, 2, "even gpt", BUCKET, stage=1, buckets="small", accumulation=4, **pipeline())
-
-
-@pytest.mark.slow
-def test_four_ranks(pools: Pools) -> None:
-    check(pools, 4, "even gpt", BUCKET, stage=1, buckets="small", accumulation=4, **TENSOR, **pipeline())
-    check(pools, 4, "layers", stage=1, buckets="small", accumulation=4, **pipeline())
-    # The last of these small stages is fullest where data is compared, on which a plan spends no memory.
-    check(pools, 4, "layers", 0, 0.2, stage=0, buckets="small", accumulation=4, **pipeline(stages=4))
+        assert_right(planned(kind, world, rank, buckets="small", **setting), measured, peak, held, REST)
 
 
 def stack() -> nn.Module:
@@ -181,12 +161,8 @@ def rows() -> Tensor:
 
 
 def small(**blocks: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "Adam"},
-        **blocks,
-    }
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    return {**sizes, "optimizer": {"type": "Adam"}, **blocks}
 
 
 @pytest.mark.slow
@@ -233,19 +209,22 @@ def test_what_cannot_be_planned_is_said() -> None:
 # -------------------------------------------------------------------- the search
 
 
+def searched(world: int, accumulation: int = 4, device_memory: int = 10**9, **more: Any) -> Comparison:
+    job, config = KINDS["even gpt"], settings(stage=1, buckets="auto", accumulation=accumulation)
+    given: dict[str, Any] = {"batch": job.batch, "nodes": 2, "device": "cpu", "device_memory": device_memory, **more}
+    return compare_grids(job.make, config, world, **given)
+
+
 @pytest.mark.slow
 def test_the_fastest_grid_that_fits_is_proposed() -> None:
-    job = KINDS["even gpt"]
-    config = settings(stage=1, buckets="auto", accumulation=4)
-    given: dict[str, Any] = {"batch": job.batch, "nodes": 2, "device": "cpu"}
-    roomy = compare_grids(job.make, config, 4, device_memory=10**9, **given)
+    roomy = searched(4)
     assert roomy.chosen == 0 and roomy.rows[0][1].fits
     assert [plan.seconds for _, plan in roomy.rows] == sorted(plan.seconds or 0 for _, plan in roomy.rows)
     samples = {plan.accumulation * plan.data_parallel for _, plan in roomy.rows}
     assert samples == {16}
-    tight = compare_grids(job.make, config, 4, device_memory=roomy.rows[0][1].peak.bytes - 1, **given)
+    tight = searched(4, device_memory=roomy.rows[0][1].peak.bytes - 1)
     assert all(plan.fits is (plan.peak.bytes < roomy.rows[0][1].peak.bytes) for _, plan in tight.rows)
-    none = compare_grids(job.make, config, 4, device_memory=1000, **given)
+    none = searched(4, device_memory=1000)
     assert none.chosen is None and "model states alone do not fit" in none.left_out[-1]
     assert "No grid is left" in render(none, Screen())
     text = render(roomy, Screen())
@@ -255,22 +234,14 @@ def test_the_fastest_grid_that_fits_is_proposed() -> None:
 
 @pytest.mark.slow
 def test_slow_networks_make_pipelines_worth_their_bubble() -> None:
-    job = KINDS["even gpt"]
-    config = settings(stage=1, buckets="auto", accumulation=4)
-    given: dict[str, Any] = {"batch": job.batch, "nodes": 2, "device": "cpu", "device_memory": 10**9}
-    fast, slow = (
-        compare_grids(job.make, config, 2, speeds=Speeds(1e12, 1e12, between), **given) for between in (1e15, 1e6)
-    )
+    fast, slow = (searched(2, speeds=Speeds(1e12, 1e12, between)) for between in (1e15, 1e6))
     assert (fast.rows[0][1].pipeline_stages, slow.rows[0][1].pipeline_stages) == (1, 2)
 
 
 @pytest.mark.slow
 def test_few_micro_batches_stand_for_many() -> None:
     """The scaled numbers of the search are those of a plan of the whole step."""
-    job = KINDS["even gpt"]
-    config = settings(stage=1, buckets="auto", accumulation=8)
-    found = compare_grids(job.make, config, 2, device_memory=10**9, batch=job.batch, device="cpu", nodes=2)
-    few_of_them = next(plan for _, plan in found.rows if plan.pipeline_stages == 2)
+    few_of_them = next(plan for _, plan in searched(2, accumulation=8).rows if plan.pipeline_stages == 2)
     made = planned("even gpt", 2, nodes=2, stage=0, buckets="auto", accumulation=16, **pipeline())
     for few, all_of_them in zip(few_of_them.stages, made.stages, strict=True):
         assert (few.traffic, few.flops) == (all_of_them.traffic, all_of_them.flops)

@@ -53,16 +53,11 @@ def test_results_are_where_their_operands_are(tracker: MemoryTracker) -> None:
         del result
         return more
 
-    for on_host in (lambda: masters * 2, lambda: masters * scalar, lambda: torch._foreach_mul([masters], 2.0)):
-        assert grown(on_host) == (0, 400)
-    for on_device in (
-        lambda: masters + weights,
-        lambda: weights * 2,
-        lambda: made * 2,
-        lambda: torch.empty_like(masters, device="cpu"),
-        lambda: torch.empty(100),
-    ):
-        assert grown(on_device) == (400, 0)
+    on_host = (lambda: masters * 2, lambda: masters * scalar, lambda: torch._foreach_mul([masters], 2.0))
+    new = (lambda: torch.empty_like(masters, device="cpu"), lambda: torch.empty(100))
+    on_device = (lambda: masters + weights, lambda: weights * 2, lambda: made * 2, *new)
+    assert [grown(compute) for compute in on_host] == [(0, 400)] * 3
+    assert [grown(compute) for compute in on_device] == [(400, 0)] * 5
 
 
 def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
