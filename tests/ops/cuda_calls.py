@@ -41,11 +41,6 @@ def dtype_name(dtypes: Dtypes) -> str:
     return "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def rows_of(rule: int) -> torch.Tensor:
-    rows = [[*row, *[0.0] * (COLUMNS - len(row))] for row in ROWS[rule]]
-    return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), COLUMNS)
-
-
 def flat(numel: int, offset: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """An array `offset` elements after an address that is a multiple of 64 bytes, of all sizes and with some special
     values."""
@@ -76,7 +71,7 @@ def make_call(
 ) -> UpdateCall:
     """offset(array, tensor): elements before the tensor-th array of list 0 (parameters), 1 (gradients), 2 and 3
     (states), 4 (outs). table: by default a segment for each tensor, with the rows in turn."""
-    rows = rows_of(rule)
+    rows = torch.tensor([[*row, *[0.0] * (COLUMNS - len(row))] for row in ROWS[rule]])
 
     def arrays(place: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [flat(numel, offset(place, i), dtype, 1000 * place + i) for i, numel in enumerate(lengths)]
@@ -88,17 +83,10 @@ def make_call(
             tensor.abs_()
     if table is None:
         table = [(i, 0, numel, i % len(rows)) for i, numel in enumerate(lengths)]
-    return UpdateCall(
-        rule,
-        params=arrays(0, param),
-        grads=arrays(1, grad),
-        states=states,
-        outs=[written(new, old) for new, old in zip(arrays(4, out), arrays(0, param), strict=True)] if out else [],
-        table=torch.tensor(table, dtype=torch.int64).reshape(-1, 4),
-        rows=rows,
-        factor=None if factor is None else torch.tensor([factor]),
-        skip=None if skip is None else torch.tensor([skip]),
-    )
+    outs = [written(new, old) for new, old in zip(arrays(4, out), arrays(0, param), strict=True)] if out else []
+    segments = torch.tensor(table, dtype=torch.int64).reshape(-1, 4)
+    scalars = (None if one is None else torch.tensor([one]) for one in (factor, skip))
+    return UpdateCall(rule, arrays(0, param), arrays(1, grad), states, outs, segments, rows, *scalars)
 
 
 def written(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -123,15 +111,11 @@ def copy_call(call: UpdateCall, device: torch.device | str = "cpu") -> UpdateCal
     def arrays(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [copy_tensor(tensor, device) for tensor in tensors]
 
+    factor, skip = (None if one is None else one.to(device) for one in (call.factor, call.skip))
     return dataclasses.replace(
-        call,
-        params=arrays(call.params),
-        grads=arrays(call.grads),
-        states=[arrays(states) for states in call.states],
-        outs=arrays(call.outs),
-        factor=None if call.factor is None else call.factor.to(device),
-        skip=None if call.skip is None else call.skip.to(device),
-    )
+        call, params=arrays(call.params), grads=arrays(call.grads), states=[arrays(states) for states in call.states],
+        outs=arrays(call.outs), factor=factor, skip=skip,
+    )  # fmt: skip
 
 
 def differences(a: UpdateCall, b: UpdateCall) -> list[str]:

@@ -7,24 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.ops.cases import (
-    BF16,
-    F16,
-    F32,
-    TORCH_NAMES,
-    Rule,
-    Updates,
-    assert_same,
-    kernels_of,
-    needs_fma,
-    optimizer,
-    rule,
-)
+from tests.ops.cases import BF16, F16, F32, TORCH_NAMES, Updates, assert_same, kernels_of, needs_fma, optimizer, rule
 from zerolite.ops import reference
 from zerolite.ops.call import UpdateCall
 
 NUMELS = (1, 7, 16, 33, 1003)
-STEPS = 5
 LONG_RUN = (1003,)
 # Lion adds the same number in every step: if that is no multiple of a weight's last place, roundings add up in line.
 LONG_RUNS: list[tuple[str, dict[str, float], torch.dtype]] = [
@@ -39,15 +26,11 @@ def _gradients(step: int, numels: Sequence[int] = NUMELS, dtype: torch.dtype = F
     return [torch.randn(n, generator=generator).to(dtype) for n in numels]
 
 
-def _params(numels: Sequence[int] = NUMELS) -> list[torch.Tensor]:
-    return _gradients(10**6, numels)
-
-
 class _Ours:
     """Trains with kernels (or the reference), as zerolite.zero.flat_update calls them."""
 
     def __init__(self, name: str, params: list[torch.Tensor], out: torch.dtype | None = None, **options: float) -> None:
-        self.of: Rule = rule(name)
+        self.of = rule(name)
         self._options = options
         self.params = [p.clone() for p in params]
         initial = self.of.rule.initial(self.of.group)
@@ -59,10 +42,8 @@ class _Ours:
     def step(self, kernels: Updates, grads: list[torch.Tensor]) -> None:
         self._steps += 1
         rows = torch.tensor([self.of.row(self._steps, **self._options)], dtype=F32)
-        call = UpdateCall(
-            self.of.rule.number, self.params, grads, tuple(self.states), self.outs, self._table, rows, None, None
-        )
-        kernels.update(call)
+        number, states = self.of.rule.number, tuple(self.states)
+        kernels.update(UpdateCall(number, self.params, grads, states, self.outs, self._table, rows, None, None))
 
 
 class _Torchs:
@@ -94,8 +75,9 @@ def test_the_reference_is_torchs_foreach(name: str, monkeypatch: pytest.MonkeyPa
     """The reference gives foreach's bits over five steps; Adagrad with torch's square root in the place of the exact
     one."""
     monkeypatch.setattr(reference, "_root", torch.sqrt)
-    ours, theirs = _Ours(name, _params()), _Torchs(name, _params(), **_foreach(name))
-    for step in range(STEPS):
+    start = _gradients(10**6)
+    ours, theirs = _Ours(name, start), _Torchs(name, start, **_foreach(name))
+    for step in range(5):
         ours.step(reference, _gradients(step))
         theirs.step(_gradients(step))
         assert_same(ours.params, [p.detach() for p in theirs.params], step)
@@ -112,19 +94,16 @@ def _ulps(a: torch.Tensor, b: torch.Tensor) -> int:
 def test_a_step_differs_from_foreach_in_last_places(name: str) -> None:
     """A step differs from foreach at most in last places, where the square root is torch's own or operations have
     another order. The step is taken from 0, so that rounding of the parameter does not hide it."""
-    numels = (100_003,)
-    zeros = [torch.zeros(n) for n in numels]
-    kernels = kernels_of("plain")
+    zeros, gradients = [torch.zeros(100_003)], _gradients(0, (100_003,))
     ours, theirs = _Ours(name, zeros), _Torchs(name, zeros, **_foreach(name))
-    ours.step(kernels, _gradients(0, numels))
-    theirs.step(_gradients(0, numels))
+    ours.step(kernels_of("plain"), gradients)
+    theirs.step(gradients)
     assert _ulps(ours.params[0], theirs.params[0].detach()) <= 4
     for got, expected in zip(ours.states, theirs.states, strict=True):
         assert _ulps(got[0], expected[0]) <= 2
 
 
 def _far(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """The distance, relative, in the L2 norm."""
     return float((got.double() - exact).norm() / exact.norm())
 
 
@@ -137,7 +116,7 @@ def test_a_thousand_steps_against_float64(name: str, options: dict[str, float], 
     roundings of an element is up to 2^-24 of it, and they add up like a random walk. (Element by element there is no
     such bound, since an element may be near 0.) States stay within 2e-6: squares of 16-bit gradients have few digits,
     and a sum rounds them alike. Written in 16 bits, the parameter is the correctly rounded master."""
-    kernels, start = kernels_of("plain"), _params(LONG_RUN)
+    kernels, start = kernels_of("plain"), _gradients(10**6, LONG_RUN)
     ours = [_Ours(name, start, out, **options) for out in (None, BF16, F16)]
     exact = _Torchs(name, [p.double() for p in start], **options)
     for step in range(1000):

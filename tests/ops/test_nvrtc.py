@@ -4,10 +4,7 @@ interface run on a driver that simulates them on the CPU."""
 from __future__ import annotations
 
 import ctypes
-import itertools
 import shutil
-import subprocess
-from collections.abc import Iterator
 from ctypes import Structure
 from pathlib import Path
 
@@ -16,9 +13,9 @@ import torch
 
 from op_builder import OpUnavailable, build, build_into, nvrtc
 from op_builder.tools import find_nvrtc
-from tests.ops.cases import Dtypes
+from tests.ops.cases import ALL_DTYPES, F16, F32
 from tests.ops.cuda_calls import LENGTHS, RULES, make_call
-from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, UPDATE_ROOM, check_update
+from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, SHIM, UPDATE_ROOM, check_update, compile_in
 from tests.ops.test_cuda_on_cpu import SimulatedKernels as Simulated
 from zerolite.ops import library as op_library
 from zerolite.ops.call import ADAM, UpdateCall
@@ -27,9 +24,7 @@ from zerolite.ops.cuda_kernels import CudaKernels, _Entry
 from zerolite.ops.self_check import check_updates
 
 CSRC = ROOT / "csrc"
-HERE = ROOT / "tests/ops/cuda_on_cpu"
 pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler; this machine has none")
-FLAGS = "-O1 -std=c++17 -ffp-contract=off -fno-math-errno -fPIC -shared -fvisibility=hidden -pthread".split()
 
 
 def lowered(kernel: str) -> str:
@@ -39,11 +34,6 @@ def lowered(kernel: str) -> str:
     mangled = "".join(f"Li{part}E" if part.isdigit() else f"NS_{len(part)}{part}E" for part in parts)
     takes = "UpdateArguments" if name.startswith("update") else "NormArguments"
     return f"_ZN2zl{len(name)}{name}I{mangled}EEvNS_{len(takes)}{takes}E"
-
-
-def run(*command: str | Path, cwd: Path) -> None:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=cwd)
-    assert done.returncode == 0, done.stderr
 
 
 # -------------------------------------------------------------------- on a simulated driver
@@ -75,8 +65,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if torch.version.cuda is not None:
         pytest.skip("the name of the simulated driver is that of the real one, which this torch may load")
     where = tmp_path_factory.mktemp("driver")
-    shim = ["-I", HERE, "-include", HERE / "cuda_on_cpu.h", HERE / "driver.cpp"]
-    run(str(CXX), *FLAGS, "-Wl,-soname,libcuda.so.1", *shim, "-o", where / "libcuda.so.1", cwd=where)
+    source = [*SHIM, ROOT / "tests/ops/cuda_on_cpu/driver.cpp"]
+    compile_in(where, "-Wl,-soname,libcuda.so.1", *source, "-o", "libcuda.so.1")
     return ctypes.CDLL(str(where / "libcuda.so.1"))
 
 
@@ -87,26 +77,23 @@ def library(driver: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> ct
     names = [lowered(kernel) for kernel in nvrtc.KERNELS]
     (where / "device.s").write_text(nvrtc.assembly("device.cubin", names))
     host = ["-x", "c++", "-Wall", "-Wextra", "-Werror", "-DZL_HOST_ONLY", f"-I{CSRC}"]
-    run(str(CXX), *FLAGS, *host, "-c", CSRC / "cuda/kernels.cu", "-o", "host.o", cwd=where)
-    run(str(CXX), *FLAGS, "host.o", "device.s", "-ldl", "-Wl,-z,defs", "-o", "kernels.so", cwd=where)
+    compile_in(where, *host, "-c", CSRC / "cuda/kernels.cu", "-o", "host.o")
+    compile_in(where, "host.o", "device.s", "-ldl", "-Wl,-z,defs", "-o", "kernels.so")
     return ctypes.CDLL(str(where / "kernels.so"))
 
 
 @pytest.fixture
-def kernels(library: ctypes.CDLL, driver: ctypes.CDLL) -> Iterator[DrivenKernels]:
-    yield DrivenKernels(library, driver)
+def kernels(library: ctypes.CDLL, driver: ctypes.CDLL) -> DrivenKernels:
+    return DrivenKernels(library, driver)
 
 
 @pytest.mark.fast("2")
 @pytest.mark.parametrize("rule", RULES)
 def test_each_kernel_is_the_one_that_the_dtypes_ask_for(kernels: DrivenKernels, cpu: CpuKernels, rule: int) -> None:
-    halves = (torch.bfloat16, torch.float16)
-    for grad, out in itertools.product((torch.float32, *halves), (None, *halves)):
-        for param, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
-            dtypes = Dtypes(param, grad, state, out)
-            check_update(
-                kernels, cpu, make_call(rule, dtypes, LENGTHS, lambda array, tensor: array, factor=0.37, skip=0.0)
-            )
+    for dtypes in ALL_DTYPES:
+        if dtypes.param != F16 and dtypes.state == F32:
+            call = make_call(rule, dtypes, LENGTHS, lambda array, tensor: array, factor=0.37, skip=0.0)
+            check_update(kernels, cpu, call)
 
 
 @pytest.mark.parametrize("count", [1, UPDATE_ROOM, UPDATE_ROOM + 1, 300])
@@ -155,19 +142,18 @@ def test_wrong_kernels_are_not_used(cpu: CpuKernels, wrong: str) -> None:
         check_updates(broken, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("missing", "wrong", "loaded", "reason"),
-    [
-        ([], False, ["cuda_kernels"], ""),
-        (["cuda_kernels"], False, ["cuda_kernels", "cuda_kernels_nvrtc"], ""),
-        (["cuda_kernels"], True, ["cuda_kernels", "cuda_kernels_nvrtc"], "do not compute"),
-        (["cuda_kernels", "cuda_kernels_nvrtc"], False, ["cuda_kernels", "cuda_kernels_nvrtc"], "Nor can NVRTC"),
-    ],
-    ids=["nvcc", "NVRTC", "NVRTC, wrong", "neither"],
-)
-def test_nvcc_comes_first_and_only_nvrtcs_kernels_are_checked(
-    monkeypatch: pytest.MonkeyPatch, missing: list[str], wrong: bool, loaded: list[str], reason: str
-) -> None:
+BOTH = ["cuda_kernels", "cuda_kernels_nvrtc"]
+LOADED: dict[str, tuple[list[str], bool, list[str], str]] = {  # what is missing, whether it is wrong, what is loaded
+    "nvcc": ([], False, BOTH[:1], ""),
+    "NVRTC": (BOTH[:1], False, BOTH, ""),
+    "NVRTC, wrong": (BOTH[:1], True, BOTH, "do not compute"),
+    "neither": (BOTH, False, BOTH, "Nor can NVRTC"),
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_nvcc_comes_first_and_only_nvrtcs_kernels_are_checked(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    missing, wrong, loaded, reason = LOADED[case]
     asked, checked = [], []
 
     def load(name: str, **about: object) -> str:
@@ -194,17 +180,18 @@ def test_nvcc_comes_first_and_only_nvrtcs_kernels_are_checked(
 # -------------------------------------------------------------------- with NVRTC
 
 
-@pytest.fixture(scope="module", params=[(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compile_kernels(directory: Path, capability: tuple[int, int]) -> Path:
     try:
         find_nvrtc(None)
     except OpUnavailable as error:
         pytest.skip(error.cause)
-    return build_into(tmp_path_factory.mktemp("nvrtc"), "cuda_kernels_nvrtc", capability=request.param)
+    return build_into(directory, "cuda_kernels_nvrtc", capability=capability)
 
 
-def test_nvrtc_compiles_the_kernels(compiled: Path) -> None:
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+def test_nvrtc_compiles_the_kernels(tmp_path: Path, capability: tuple[int, int]) -> None:
     """Loading the library and asking about tables needs neither a GPU nor a driver."""
+    compiled = compile_kernels(tmp_path, capability)
     kernels = CudaKernels(ctypes.CDLL(str(compiled)))
     assert (kernels._update.bytes(42), kernels._update.bytes(43)) == (0, 16 + 43 * 96)
     assert (kernels._norm.bytes(126), kernels._norm.bytes(127)) == (0, 16 + 127 * 32)
@@ -214,13 +201,9 @@ def test_nvrtc_compiles_the_kernels(compiled: Path) -> None:
 
 
 def test_nvrtc_says_what_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        find_nvrtc(None)
-    except OpUnavailable as error:
-        pytest.skip(error.cause)
     shutil.copytree(CSRC, tmp_path / "csrc")
     with (tmp_path / "csrc/cuda/update.cuh").open("a") as source:
         source.write("\n__device__ int broken = undefined_name;\n")
     monkeypatch.setattr(build, "csrc_path", lambda: tmp_path / "csrc")
     with pytest.raises(OpUnavailable, match=r'(?s)Compiling cuda_kernels_nvrtc failed.*"undefined_name" is undefined'):
-        build_into(tmp_path / "out", "cuda_kernels_nvrtc", capability=(9, 0))
+        compile_kernels(tmp_path / "out", (9, 0))

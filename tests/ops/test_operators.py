@@ -17,7 +17,7 @@ from zerolite.ops.call import COLUMNS, UpdateCall
 STATES = {"adam_": 2, "lion_": 1, "adagrad_": 1, "sgd_": 1}
 NAMES = {"adam_": "adamw", "lion_": "lion-decay", "adagrad_": "adagrad", "sgd_": "sgd-nesterov"}
 UPDATES = pytest.mark.parametrize("operator", STATES)
-NUMELS = (40, 3, 17)
+NUMELS, TABLE = (40, 3, 17), [[0, 0, 30, 0], [2, 1, 16, 1], [0, 30, 10, 1]]
 
 
 def _arguments(operator: str) -> dict[str, Any]:
@@ -29,20 +29,19 @@ def _arguments(operator: str) -> dict[str, Any]:
         "grads": [g.bfloat16() for g in lists[1]],
         "states": [[s.abs() for s in state] for state in lists[2:]],
         "outs": [torch.zeros(n, dtype=BF16) for n in NUMELS],
-        "table": torch.tensor([[0, 0, 30, 0], [2, 1, 16, 1], [0, 30, 10, 1]]),
+        "table": torch.tensor(TABLE),
         "rows": torch.tensor([of.row(1), of.row(9)]),
         "factor": torch.tensor(0.25),
         "skip": torch.tensor(0.0),
     }
 
 
-def _positional(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    a = dict(arguments)
-    return (a.pop("params"), a.pop("grads"), *a.pop("states"), *a.values())
+def _positional(params: Any, grads: Any, states: Any, *rest: Any) -> tuple[Any, ...]:
+    return (params, grads, *states, *rest)
 
 
 def _call(operator: str, arguments: dict[str, Any]) -> None:
-    getattr(torch.ops.zerolite, operator)(*_positional(arguments))
+    getattr(torch.ops.zerolite, operator)(*_positional(*arguments.values()))
 
 
 def _changed(arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -50,8 +49,7 @@ def _changed(arguments: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _squares_arguments() -> tuple[Any, ...]:
-    values = [numbers(n, seed=n, special=0.0) for n in NUMELS]
-    return torch.ones(2, dtype=torch.float64), values, torch.tensor([[0, 0, 30, 0], [2, 1, 16, 1], [0, 30, 10, 1]])
+    return torch.ones(2, dtype=torch.float64), [numbers(n, seed=n, special=0.0) for n in NUMELS], torch.tensor(TABLE)
 
 
 # ------------------------------------------------------------------- what they are to torch
@@ -60,24 +58,21 @@ def _squares_arguments() -> tuple[Any, ...]:
 @UPDATES
 @needs_fma
 def test_operators_are_the_reference(operator: str) -> None:
-    got, expected = _arguments(operator), _arguments(operator)
+    got, expected, before = (_arguments(operator) for _ in range(3))
     _call(operator, got)
-    number = rule(NAMES[operator]).rule.number
-    reference.update(UpdateCall(number, *expected.values()))
+    reference.update(UpdateCall(rule(NAMES[operator]).rule.number, *expected.values()))
     assert_same(_changed(got), _changed(expected))
-    unchanged = _changed(_arguments(operator))
-    assert all(torch.equal(a, b) for a, b in zip(got["grads"], _arguments(operator)["grads"], strict=True))
-    assert sum(not torch.equal(a, b) for a, b in zip(_changed(got), unchanged, strict=True)) == 2 * (
-        2 + STATES[operator]
-    )
+    assert_same(got["grads"], before["grads"])
+    differ = [not torch.equal(a, b) for a, b in zip(_changed(got), _changed(before), strict=True)]
+    assert sum(differ) == 2 * (2 + STATES[operator])
 
 
 @pytest.mark.fast("sgd_")
 @UPDATES
 def test_operators_pass_opcheck(operator: str) -> None:
-    torch.library.opcheck(getattr(torch.ops.zerolite, operator), _positional(_arguments(operator)))
-    plain = {**_arguments(operator), "outs": [], "factor": None, "skip": None}
-    torch.library.opcheck(getattr(torch.ops.zerolite, operator), _positional(plain))
+    for changes in ({}, {"outs": [], "factor": None, "skip": None}):
+        arguments = _positional(*{**_arguments(operator), **changes}.values())
+        torch.library.opcheck(getattr(torch.ops.zerolite, operator), arguments)
 
 
 def test_squares_passes_opcheck() -> None:
@@ -136,12 +131,8 @@ def test_autograd_notices_an_update() -> None:
 # ------------------------------------------------------------------- what they refuse
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-TABLE = r"expected a contiguous int64 table \[segments, 4\]"
-ROWS = rf"expected contiguous fp32 rows \[rows, {COLUMNS}\]"
-
-
+NO_TABLE = r"expected a contiguous int64 table \[segments, 4\]"
+NO_ROWS = rf"expected contiguous fp32 rows \[rows, {COLUMNS}\]"
 REFUSED: dict[str, tuple[Change, str]] = {  # the operators take turns, and the first one has two states
     # These would be read and written past their ends.
     "states of two dtypes": (lambda a: {"states": [[s.half() for s in a["states"][0]], a["states"][1]]}, "float16"),
@@ -159,8 +150,8 @@ REFUSED: dict[str, tuple[Change, str]] = {  # the operators take turns, and the 
         lambda a: {"outs": [o.float() for o in a["outs"]]},
         "expected outs of torch.bfloat16 or torch.float16, got torch.float32",
     ),
-    "a table of 3 columns": (lambda a: {"table": a["table"][:, :3].contiguous()}, rf"{TABLE}.*got .*\[3, 3\]"),
-    "rows with gaps": (lambda a: {"rows": a["rows"].t().contiguous().t()}, rf"{ROWS}.*with gaps"),
+    "a table of 3 columns": (lambda a: {"table": a["table"][:, :3].contiguous()}, rf"{NO_TABLE}.*got .*\[3, 3\]"),
+    "rows with gaps": (lambda a: {"rows": a["rows"].t().contiguous().t()}, rf"{NO_ROWS}.*with gaps"),
     "a factor elsewhere": (lambda a: {"factor": a["factor"].to("meta")}, "expected factor to be one .*on meta"),
     "a skip of int64": (lambda a: {"skip": torch.tensor(1)}, "expected skip to be one fp32 number.*int64"),
 }
@@ -197,28 +188,27 @@ def test_segments_outside_are_refused(segment: list[int]) -> None:
     assert sums.tolist() == [1.0, 1.0]
 
 
+ONES, ONE_SEGMENT, SUM = torch.ones(3), torch.tensor([[0, 0, 3, 0]]), torch.zeros(1, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     ("sums", "values", "table", "sentence"),
     [
-        (torch.zeros(1), [torch.ones(3)], None, "expected sums to be contiguous float64"),
-        (None, [torch.ones(3), torch.ones(3).half()], None, r"expected values\[1\] contiguous, torch.float32"),
-        (None, [torch.ones(3).int()], None, "expected values of torch.float32 .*got torch.int32"),
-        (None, [torch.ones(3)], torch.tensor([[0, 0, 3]]), "expected a contiguous int64 table"),
+        (SUM.float(), [ONES], ONE_SEGMENT, "expected sums to be contiguous float64"),
+        (SUM, [ONES, ONES.half()], ONE_SEGMENT, r"expected values\[1\] contiguous, torch.float32"),
+        (SUM, [ONES.int()], ONE_SEGMENT, "expected values of torch.float32 .*got torch.int32"),
+        (SUM, [ONES], ONE_SEGMENT[:, :3].contiguous(), "expected a contiguous int64 table"),
     ],
 )
-def test_wrong_arguments_of_squares_are_refused(
-    sums: torch.Tensor | None, values: list[torch.Tensor], table: torch.Tensor | None, sentence: str
-) -> None:
-    table = torch.tensor([[0, 0, 3, 0]]) if table is None else table
+def test_wrong_arguments_of_squares_are_refused(sums: Any, values: Any, table: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        torch.ops.zerolite.squares_(torch.zeros(1, dtype=torch.float64) if sums is None else sums, values, table)
+        torch.ops.zerolite.squares_(sums, values, table)
 
 
 # ------------------------------------------------------------------- without kernels
 
 
 def _results() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the tensors that all updates change, and the sums of squares."""
     every = {operator: _arguments(operator) for operator in STATES}
     for operator, arguments in every.items():
         _call(operator, arguments)

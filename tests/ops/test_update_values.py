@@ -52,36 +52,32 @@ def _near_midpoints(half: torch.dtype) -> torch.Tensor:
 
 
 def _sgd(
-    kernels: CpuKernels, params: torch.Tensor, grads: torch.Tensor, lr: float, out: torch.dtype | None, piece: int
-):
+    kernels: CpuKernels, params: torch.Tensor, grads: torch.Tensor, lr: float, outs: list[torch.Tensor], piece: int
+) -> None:
     """One step of plain SGD, in segments of ``piece`` elements: those of one element take the scalar path of every
-    instruction set. Returns the parameters and their 16-bit copy."""
+    instruction set."""
     row = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, -lr, 0.0]])
-    n = params.numel()
-    starts = torch.arange(0, n, piece)
+    starts = torch.arange(0, params.numel(), piece)
     zero = torch.zeros_like(starts)
-    table = torch.stack([zero, starts, (n - starts).clamp(max=piece), zero], dim=1)
-    outs = [] if out is None else [params.to(out)]
+    table = torch.stack([zero, starts, (params.numel() - starts).clamp(max=piece), zero], dim=1)
     kernels.update(UpdateCall(SGD, [params], [grads], (), outs, table, row, None, None))
-    return params, outs[0] if outs else None
 
 
 @HALVES
 @pytest.mark.parametrize("piece", [1 << 20, 1])
-def test_narrowing_rounds_to_nearest_even(half: torch.dtype, piece: int, kernels: CpuKernels) -> None:
-    values = _near_midpoints(half)
-    params, out = _sgd(kernels, values.clone(), torch.zeros_like(values), 0.0, half, piece)
-    assert_same([params, out], [values, values.to(half)])
-
-
-@HALVES
-@pytest.mark.parametrize("piece", [1 << 20, 1])
-def test_widening_is_exact(half: torch.dtype, piece: int, kernels: CpuKernels) -> None:
+def test_narrowing_rounds_to_nearest_even_and_widening_is_exact(
+    half: torch.dtype, piece: int, kernels: CpuKernels
+) -> None:
     """Values survive as gradients, with a learning rate of -1 from -0; and there and back again, as parameters."""
-    patterns = _patterns(half)
-    params, _ = _sgd(kernels, torch.full((1 << 16,), -0.0), patterns.clone(), -1.0, None, piece)
+    values = _near_midpoints(half)
+    params, out = values.clone(), values.to(half)
+    _sgd(kernels, params, torch.zeros_like(values), 0.0, [out], piece)
+    assert_same([params, out], [values, values.to(half)])
+    patterns, params = _patterns(half), torch.full((1 << 16,), -0.0)
+    _sgd(kernels, params, patterns.clone(), -1.0, [], piece)
     assert_same([params], [patterns.float()])
-    params, _ = _sgd(kernels, patterns.clone(), torch.zeros(1 << 16), 0.0, None, piece)
+    params = patterns.clone()
+    _sgd(kernels, params, torch.zeros(1 << 16), 0.0, [], piece)
     assert_same([params], [patterns])
 
 
@@ -93,10 +89,8 @@ def _crossed(name: str, dtypes: Dtypes) -> Problem:
     of = rule(name)
     p, g, s = (values.flatten() for values in torch.meshgrid(SPECIAL, SPECIAL, SPECIAL, indexing="ij"))
     second = SPECIAL[torch.randint(len(SPECIAL), p.shape, generator=torch.Generator().manual_seed(1))]
-    table = torch.tensor([[0, 0, p.numel(), 0]])
-    states = [[s.contiguous()], [second]][: of.states]
-    rows = torch.tensor([of.row(3)], dtype=F32)
-    return Problem(of, [p.contiguous()], [g.contiguous()], states, table, rows, dtypes)
+    table, rows = torch.tensor([[0, 0, p.numel(), 0]]), torch.tensor([of.row(3)], dtype=F32)
+    return Problem(of, [p], [g], [[s], [second]][: of.states], table, rows, dtypes)
 
 
 @needs_fma
@@ -166,9 +160,7 @@ def test_an_update_starts_from_what_somebody_has_written(half: torch.dtype, kern
     copy[written] = copy[written].clamp(-0.01, 0.01)  # as WGAN does
     copy[500:520] = float("nan")
     wanted = torch.where(copy == params.to(half), params, copy.float())
-    row = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
-    table = torch.tensor([[0, 0, params.numel(), 0]])
-    kernels.update(UpdateCall(SGD, [params], [torch.zeros_like(params)], (), [copy], table, row, None, None))
+    _sgd(kernels, params, torch.zeros_like(params), 0.0, [copy], params.numel())
     assert params[written].nan_to_num().abs().max() <= 0.0101
     torch.testing.assert_close(params, wanted, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(copy, wanted.to(half), rtol=0, atol=0, equal_nan=True)
