@@ -1,1 +1,1 @@
-"""Access of users between steps: p.grad, and whole gradients, master weights and states by parameter."""
+"""Access of users between steps: p.grad, and full gradients, master weights and states by parameter."""

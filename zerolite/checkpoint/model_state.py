@@ -239,7 +239,7 @@ class ModelState:
         return unpartitioned_shape(self.buffer.parameters[param_shard.index])
 
     def is_scalar(self, kind: str, value: object, param_shard: OptimParamShard) -> bool:
-        """Return True if a state is one number for a whole parameter."""
+        """Return True if a state is one number for the parameter."""
         if not isinstance(value, torch.Tensor):
             return value is None or isinstance(value, (bool, int, float))
         return value.dim() == 0 and (bool(self.shape_of(param_shard)) or kind in _COUNTS)

@@ -63,7 +63,7 @@ class OptimizerState(FileModel):
     """Type and param groups of an optimizer.
 
     Attributes:
-        scalars: states that are one number for a whole parameter, by state and parameter.
+        scalars: states that are one number for the parameter, by state and parameter.
     """
 
     type: str

@@ -603,7 +603,7 @@ class Engine:
         """Wait for a save in the background. Raises CheckpointError if it fails. Called on all ranks."""
         self.checkpointer.wait()
 
-    # ---------------------------------------------------------------- whole models
+    # ---------------------------------------------------------------- full models
 
     def full_state_dict(self, rank0_only: bool = False, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Return the full model's state dict, at every stage and on every grid of ranks.

@@ -1,4 +1,4 @@
-"""Whole state dicts and 16-bit models at every stage, and the hooks that refuse partial ones."""
+"""Full state dicts and 16-bit models at every stage, and the hooks that refuse partial ones."""
 
 from __future__ import annotations
 

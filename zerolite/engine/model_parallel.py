@@ -1,6 +1,6 @@
 """The step where other ranks have parts of the model: tensor parallelism and pipelines.
 
-Norm, overflow and used parameters are those of the whole model, which one more small all-reduce of the statistics
+Norm, overflow and used parameters are those of the full model, which one more small all-reduce of the statistics
 gives. Gradients of shared parameters (tied weights, sequence-parallel weights) are summed once a step, after the data
 ranks have reduced them. By then all ranks of a group own the same part of such a parameter, so the sum is one
 all-reduce of that part.

@@ -148,7 +148,7 @@ class FlopCount:
 
     @property
     def total(self) -> ModuleFlops:
-        """FLOPs of the whole model."""
+        """FLOPs of the full model."""
         return self._of("", self._module)
 
     def _of(self, name: str, module: torch.nn.Module) -> ModuleFlops:

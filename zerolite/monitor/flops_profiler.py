@@ -126,7 +126,7 @@ def describe(step: int, modules: Sequence[ModuleFlops], recomputed: float, confi
     Args:
         step: number of the counted step.
         modules: FLOPs of all modules, the model first.
-        recomputed: FLOPs of the whole model that were recomputed in backward.
+        recomputed: FLOPs of the full model that were recomputed in backward.
         config: the block ``flops_profiler``.
     """
     total = modules[0]

@@ -219,7 +219,7 @@ class ShardReader:
 
         Args:
             members: owners of the shards.
-            fulls: memory of the whole values, given if there is one rank. Its shards are copied there at once.
+            fulls: memory of the full values, given if there is one rank. Its shards are copied there at once.
 
         Raises:
             OSError: the disk failed.

@@ -26,7 +26,7 @@ TORCH_OPTIMIZERS: dict[str, type[Optimizer]] = {
 }
 
 # Optimizers that update each element from its own parameter, gradient and state, and from scalars that are the same for
-# the whole parameter. Ranks can update their shards on their own.
+# the full parameter. Ranks can update their shards on their own.
 _ELEMENTWISE_NAMES = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"  # torch.optim
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {Lion} | {TORCH_OPTIMIZERS[name.lower()] for name in _ELEMENTWISE_NAMES.split() if name.lower() in TORCH_OPTIMIZERS}

@@ -216,7 +216,7 @@ class TorchUpdate:
         parameter = self._buffer.parameters[shard.index]
 
         def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-            """Allocate a state. For a whole parameter it has the parameter's strides, because torch's fused kernels go
+            """Allocate a state. For a full parameter it has the parameter's strides, because torch's fused kernels go
             through both in the order of memory."""
             if not self._buffer.keeps_shape(shard.fragment.slot) or shape != parameter.shape:
                 return torch.empty(shape, dtype=dtype, device=device)

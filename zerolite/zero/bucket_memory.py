@@ -66,7 +66,7 @@ class BucketDtypes:
         communication: dtype in which the config wants gradients to be sent; None for the dtype of ``local``.
         accumulate: dtype of ``local``, if it keeps a sum between backwards; None for the gradients' own dtype.
         reduce: dtype in which the bucket is sent: [0] one backward, [1] the sum of several.
-        in_place: the bucket is reduced in the memory that keeps whole gradients; [0] and [1] as in ``reduce``.
+        in_place: the bucket is reduced in the memory that keeps full gradients; [0] and [1] as in ``reduce``.
         mean: dtype of the mean over ranks: [0] of the first reduction, [1] after it was added to an earlier one.
     """
 

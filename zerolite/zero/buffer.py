@@ -288,7 +288,7 @@ class PartitionedParameterBuffer(ParameterBuffer):
         placements: Placements,
         is_persistent: Callable[[torch.nn.Parameter], bool],
     ) -> None:
-        """is_persistent: function that returns True for a parameter whose whole values stay on the device."""
+        """is_persistent: function that returns True for a parameter whose full values stay on the device."""
         super().__init__(layout, parameters, rank, shard=True, placements=placements)
         self._is_persistent = is_persistent
         self._compute_placements: list[Placement] = []

@@ -114,7 +114,7 @@ class GradReducer:
         if self._offloaded is not None:
             widest = max((bucket.numel for bucket in layout.buckets), default=0)
             self._offloaded.set_max_nbytes(4 * widest // self._comm.world_size)  # sums are in fp32
-        # Stage 0 keeps whole gradients, so it keeps the memory of all buckets between steps. The other stages need
+        # Stage 0 keeps full gradients, so it keeps the memory of all buckets between steps. The other stages need
         # memory for the buckets in flight, for one that is completed, and for the next one that fills.
         self._memory.set_limit(IN_FLIGHT + 2 if self.keeps_shards else len(layout.buckets))
         follows_gradients = self._plan is None and self._options.overlap and self._comm.world_size > 1
@@ -335,7 +335,7 @@ class GradReducer:
         if options.sum_buckets:
             # bf16 has the range of fp32, and on the CPU a sum of another dtype would first copy the bucket.
             self.bucket_sums.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
-        # Each reduction in flight holds the memory of a whole bucket, unless whole gradients are kept anyway (stage 0).
+        # Each reduction in flight holds the memory of a whole bucket, unless full gradients are kept anyway (stage 0).
         # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
         # first, because the bucket has one mean.
         unbound = bucket.reduces_in_place and not bucket.is_offloaded

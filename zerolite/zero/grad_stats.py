@@ -88,7 +88,7 @@ class StatsLayout(NamedTuple):
     squares    [n]       of each parameter's mean gradient
     uses       [n]       ranks in whose backward the parameter got a gradient
     bad_ranks  [world]   1 for a gradient that is not finite, 2 for a loss, 3 for both
-    inputs     [world]   hashes of the ranks' inputs; none where each rank has the whole model
+    inputs     [world]   hashes of the ranks' inputs; none where each rank has the full model
     scalars    [6]       sum of weights, ranks with weights, ranks without,
                          ranks that give a schedule hash, sum of hashes, sum of their squares
     extra      [size]    see Extra; 0 to any number

@@ -62,7 +62,7 @@ class GradientBucket:
         reduced: mean over ranks, as it is stored: the whole bucket [numel] at stage 0, this rank's shard
             [numel / world_size] at stages 1 to 3. None before the first reduction.
         is_offloaded: ``reduced`` is stored off the device.
-        reduces_in_place: the reduction runs in the memory that keeps whole gradients anyway, so it needs no more.
+        reduces_in_place: the reduction runs in the memory that keeps full gradients anyway, so it needs no more.
     """
 
     def __init__(

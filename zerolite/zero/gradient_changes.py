@@ -111,7 +111,7 @@ class GradientChanges:
         assigned, self.assigned = self.assigned, {}
         for index, value in assigned.items():
             gradient, part = _full_tensor(value), self._reducer.local_grad(index)
-            # All ranks round the whole gradient, not only their own part: if it overflows, the statistics of every
+            # All ranks round the full gradient, not only their own part: if it overflows, the statistics of every
             # rank must say so and skip the step.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             gradient = (gradient.to(wide) * divisor).to(self._reducer.mean_dtype(index))
@@ -208,7 +208,7 @@ class GradientChanges:
     def refresh_stats(self, indices: Sequence[int] | None = None) -> None:
         """Correct collected statistics by what the user has written to exposed memory.
 
-        There is exposed memory only at stage 0, where each rank has whole gradients and corrects all statistics alone.
+        There is exposed memory only at stage 0, where each rank has full gradients and corrects all statistics alone.
 
         Args:
             indices: parameters whose statistics are corrected; None for all.

@@ -14,7 +14,7 @@ per rank. The part of a slot in a shard is a :class:`Fragment`. There are three 
 
     fragments of head.w: the whole shard of rank 0, and most of the shard of rank 1
 
-Every bucket is divided into world_size equal shards. ZeRO (Rajbhandari et al., 2020, section 5) divides the whole model
+Every bucket is divided into world_size equal shards. ZeRO (Rajbhandari et al., 2020, section 5) divides the full model
 once. With equal shards of every bucket, a bucket is one uniform reduce-scatter and one all-gather.
 
 **Sliced** buckets (stage 3). Each rank keeps an equal, aligned part of *each parameter* (:func:`shard_numel`). The

@@ -25,7 +25,7 @@ class OptimParamShard:
         fragment: its ranges.
         group: index of its param group.
         tensor: its master weights, which are a parameter of the inner optimizer. They are flat, or have the parameter's
-            shape if the rank owns the whole parameter. A view of the master bucket, or a copy in the dtype of the
+            shape if the rank owns the full parameter. A view of the master bucket, or a copy in the dtype of the
             update if that has more bits.
         position: position among the shards of its bucket.
     """
@@ -188,14 +188,14 @@ def optim_shards(
 
 
 def shard_of_state(value: object, parameter: torch.Tensor, shard: OptimParamShard, keeps_shape: bool) -> Any:
-    """Return a shard's part of a state of the whole parameter, on the shard's device and in its dtype. States without a
+    """Return a shard's part of a state of the full parameter, on the shard's device and in its dtype. States without a
     value per element are copied.
 
     Args:
         value: the state.
         parameter: the parameter.
         shard: its shard.
-        keeps_shape: the shard is the whole parameter, in its shape.
+        keeps_shape: the shard is the full parameter, in its shape.
     """
     if not isinstance(value, torch.Tensor):
         return value

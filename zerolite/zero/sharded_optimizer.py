@@ -44,7 +44,7 @@ class ShardedOptimizer(Optimizer):
     """Optimizer behind ``engine.optimizer``.
 
     The inner optimizer (the user's instance, or one made from the config) updates *shards*. A shard is the part of one
-    parameter's master weights that this rank owns; at stage 0 it is the whole parameter. Both optimizers share one list
+    parameter's master weights that this rank owns; at stage 0 it is the full parameter. Both optimizers share one list
     of param-group dicts. To users, ``group["params"]`` are the model's parameters; during the update of a bucket they
     are its shards. So the update sees a learning rate that was changed in either optimizer, by a scheduler for example.
 

@@ -34,11 +34,11 @@ class GradientSpec:
     Attributes:
         name: qualified name of the parameter.
         index: index of the parameter.
-        shape: shape of the whole gradient.
-        strides: strides of the whole gradient.
-        start: first element of this rank's part, in the memory order of the whole gradient.
+        shape: shape of the full gradient.
+        strides: strides of the full gradient.
+        start: first element of this rank's part, in the memory order of the full gradient.
         numel: elements of this rank's part.
-        sharded: this rank's part is flat [numel]; otherwise it is the whole gradient, in the parameter's shape.
+        sharded: this rank's part is flat [numel]; otherwise it is the full gradient, in the parameter's shape.
         source: object that reads and writes the values; a dead reference after its engine was deleted.
         used: a step has used the gradient, or it was dropped.
     """

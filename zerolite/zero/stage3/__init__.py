@@ -7,7 +7,7 @@ The files, in the order of a parameter's life, which is the order in which to re
                 partitioned_parameter.py    shard, full, view, and the states between them
                 comm_context.py             communicator and shard reader; launches all-gathers
     grouped     param_group.py              parameters that are gathered, released and reduced as one
-                partitioned_model.py        a whole model: partition, plan, place, start
+                partitioned_model.py        a model: partition, plan, place, start
     used        module_hooks.py             report when an execution of a group begins and ends
                 partitioned_param_coordinator.py
                                             gathers, waits and releases

@@ -149,7 +149,7 @@ class DeepSpeedEngine(torch.nn.Module):
         """See :meth:`zerolite.Engine.reload_states`."""
         self.zerolite.reload_states(non_blocking)
 
-    # ---------------------------------------------------------------- checkpoints and whole models
+    # ---------------------------------------------------------------- checkpoints and full models
 
     def save_checkpoint(
         self,
