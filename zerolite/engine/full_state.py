@@ -68,7 +68,7 @@ def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
     if found:
         raise RuntimeError(
             f"state_dict: this rank has tensor-parallel shards of parameters: {listed(found)}. Call "
-            "engine.full_state_dict() on all ranks, which gives the whole ones."
+            "engine.full_state_dict() on all ranks, which returns the full parameters."
         )
 
 
@@ -105,8 +105,8 @@ def forbid_partial_state_dicts(model: torch.nn.Module, topology: Topology) -> No
         )
 
 
-_SAVE_REMEDY = "Call engine.full_state_dict() on all ranks, which gives the whole one."
-_LOAD_REMEDY = "Call engine.load_full_state_dict(state) on all ranks, which takes the whole one's."
+_SAVE_REMEDY = "Call engine.full_state_dict() on all ranks, which returns that of the full model."
+_LOAD_REMEDY = "Call engine.load_full_state_dict(state) on all ranks, which takes that of the full model."
 
 
 def _refuse_stage(what: str, remedy: str, module: torch.nn.Module, *rest: Any) -> None:
