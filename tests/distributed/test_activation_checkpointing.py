@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,8 +41,15 @@ class Block(nn.Module):
         return x + torch.tanh(self.down(hidden))
 
 
+CALLS: dict[str, Callable[..., Any]] = {
+    "none": lambda block, x, mask: block(x, mask),
+    "torch": functools.partial(torch_checkpoint, use_reentrant=False),
+    "zerolite": zerolite.checkpointing.checkpoint,
+}
+
+
 class Stack(nn.Module):
-    """``x [ROWS, WIDTH]`` -> ``[ROWS, 3]``. how: "none", "torch" or "zerolite": what calls the blocks."""
+    """``x [ROWS, WIDTH]`` -> ``[ROWS, 3]``. how: of CALLS, what calls the blocks."""
 
     def __init__(self, how: str = "none") -> None:
         super().__init__()
@@ -53,12 +62,7 @@ class Stack(nn.Module):
         mask = (x > -1).to(x.dtype)
         x = torch.tanh(self.stem(x))
         for block in self.blocks:
-            if self.how == "torch":
-                x = torch_checkpoint(block, x, use_reentrant=False, mask=mask)
-            elif self.how == "zerolite":
-                x = zerolite.checkpointing.checkpoint(block, x, mask=mask)
-            else:
-                x = block(x, mask=mask)
+            x = CALLS[self.how](block, x, mask=mask)
         return self.head(x)
 
 
@@ -132,27 +136,18 @@ def test_every_way_gives_the_same_bits(stage: str, precision: str) -> None:
 # -------------------------------------------------------------------- inputs that are cut over ranks
 
 
-class Mpu:
-    def get_model_parallel_group(self) -> Any:
-        return dist.group.WORLD
-
-
-@contextlib.contextmanager
-def configured(*args: Any, **kwargs: Any) -> Iterator[None]:
-    zerolite.checkpointing.configure(*args, **kwargs)
-    try:
-        yield
-    finally:
-        zerolite.checkpointing.reset()
-
-
 @pytest.mark.fast("2-3 moving")
 @pytest.mark.parametrize("stage", ["3 moving", "0"])
 @on_ranks(2, 3)
 def test_inputs_are_cut_over_a_group(stage: str) -> None:
     """All ranks have the same batches; inputs that differ between ranks are found."""
     made, world, cut = settings(stage, "fp32"), dist.get_world_size(), {"partition_activations": True}
-    with configured(Mpu()) if world == 3 else configured(group=dist.group.WORLD):
+    with contextlib.ExitStack() as stack:
+        stack.callback(zerolite.checkpointing.reset)
+        if world == 3:
+            zerolite.checkpointing.configure(SimpleNamespace(get_model_parallel_group=lambda: dist.group.WORLD))
+        else:
+            zerolite.checkpointing.configure(group=dist.group.WORLD)
         by_torch = train(made, "torch", {}, alike=True)
         others = [
             train(made, "none", {"modules": ["blocks.*"], **cut}, alike=True),
