@@ -25,8 +25,6 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raised, raises, run_steps
 from zerolite.zero.stage3 import gathered_operations
 
-Extra = Callable[[], Any]
-
 
 class Side:
     """An engine, and what its program has seen."""
@@ -40,22 +38,14 @@ class Side:
     def see(self, *tensors: Tensor) -> None:
         self.seen += [tensor.detach().clone() for tensor in tensors]
 
-    def train(self, step: int, before: Extra = int, after: Extra = int) -> None:
-        """One step, with terms of the loss that are computed before the forward and after it."""
-        first = before()
-        loss = models.square_loss(self.engine, models.float_batch(step, 0, dist.get_rank()))
-        self.engine.backward(loss + first + after())
-        self.engine.step()
+    def train(self, step: int) -> None:
+        run_steps(self.engine, 1, step)
 
     def weights(self) -> list[Tensor]:
         return list(self.module.parameters())
 
 
-def _penalty(side: Side) -> Tensor:
-    return 0.01 * torch.stack([p.square().sum() for p in side.weights()]).sum()
-
-
-def _aliases(side: Side) -> None:
+def aliases(side: Side) -> None:
     """Hold references over steps: they show the values of today, and writing to them reaches the parameter."""
     weight, bias = side.module.first.weight, side.module.first.bias
     data, row, flat = weight.data, weight.detach()[2], bias.data.view(-1)
@@ -81,7 +71,7 @@ def _aliases(side: Side) -> None:
     side.see(data, row, flat, *map(zerolite.get_full_master, side.weights()))
 
 
-def _swapping(side: Side) -> None:
+def swapping(side: Side) -> None:
     """Other weights for an evaluation, and the own ones back: what was taken before stays what it was."""
     shadow = {name: torch.ones_like(p) * 0.25 for name, p in side.module.named_parameters()}
     for step in range(3):
@@ -112,40 +102,37 @@ def _swapping(side: Side) -> None:
     side.train(4)
 
 
-PROGRAMS: dict[str, Callable[[Side], None]] = {"swapping": _swapping, "aliases": _aliases}
-
-
 def _whole(side: Side) -> list[Tensor]:
     state = side.engine.full_state_dict()
     return [state[name] for name, _ in side.module.named_parameters()]
 
 
-def assert_program(name: str, settings: Sequence[str], precision: str) -> None:
+def assert_program(program: Callable[[Side], None], settings: Sequence[str], precision: str) -> None:
     """The same values and weights, bit by bit, as at stage 1."""
     wanted = Side(1, precision)
-    PROGRAMS[name](wanted)
+    program(wanted)
     wanted.see(*wanted.weights())
     for setting in settings:
         side = Side(3, precision, setting)
-        PROGRAMS[name](side)
+        program(side)
         side.see(*(value.to(p.device) for p, value in zip(side.weights(), _whole(side), strict=True)))
         different = [i for i, pair in enumerate(zip(side.seen, wanted.seen, strict=True)) if not torch.equal(*pair)]
-        assert not different, f"{name}, {setting}: {different} of {len(wanted.seen)}"
+        assert not different, f"{setting}: {different} of {len(wanted.seen)}"
 
 
 @pytest.mark.fast("aliases-2")
 @on_ranks(2)
-@pytest.mark.parametrize("name", list(PROGRAMS))
-def test_programs_give_the_bits_of_stage_1(name: str) -> None:
+@pytest.mark.parametrize("program", [swapping, aliases])
+def test_programs_give_the_bits_of_stage_1(program: Callable[[Side], None]) -> None:
     for precision in ("fp32", "bf16"):
-        assert_program(name, ("moving", "kept", "one unit"), precision)
+        assert_program(program, ("moving", "kept", "one unit"), precision)
 
 
 @pytest.mark.slow
 @on_ranks(1, 3)
 def test_programs_on_other_numbers_of_ranks() -> None:
-    for name in PROGRAMS:
-        assert_program(name, ("moving", "defaults"), "fp32")
+    for program in (swapping, aliases):
+        assert_program(program, ("moving", "defaults"), "fp32")
 
 
 @on_ranks(2)
@@ -154,7 +141,7 @@ def test_parameters_that_rest_elsewhere(tmp_path: Path) -> None:
     for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}):
         wanted, side = Side(3), Side(3, more={"offload_param": place})
         for one in (wanted, side):
-            _aliases(one)
+            aliases(one)
         assert all(map(torch.equal, wanted.seen, side.seen))
         assert all(map(torch.equal, _whole(wanted), _whole(side)))
 
@@ -189,7 +176,8 @@ def test_a_gather_for_each_parameter_and_no_memory_is_left() -> None:
         assert not record.calls
         loss = models.square_loss(side.engine, models.float_batch(1, 0, dist.get_rank()))
         kept = sizes()
-        loss = loss + _penalty(side) + side.module.first.weight.norm().detach()
+        loss = loss + 0.01 * torch.stack([p.square().sum() for p in side.weights()]).sum()
+        loss = loss + side.module.first.weight.norm().detach()
         assert all(storage.expired() for storage in storages) and sizes() == kept
         assert all(models.has_no_values(parameter) for parameter in side.weights())
         side.engine.backward(loss)
