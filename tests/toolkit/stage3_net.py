@@ -71,19 +71,18 @@ def build(seed: int = 3) -> Net:
     return Net()
 
 
-def make_engine(stage: int, setting: str = "moving", seed: int = 3, **more: Any) -> Any:
-    """An engine over a fresh model; ``setting`` matters at stage 3 only."""
-    return zerolite.initialize(build(seed), settings(stage, setting, **more))
+def settings(stage: int, setting: str = "moving") -> dict[str, Any]:
+    """``setting`` matters at stage 3 only."""
+    return at(f"{stage} {setting}", optimizer=ADAMW, clip=0.5)
 
 
-def settings(stage: int, setting: str = "moving", **more: Any) -> dict[str, Any]:
-    return at(f"{stage} {setting}", optimizer=ADAMW, clip=0.5, **more)
+def make_engine(stage: int, setting: str = "moving") -> Any:
+    return zerolite.initialize(build(), settings(stage, setting))
 
 
 def batch(step: int, micro: int = 0) -> Tensor:
     """This rank's ``[4, 5]``."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10_000 * step + 100 * micro + rank))
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10_000 * step + 100 * micro + dist.get_rank()))
 
 
 def loss_of(engine: Any, step: int, micro: int = 0) -> Tensor:
