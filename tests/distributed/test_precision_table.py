@@ -20,14 +20,12 @@ from zerolite.zero import GatheredParameters
 Rows = dict[str, str]
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "precision.md"
 
-
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BUFFERS = {"single": torch.float32, "wide": torch.float64, "short": torch.bfloat16, "count": torch.int64}
 OTHERS = {"ids": torch.int64, "mask": torch.bool, "bytes": torch.uint8}
 FLOATING = {"float": torch.float32, "double": torch.float64, "bfloat": torch.bfloat16, "half": torch.float16}
 HALVES = ("bfloat", "half")
 WIDTHS = {"body": 24, "exact": 8}
-
 
 MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -47,15 +45,15 @@ def tables() -> list[dict[str, dict[str, str]]]:
     found: list[dict[str, dict[str, str]]] = []
     modes: list[str] | None = None
     for line in DOCUMENT.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
-        if cells and cells[0] == "" and len(cells) > 2:
-            modes = cells[1:]
-            found.append({})
-        elif not cells:
+        row, *cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
             modes = None
-        elif modes is not None and not cells[0].startswith("---"):
-            assert cells[0] not in found[-1], f"{cells[0]} is there twice"
-            found[-1][cells[0]] = dict(zip(modes, cells[1:], strict=True))
+        elif row == "" and len(cells) > 1:
+            modes = cells
+            found.append({})
+        elif modes is not None and not row.startswith("---"):
+            assert row not in found[-1], f"{row} is there twice"
+            found[-1][row] = dict(zip(modes, cells, strict=True))
     return found
 
 
