@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import time
@@ -40,16 +41,10 @@ def assert_bytes(
             engine.backward(engine(x).square().mean())
             engine.step()
         mark("end")
-    held, peak, resident, inside = 0, 0, 0, False
-    for _, nbytes, name in events_in_order(profiler):
-        held += nbytes
-        if name == "begin":
-            inside, peak = True, held
-        elif name == "end":
-            inside, resident = False, held
-        if inside:
-            peak = max(peak, held)
-    resident, peak = resident / (depth * width**2), peak / (depth * width**2)
+    events = events_in_order(profiler)
+    held = list(itertools.accumulate(nbytes / (depth * width**2) for _, nbytes, _ in events))
+    begin, end = ([name for *_, name in events].index(name) for name in ("begin", "end"))
+    resident, peak = held[end], max(held[begin : end + 1])
     assert resident == pytest.approx(wanted, rel=TOLERANCE)
     assert resident < peak <= limit * (1 + TOLERANCE), (peak, limit)
 
