@@ -43,7 +43,8 @@ def assert_bytes(
         mark("end")
     events = events_in_order(profiler)
     held = list(itertools.accumulate(nbytes / (depth * width**2) for _, nbytes, _ in events))
-    begin, end = ([name for *_, name in events].index(name) for name in ("begin", "end"))
+    names = [name for *_, name in events]
+    begin, end = names.index("begin"), names.index("end")
     resident, peak = held[end], max(held[begin : end + 1])
     assert resident == pytest.approx(wanted, rel=TOLERANCE)
     assert resident < peak <= limit * (1 + TOLERANCE), (peak, limit)
