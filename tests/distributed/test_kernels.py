@@ -235,25 +235,20 @@ def test_what_an_option_of_zerolites_own_cannot_stand_beside(key: str) -> None:
 # -------------------------------------------------------------------- saving
 
 
-def save_and_load(
-    first: dict[str, Any], second: dict[str, Any], model: str = "Late", branches: Branches | None = LATE
-) -> dict[str, dict[str, Any]]:
+def save_and_load(first: dict[str, Any], second: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Three steps with config ``first``, a save, three more; and the same three by another engine with config
-    ``second`` that loads what was saved, the module's values first."""
-    engine = make_engine(first, model)
-    engine_steps(engine, model, range(3), branches)
-    values = engine.full_state_dict()
-    saved = copy.deepcopy(engine.optimizer.state_dict())
-    engine_steps(engine, model, range(3, 6), branches)
-    resumed = make_engine(second, model)
-
+    ``second`` that loads what was saved, the module's values first. Gives the facts of both engines."""
+    engine, resumed = make_engine(first, "Late"), make_engine(second, "Late")
+    engine_steps(engine, "Late", range(3), LATE)
+    values, saved = engine.full_state_dict(), copy.deepcopy(engine.optimizer.state_dict())
+    engine_steps(engine, "Late", range(3, 6), LATE)
     resumed.load_full_state_dict(values)
     resumed.optimizer.load_state_dict(saved)
     loaded = facts(resumed)
     assert_same_facts({**loaded, "states": by_name(engine, saved["state"])}, loaded, "at once")
     assert "c.weight" not in loaded["states"]  # its first gradient comes afterwards
-    engine_steps(resumed, model, range(3, 6), branches)
-    return {"wanted": facts(engine), "resumed": facts(resumed)}
+    engine_steps(resumed, "Late", range(3, 6), LATE)
+    return facts(engine), facts(resumed)
 
 
 @pytest.mark.fast("2-SGD dampening")
@@ -264,9 +259,9 @@ def test_states_travel_between_kernels_and_torchs_implementation(name: str) -> N
     methods = {"FlatUpdate": ALL[name], "TorchUpdate": foreach}
     for stage in (0, 2):
         for first, second in (list(methods), list(methods)[::-1]):
-            result = save_and_load(*(config(stage, optimizer=methods[one]) for one in (first, second)))
-            assert (result["wanted"]["method"], result["resumed"]["method"]) == (first, second)
-            assert_near(result["resumed"]["parameters"], result["wanted"]["parameters"], name)
+            wanted, resumed = save_and_load(*(config(stage, optimizer=methods[one]) for one in (first, second)))
+            assert (wanted["method"], resumed["method"]) == (first, second)
+            assert_near(resumed["parameters"], wanted["parameters"], name)
 
 
 @pytest.mark.fast("2-capturable")
