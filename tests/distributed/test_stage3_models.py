@@ -344,21 +344,15 @@ def test_other_numbers_of_ranks() -> None:
 # The dynamic scale starts too high and grows after two good steps: some are skipped at the beginning, some in between.
 FP16 = {"fp16": dynamic_fp16(initial_scale_power=22, loss_scale_window=2)}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+BF16 = {"precision": "bf16"}
+# torch's batch norm on the CPU takes no 16-bit weights beside fp32 statistics.
+NORMS = {**BF16, "fp32_modules": ["*_norm"]}
+IN_16_BITS = [("TiedHead-functional", BF16), ("Whole-encoder_decoder", BF16), ("Whole-convnet", NORMS)]
+IN_16_BITS += [("Whole-encoder_decoder", FP16), ("Whole-encoder_decoder", AUTOCAST), ("Mixture-of_experts", FP16)]
 
 
 @pytest.mark.fast("2-TiedHead-functional-more0")
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("TiedHead-functional", {"precision": "bf16"}),
-        ("Whole-encoder_decoder", {"precision": "bf16"}),
-        ("Whole-encoder_decoder", FP16),
-        ("Whole-encoder_decoder", AUTOCAST),
-        # torch's batch norm on the CPU takes no 16-bit weights beside fp32 statistics
-        ("Whole-convnet", {"precision": "bf16", "fp32_modules": ["*_norm"]}),
-        ("Mixture-of_experts", FP16),
-    ],
-)
+@pytest.mark.parametrize(("name", "more"), IN_16_BITS)
 @on_ranks(2, timeout=120)
 def test_16_bits_and_accumulation(name: str, more: dict[str, Any]) -> None:
     steps = 12 if "fp16" in more else 7
