@@ -266,6 +266,8 @@ class ParameterContainers(Case):
 class Recurrent(Case):
     """An LSTM in training, and in an evaluation before it."""
 
+    evaluates = True
+
     def __init__(self) -> None:
         super().__init__(first=nn.Linear(WIDTH, WIDTH))
         self.recurrent = nn.LSTM(WIDTH, 7, 2, batch_first=True, bidirectional=True, dropout=0.2)
@@ -273,12 +275,6 @@ class Recurrent(Case):
     def forward(self, x: Tensor) -> Tensor:
         y, (hidden, _) = self.recurrent(self.first(x))
         return y.sum(-1) + hidden.sum()
-
-    @staticmethod
-    def step(engine: Any, step: int) -> Tensor:
-        with torch.no_grad():
-            engine.module.evaluations.append(loss_of(engine.eval()(batch(step))).item())
-        return loss_of(engine.train()(batch(step)))
 
 
 @CASES.add
@@ -300,6 +296,8 @@ class GathersItself(Case):
 class Whole(Case):
     """A model of tests.toolkit.models, and an evaluation before each step."""
 
+    evaluates = True
+
     def __init__(self, name: str) -> None:
         super().__init__(name=name)
         sizes = {"channels_last": True} if name == "ConvNet" else {}
@@ -311,10 +309,7 @@ class Whole(Case):
     @staticmethod
     def step(engine: Any, step: int) -> Tensor:
         loss, make_batch = KINDS[engine.module.name]
-        batch = make_batch(step, 0, engine.rank)
-        with torch.no_grad():
-            engine.module.evaluations.append(loss(engine.eval(), batch).item())
-        return loss(engine.train(), batch)
+        return loss(engine, make_batch(step, 0, engine.rank))
 
 
 @CASES.variants(of_experts="MixtureOfExperts")

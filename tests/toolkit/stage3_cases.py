@@ -31,14 +31,11 @@ class Parts(nn.Module):
 
 
 class Case(Parts):
-    """A model to compare. ``stable``: every step does the same, so the plan is followed in the end.
-    ``zero``: more keys for its config at stage 3."""
+    """A model to compare. ``stable``: every step does the same, so the plan is followed in the end. ``evaluates``: an
+    evaluation precedes each forward. ``zero``: more keys for its config at stage 3."""
 
-    stable = True
+    stable, evaluates = True, False
     zero: dict[str, Any] = {}
-
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(evaluations=[], **parts)
 
     def prepare(self, step: int) -> None:
         """Called before each step."""
@@ -79,7 +76,7 @@ class Cases:
         torch.manual_seed(0)
         engine = zerolite.initialize(cls(*arguments), config)
         coordinator = engine.coordinator
-        losses, gathers, following = [], [], []
+        losses, evaluations, gathers, following = [], [], [], []
         # torch runs a transformer layer as one kernel where no module has hooks, so not at stage 3: other rounding.
         torch.backends.mha.set_fastpath_enabled(False)
         for step in range(steps):
@@ -87,7 +84,10 @@ class Cases:
             torch.manual_seed(100 * step + engine.rank)
             with zerolite.comm.record() as record:
                 for _ in range(engine.gradient_accumulation_steps):
-                    loss = cls.step(engine, step)
+                    if cls.evaluates:
+                        with torch.no_grad():
+                            evaluations.append(cls.step(engine.eval(), step).item())
+                    loss = cls.step(engine.train(), step)
                     engine.backward(loss)
                     following.append(coordinator is not None and coordinator.schedule.following)
                     engine.step()
@@ -99,7 +99,7 @@ class Cases:
         return {
             "losses": losses,
             "skipped": engine.skipped_steps,
-            "evaluations": engine.module.evaluations,
+            "evaluations": evaluations,
             "gathers": gathers,
             "following": following,
             "state": state,
