@@ -34,26 +34,16 @@ def settings(stage: int, precision: str = "fp32", micros: int = 1, **zero: Any) 
     return made | {"train_micro_batch_size_per_gpu": 4}
 
 
-class Fragile(torch.autograd.Function):
-    """The identity, whose backward raises while ``broken``."""
-
-    broken = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if Fragile.broken:
-            raise ZeroDivisionError("a backward that ends on its way")
-        return gradient
+def fail(gradient: Tensor) -> Tensor:
+    raise ZeroDivisionError("a backward that ends on its way")
 
 
 class Late(nn.Module):
     """Four layers; ``shared``: one weight in three reentrantly checkpointed segments, whose gradient comes in three
     parts, the last long after the first; ``small``: weights without dimensions, each used after every layer;
-    ``branches``: two layers of which a rank uses one, or none."""
+    ``branches``: two layers of which a rank uses one, or none; ``broken``: backward raises on its way."""
+
+    broken = False
 
     def __init__(self, shared: bool = True, branches: bool = False) -> None:
         super().__init__()
@@ -72,8 +62,8 @@ class Late(nn.Module):
                 hidden = checkpoint(lambda h: torch.tanh(self.shared(h)), hidden, use_reentrant=True)
             for factor in self.small:
                 hidden = hidden * factor
-            if index == 1:
-                hidden = Fragile.apply(hidden)
+            if index == 1 and self.broken:
+                hidden.register_hook(fail)
         if branch in self.branches:
             hidden = hidden + self.branches[branch](hidden)
         return self.last(hidden)
@@ -116,10 +106,10 @@ def train(config: dict[str, Any], how: str = "engine", model: dict[str, Any] | N
     engine = zerolite.initialize(models.build(Late, **(model or {})), config)
     micros = engine.gradient_accumulation_steps
     if how == "broken":
-        Fragile.broken = engine.rank == 0
+        engine.module.broken = engine.rank == 0
         with contextlib.suppress(ZeroDivisionError):
             engine.backward(_loss(engine, 9, 0, engine.rank))
-        Fragile.broken = False
+        engine.module.broken = False
         engine.zero_grad()
     collectives = []
     with engine.join() if how == "join" else contextlib.nullcontext():
