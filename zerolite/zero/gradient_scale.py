@@ -21,7 +21,7 @@ class GradientScale:
     def __init__(self, accumulation: GradAccumulation, scaler: LossScaler | None, outcomes: Outcomes) -> None:
         self._accumulation, self._scaler, self._outcomes = accumulation, scaler, outcomes
         self._captured: float | None = None  # loss scale of the accumulation, once it has been read
-        self._flush_factor = 1.0
+        self._flush = (0, 1.0)  # number of backwards that it is of, and the factor of their gradient
         self._mean_weight: tuple[int, torch.Tensor] | None = None  # with the number of backwards that it is of
 
     @property
@@ -31,7 +31,7 @@ class GradientScale:
 
     def begin_accumulation(self) -> None:
         self._captured = self._mean_weight = None
-        self._flush_factor = 1.0
+        self._flush = (0, 1.0)
 
     def refuse_grad_scaler(self) -> None:
         """Raise RuntimeError if the engine scales losses itself: gradients would be unscaled twice."""
@@ -43,7 +43,7 @@ class GradientScale:
 
     def flush(self) -> None:
         """End the accumulation before it is full: its gradient becomes the mean over the micro-batches it contains."""
-        self._flush_factor = self._accumulation.flush_factor()
+        self._flush = self._accumulation.backwards, self._accumulation.flush_factor()
 
     def loss_scale(self) -> float:
         """Return the loss scale of this accumulation; the same from its first backward to its step."""
@@ -76,7 +76,9 @@ class GradientScale:
     def local_divisor(self) -> float:
         """Compute the divisor from local values only, without the mean weight, which needs a collective."""
         scale = 1.0 if self._scaler is None else self.loss_scale()
-        return scale / self._flush_factor
+        backwards, factor = self._flush
+        # A flush that has raised must not divide a gradient to which more backwards were added.
+        return scale / factor if backwards == self._accumulation.backwards else scale
 
     def device_divisor(self, stats: StatsVector) -> float | torch.Tensor:
         """Return the divisor of the accumulated gradient, without a wait of the host for the weights in it."""
