@@ -188,6 +188,7 @@ class Engine:
         # All ranks call the same backwards, so all see the same answer here, even if one got no gradients.
         if flush and self._accumulation.empty:
             return False
+        self._pipeline.check_available()  # a call that raises does not count as a micro-batch
         if self._join is not None:
             self._pipeline.look_at_grads()  # before the step: a command inside another is not announced
         with self._pipeline.announce(Command.ENGINE_STEP, flush, _FORCED.index(self._accumulation.forced_boundary)):
