@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,17 @@ def start_command(
     )
 
 
+def wait_until(
+    condition: Callable[[], Any], process: subprocess.Popen[str] | None = None, timeout: float = TIMEOUT_S
+) -> None:
+    """Wait for a condition; fail after ``timeout`` seconds, and at once if the process has ended."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def read_reports(directory: Path, nproc: int) -> list[dict[str, object]]:
     """Return what each rank wrote, in rank order; exactly `nproc` reports must be there."""
     assert len(list(directory.glob("report.*.json"))) == nproc
@@ -95,14 +106,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def find_processes(token: str, pids: bool = False) -> list[str]:

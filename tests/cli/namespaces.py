@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cli.helpers import wait_until
+
 TOOLS = ("ip", "unshare", "nsenter", "mount", "ssh", "sshd", "ssh-keygen")
 SEARCH_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
@@ -155,12 +157,9 @@ def command_line(pid: int) -> str:
 
 def child_of(pid: int) -> int:
     """The one child of a process, as soon as there is one."""
-    for _ in range(200):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            return int(children[0])
-        time.sleep(0.02)
-    raise AssertionError(f"process {pid} has started nothing")
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    wait_until(children.read_text, timeout=4)
+    return int(children.read_text().split()[0])
 
 
 def hold_namespaces(stack: ExitStack, flags: Sequence[str], name: str, hosts_file: str) -> int:
@@ -223,10 +222,8 @@ def start_sshd(stack: ExitStack, host: VirtualHost, directory: Path) -> None:
         process.wait(10)
 
     stack.callback(end)
-    deadline = time.monotonic() + 20
-    while "00000000:0016 00000000:0000" not in Path(f"/proc/{host.first}/net/tcp").read_text():
-        assert time.monotonic() < deadline and process.poll() is None, f"sshd of {host.name} did not come up"
-        time.sleep(0.02)
+    sockets = Path(f"/proc/{host.first}/net/tcp")
+    wait_until(lambda: "00000000:0016 00000000:0000" in sockets.read_text(), process, timeout=20)
 
 
 @contextmanager

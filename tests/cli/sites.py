@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.cli.helpers import COMMAND, job_environment
+from tests.cli.helpers import COMMAND, job_environment, wait_until
 from tests.cli.namespaces import VirtualHost, VirtualNetwork, child_of, environment, virtual_network, why_not
 
 TIMEOUT_S = 240
@@ -111,12 +111,9 @@ class Site:
         self.wait_for(*arrivals)
         return job
 
-    def wait_for(self, *names: str, timeout: float = 60) -> None:
+    def wait_for(self, *names: str) -> None:
         """Wait until all these files are there."""
-        deadline = time.monotonic() + timeout
-        while not all((self.directory / name).exists() for name in names):
-            assert time.monotonic() < deadline, f"none of the processes has written {names}"
-            time.sleep(0.05)
+        wait_until(lambda: all((self.directory / name).exists() for name in names), timeout=60)
 
     def assert_idle(self, timeout: float, *names: str) -> None:
         """Nothing of a job is left on these hosts, by default all, at the latest in ``timeout`` seconds."""

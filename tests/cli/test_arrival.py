@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 import zerolite
 from tests.cli.helpers import free_port, output_of
+from tests.toolkit.faults import Warnings
 from tests.toolkit.pool import Pool
 from zerolite.comm import store_barrier
 from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
@@ -43,21 +43,17 @@ def start_on_rank(
     os.environ.update({**place, **(env or {})})
     for name in {"RANK", "WORLD_SIZE"} - set(place):
         del os.environ[name]
-    handler = _Collect(result["warnings"])
-    store_barrier.logger.addHandler(handler)
-    before, store_barrier._FIRST_WARNING_S = store_barrier._FIRST_WARNING_S, warn_after
     began = time.monotonic()
-    try:
-        zerolite.init_distributed("gloo", timeout=timeout, **arguments)
-        result["sum"] = float(_sum_of_ranks())
-    except (RuntimeError, ValueError) as error:
-        result["error"] = str(error)
-    finally:
+    with pytest.MonkeyPatch.context() as patch, Warnings() as warnings:
+        patch.setattr(store_barrier, "_FIRST_WARNING_S", warn_after)
+        try:
+            zerolite.init_distributed("gloo", timeout=timeout, **arguments)
+            result["sum"] = float(_sum_of_ranks())
+        except (RuntimeError, ValueError) as error:
+            result["error"] = str(error)
         result["seconds"] = time.monotonic() - began
-        store_barrier._FIRST_WARNING_S = before
-        store_barrier.logger.removeHandler(handler)
         zerolite.destroy()
-    return result
+    return {**result, "warnings": warnings.messages}
 
 
 def start_and_look(env: dict[str, str]) -> dict[str, Any]:
@@ -66,17 +62,13 @@ def start_and_look(env: dict[str, str]) -> dict[str, Any]:
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     zerolite.init_distributed("gloo", timeout=20)
     _sum_of_ranks()
-    sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)}
+    sockets = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     ports = [line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     dist.barrier()
     zerolite.destroy()
     return {"ports": ports, "interface": interface, "after": os.environ.get("GLOO_SOCKET_IFNAME")}
-
-
-def _is_link(descriptor: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{descriptor}")
 
 
 def start_again(env: dict[str, str], times: int) -> list[float]:
@@ -94,15 +86,6 @@ def _sum_of_ranks() -> torch.Tensor:
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total)
     return total
-
-
-class _Collect(logging.Handler):
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__()
-        self.messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 # -------------------------------------------------------------------- what is said of it

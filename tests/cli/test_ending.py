@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import ROOT, TIMEOUT_S, find_processes, free_port, limited_memory, output_of, run, start_command
+from tests.cli.helpers import (
+    ROOT,
+    TIMEOUT_S,
+    find_processes,
+    free_port,
+    limited_memory,
+    output_of,
+    run,
+    start_command,
+    wait_until,
+)
 
 LIMIT_S = 10.0
 
@@ -69,11 +79,7 @@ class Job:
     def wait_up(self, *ranks: int) -> list[int]:
         """Until the ranks are up; returns their processes."""
         files = [self.directory / f"up.{rank}" for rank in ranks]
-        deadline = time.monotonic() + TIMEOUT_S
-        while not all(file.exists() and file.read_text() for file in files):
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), self.process)
         return [int(file.read_text()) for file in files]
 
     def finish(self) -> int:
@@ -85,12 +91,6 @@ class Job:
     def left(self) -> list[str]:
         """Commands of the job's processes that are still there."""
         return find_processes(self.token)
-
-    def wait_gone(self, since: float) -> None:
-        """Until no process is left, which must be within the limit."""
-        while self.left():
-            assert time.time() - since < LIMIT_S, self.left()
-            time.sleep(0.05)
 
     def agent(self) -> int:
         """The process id of the job's agent."""
@@ -196,7 +196,7 @@ def test_a_killed_launcher_leaves_no_process(start) -> None:
     job = start(UNRULY.replace("sleep 1000.7777", "true") + "if __name__ == '__main__': up(); wait()\n", "--nproc", "2")
     job.wait_up(0, 1)
     job.process.kill()
-    job.wait_gone(time.time())
+    wait_until(lambda: not job.left(), timeout=LIMIT_S)
 
 
 @pytest.mark.slow

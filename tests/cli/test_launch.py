@@ -6,9 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cli.helpers import (
@@ -16,12 +16,12 @@ from tests.cli.helpers import (
     REPORT_SCRIPT,
     ROOT,
     TIMEOUT_S,
-    is_running,
     job_environment,
     output_of,
     read_reports,
     run_command,
     start_command,
+    wait_until,
 )
 from zerolite.utils.resources import count_cores
 
@@ -90,11 +90,7 @@ def start_waiting_job(directory: Path, *options: str) -> tuple[subprocess.Popen[
         REPORT_SCRIPT + ALL_REDUCE.replace("dist.destroy", "# dist.destroy") + "import signal\nsignal.pause()\n"
     )
     job = start_command("--nproc", "2", *options, "train.py", cwd=directory)
-    deadline = time.monotonic() + TIMEOUT_S
-    while sum('"sum"' in file.read_text() for file in directory.glob("report.*.json")) < 2:
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: sum('"sum"' in file.read_text() for file in directory.glob("report.*.json")) == 2, job)
     return job, [int(str(report["pid"])) for report in read_reports(directory, 2)]
 
 
@@ -106,8 +102,8 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
         second, second_pids = start_waiting_job(tmp_path / "second")
         second.terminate()
         second.communicate(timeout=TIMEOUT_S)
-        assert [pid for pid in second_pids if is_running(pid)] == []
-        assert all(is_running(pid) for pid in first_pids), "the end of one job ended the other"
+        assert not any(psutil.pid_exists(pid) for pid in second_pids)
+        assert all(psutil.pid_exists(pid) for pid in first_pids), "the end of one job ended the other"
     finally:
         first.terminate()
         first.communicate(timeout=TIMEOUT_S)

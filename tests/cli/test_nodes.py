@@ -6,13 +6,12 @@ import os
 import re
 import signal
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import COMMAND, ROOT
+from tests.cli.helpers import COMMAND, ROOT, wait_until
 from tests.cli.namespaces import VirtualHost
 from tests.cli.sites import END_S, REPORT, TRAIN, MakeSite, needs_hosts, read_losses
 
@@ -111,10 +110,7 @@ def test_the_port_is_taken_or_closed(make_site: MakeSite) -> None:
     taken = site.start(
         sys.executable, "-c", "import socket, time; s = socket.create_server(('', 29600)); time.sleep(99)"
     )
-    deadline = time.monotonic() + 20
-    while ":73A0 " not in Path(f"/proc/{site.hosts[0].first}/net/tcp").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: ":73A0 " in Path(f"/proc/{site.hosts[0].first}/net/tcp").read_text())
     job = site.launch("--master-port", "29600", "report.py")
     taken.signal(signal.SIGKILL)
     taken.wait()

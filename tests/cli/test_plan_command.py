@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, start_command
+from tests.cli.helpers import ROOT, job_environment, start_command, wait_until
 from tests.unit.plan_examples import GB, make_comparison, make_plan
 from zerolite.planning import command
 from zerolite.planning.report import Screen, render
@@ -221,10 +220,7 @@ def test_an_interrupt_while_the_model_is_made(tmp_path: Path) -> None:
     (tmp_path / "zero2.json").write_text(json.dumps(CONFIG))
     options = ("--model", "slow_models:build", "--config", "zero2.json", "--world-size", "8")
     process = start_command("plan", *options, cwd=tmp_path)
-    started = time.monotonic()
-    while not (tmp_path / "started").exists():
-        assert process.poll() is None and time.monotonic() < started + TIMEOUT_S
-        time.sleep(0.05)
+    wait_until((tmp_path / "started").exists, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "\n")

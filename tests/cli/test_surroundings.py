@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import COMMAND, TIMEOUT_S, run, run_command, start_command
+from tests.cli.helpers import COMMAND, TIMEOUT_S, run, run_command, start_command, wait_until
 from tests.toolkit.disks import small_disk
 
 slow = pytest.mark.slow
@@ -62,8 +61,7 @@ def test_a_job_runs_with_closed_streams(tmp_path: Path, closed: str) -> None:
 def test_nohup_holds(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\nopen('up', 'w')\ntime.sleep(3)\nprint('finished')")
     job = start_command("--nproc", "1", "train.py", cwd=tmp_path, through=["nohup"])
-    while not (tmp_path / "up").exists() and job.poll() is None:
-        time.sleep(0.05)
+    wait_until((tmp_path / "up").exists, job)
     job.send_signal(signal.SIGHUP)
     out, _ = job.communicate(timeout=TIMEOUT_S)
     assert job.returncode == 0 and out == "finished\n"

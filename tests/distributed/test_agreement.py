@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -78,20 +79,15 @@ def many_settings(given: Arguments) -> None:
 
 
 def other_membership(given: Arguments) -> None:
-    model = given["model"]
-    del given["config"]["optimizer"]
-    groups = [{"params": [*model.body.parameters(), model.head.bias]}, {"params": [model.head.weight]}]
-    given["optimizer"] = torch.optim.SGD(groups, lr=0.1)
+    with_instance(given)
+    one, other = (group["params"] for group in given["optimizer"].param_groups)
+    one.append(other.pop())
 
 
 def by_function(given: Arguments, momentum: float = 0.0) -> None:
     """A function whose description does not show the number."""
     del given["config"]["optimizer"]
     given["optimizer"] = lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=momentum)
-
-
-def nothing(given: Arguments) -> None:
-    pass
 
 
 # What the last rank does, where the others do nothing; and where all of them do something.
@@ -101,9 +97,7 @@ ODD: dict[str, Callable[[Arguments], Any]] = {
     "order": model_changed(lambda model: setattr(model, "body", model._modules.pop("body"))),
     "dtype": model_changed(lambda model: model.head.double()),
     "frozen": model_changed(lambda model: model.head.bias.requires_grad_(False)),
-    "buffer": model_changed(lambda model: model.register_buffer("offset", torch.zeros(1, 3))),
     "lr": config_changed(optimizer={"params": {"lr": 0.5}}),
-    "bf16": config_changed(bf16={"enabled": True}),
     "variable": lambda given: os.environ.update(ZEROLITE_CHECK_COLLECTIVES="1"),
     "argument": lambda given: given.update(broadcast_buffers=True),
     "instance": with_instance,
@@ -121,7 +115,7 @@ BOTH: dict[str, tuple[Callable[[Arguments], Any], Callable[[Arguments], Any]]] =
 def refusal(stage: int, change: str, partitioned: bool = False) -> str:
     """Return the error that this rank raises when the last rank does something else."""
     given: Arguments = {"model": Small(), "config": small(stage)}
-    (BOTH.get(change) or (nothing, ODD[change]))[is_last()](given)
+    (BOTH.get(change) or (lambda given: None, ODD[change]))[is_last()](given)
     if partitioned:
         zero = given["config"]["zero_optimization"]
         stage, zero["stage"] = zero["stage"], 3
@@ -148,9 +142,7 @@ WORDS = {
         "param group 0 has a size of 4 on {first}, but 3 on {odd}",
         "the param group of 'head.bias' is 0 on {first}, but not set on {odd}",
     ],
-    "buffer": ["buffer 'offset' has shape (3,) on {first}, but (1, 3) on {odd}"],
     "lr": ["config key optimizer.params.lr is 0.1 on {first}, but 0.5 on {odd}"],
-    "bf16": ["config key bf16.enabled is False on {first}, but True on {odd}"],
     "variable": ["the environment variable ZEROLITE_CHECK_COLLECTIVES is '' on {first}, but '1' on {odd}"],
     "argument": ["the argument broadcast_buffers is False on {first}, but True on {odd}"],
     "instance lr": ["param group 1 has lr 0.1 on {first}, but 0.01 on {odd}"],
@@ -194,16 +186,12 @@ def test_differences_are_named_on_every_rank() -> None:
     zerolite.initialize(Small(), small(stage))  # it works when they agree
 
 
-@pytest.mark.parametrize("partitioned", [False, True])
 @on_ranks(2)
-def test_different_stages_are_named(partitioned: bool) -> None:
-    for stage, other in ((0, 1), (1, 3), (2, 0), (3, 2)):
-        sentence = f"config key zero_optimization.stage is {stage} on {{first}}, but {other} on {{odd}}"
-        assert_named(refusal(stage, f"stage {other}", partitioned), [sentence])
-
-
-@on_ranks(2)
-def test_partitioned_parameters_are_described_whole() -> None:
+def test_different_stages_and_partitioned_parameters_are_named_too() -> None:
+    for partitioned, stage, other in itertools.product((False, True), range(4), range(4)):
+        if stage != other:
+            sentence = f"config key zero_optimization.stage is {stage} on {{first}}, but {other} on {{odd}}"
+            assert_named(refusal(stage, f"stage {other}", partitioned), [sentence])
     for change in ("frozen", "lr", "instance lr"):
         assert_named(refusal(3, change, True), WORDS[change])
 
@@ -331,16 +319,23 @@ def test_checked_training_is_the_same(stage: int, joined: bool) -> None:
         assert found[0] == found[1]
 
 
-def mismatch(what: str, group: Any) -> str:
-    """The error where the last rank does something else."""
+COLLECTIVES = {
+    "length": ["rank 0: all_reduce for 'mine', 8 elements of torch.float32; rank 1: all_reduce for 'mine', 9 "],
+    "op": ["rank 0: all_reduce for 'mine', 8", "rank 1: all_gather for 'mine', 8 elements of torch.float32"],
+    "dtype": ["8 elements of torch.float32; rank 1:", "8 elements of torch.float64."],
+    "branch": ["rank 0: all_gather for 'parameters'", "'left.weight' and 1 more", "'right.weight' and 1 more"],
+}
+
+
+@pytest.mark.parametrize("what", COLLECTIVES)
+@on_ranks(2)
+def test_different_collectives_are_named_before_they_begin(what: str) -> None:
     odd, tensor = is_last(), torch.ones(8 + (what == "length" and is_last()))
     made = config(3 if what == "branch" else 1, optimizer=("SGD", {"lr": 0.1}), check_collectives=True)
     made["zero_optimization"] |= {**MOVING, "stage3_module_granularity_threshold": 0}
-    with use_communicator(lambda rank, world: GlooCommunicator(ProcessGroupTransport(group))):
-        engine = zerolite.initialize(models.build(models.TwoBranches), made)
-    comm = engine.internals.comm
 
-    def differ() -> None:
+    def differ(engine: Any) -> None:
+        comm = engine.internals.comm
         if what == "branch":
             for _ in range(2):
                 engine.backward(engine(torch.ones(2, 7), "right" if odd else "left").sum())
@@ -350,26 +345,14 @@ def mismatch(what: str, group: Any) -> str:
         else:
             (comm.all_gather if odd and what == "op" else comm.all_reduce)(tensor, "mine").wait()
 
-    return raised(differ)
-
-
-@pytest.mark.parametrize("what", ["length", "op", "dtype", "branch"])
-@on_ranks(2)
-def test_different_collectives_are_named_before_they_begin(what: str) -> None:
     with own_group(20.0) as group:
-        said = mismatch(what, group)
-    words = {
-        "length": ["rank 0: all_reduce for 'mine', 8 elements of torch.float32; rank 1: all_reduce for 'mine', 9 "],
-        "op": ["rank 0: all_reduce for 'mine', 8", "rank 1: all_gather for 'mine', 8 elements of torch.float32"],
-        "dtype": ["8 elements of torch.float32; rank 1:", "8 elements of torch.float64."],
-        "branch": [
-            "of the gathers of parameters): rank 0: all_gather for 'parameters'",
-            "'left.weight' and 1 more",
-            "'right.weight' and 1 more",
-        ],
-    }[what]
+        with use_communicator(lambda rank, world: GlooCommunicator(ProcessGroupTransport(group))):
+            engine = zerolite.initialize(models.build(models.TwoBranches), made)
+        said = raised(differ, engine)
+        del engine
     assert said.startswith("Mismatch: check_collectives: the ranks are about to launch different collectives")
-    assert all(word in said for word in words), said
+    assert ("of the gathers of parameters): " in said) == (what == "branch")
+    assert all(word in said for word in COLLECTIVES[what]), said
 
 
 @pytest.mark.slow

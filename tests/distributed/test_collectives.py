@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerolite
+from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.configs import ADAMW, config
-from tests.toolkit.pool import Pool, Pools
+from tests.toolkit.pool import Pool
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import engine_window, make_engine
 from tests.toolkit.transports import CPU, F32, UNITS, pair, transport
@@ -67,8 +68,18 @@ class Reduction:
         assert torch.equal(self.pending.wait(), self.expected)
 
 
-def gathers(kind: str) -> dict[str, Any]:
-    """Every unit over both communicators; gives the kind of each and what was recorded."""
+KINDS = {
+    "shared memory": "SharedMemoryCommunicator",
+    "messages": "GlooCommunicator",
+    "little memory": "SharedMemoryCommunicator",
+    "native": "NativeCommunicator",
+}
+
+
+@pytest.mark.fast("2-shared memory", "2-native", "3-little memory", "4-messages")
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, 3, 4)
+def test_every_full_is_the_concatenation_of_the_shards(kind: str) -> None:
     with transport(kind):
         comms = pair()
         with record() as recorder:
@@ -78,8 +89,14 @@ def gathers(kind: str) -> dict[str, Any]:
             flights = [Gather(comms[1], name, salt) for salt in range(3) for name in UNITS]
             for flight in reversed(flights):
                 flight.check()
-    calls = [(c.op, c.tag, c.numel, c.nbytes, str(c.dtype), c.tensors) for c in recorder.calls]
-    return {"kinds": [type(comm).__name__ for comm in comms], "calls": calls[: len(calls) // 5]}
+    assert [type(comm).__name__ for comm in comms] == [KINDS[kind]] * 2
+    world, wanted = dist.get_world_size(), []
+    for unit in UNITS.values():
+        if any(numel for numel, _ in unit):  # a gather of nothing is no collective
+            numel = sum(numel for numel, _ in unit) * world
+            nbytes = sum(numel * dtype.itemsize for numel, dtype in unit) * world
+            wanted.append(("all_gather", "parameters", numel, nbytes, unit[0][1], len(unit)))
+    assert [(c.op, c.tag, c.numel, c.nbytes, c.dtype, c.tensors) for c in recorder.calls] == wanted * 5
 
 
 @on_ranks(1)
@@ -124,47 +141,62 @@ def test_two_communicators_may_mix_in_any_order(kind: str) -> None:
                 flight.check()
 
 
-def mismatch(what: str) -> str:
-    """Rank 0 launches something else than the others; the error of this rank. Afterwards all is well again."""
-    comm = second_communicator(create_communicator(CPU), CPU)
-    odd = comm.rank == 0
-    if what != "memory that grows on one rank":
-        Gather(comm, "long").check()  # there is memory for everything that follows
+MISMATCHES = {
+    "length": ["all_gather of 512 bytes for 'parameters'", "all_gather of 4288 bytes for 'parameters'"],
+    "memory that grows on one rank": ["all_gather of 173504 bytes", "all_gather of 4288 bytes"],
+    "key": ["all_gather of 512 bytes"] * 2,
+    "tag": ["all_gather of 512 bytes for 'parameters'", "all_gather of 512 bytes for 'masters'"],
+    "operation": [r"reduce_scatter of \d+ bytes for 'gradients'", r"all_gather of \d+ bytes for 'x'"],
+    "statistics": ["all_reduce of 80 bytes for 'stats'", r"reduce_scatter of \d+ bytes for 'gradients'"],
+    "broadcast": ["broadcast of 80 bytes", "all_reduce_max of 12 bytes"],
+    "lengths of the same sum": ["all_gather of 192 bytes"] * 2,
+}
+
+
+def launch(comm: Communicator, what: str, odd: bool) -> Any:
+    """Launch a collective; that of the odd rank is not the others'."""
+    sizes, world = (16, 32) if odd else (32, 16), comm.world_size
     launches: dict[str, Callable[[], Any]] = {
-        "length": lambda: Gather(comm, "mixed" if odd else "odd lengths"),
-        "memory that grows on one rank": lambda: Gather(comm, "long" if odd else "odd lengths"),
-        "key": lambda: Gather(comm, "mixed", key=1 if odd else 2),
-        "tag": lambda: Gather(comm, "mixed", tag="parameters" if odd else "masters"),
+        "length": lambda: Gather(comm, "mixed" if odd else "odd lengths").pending,
+        "memory that grows on one rank": lambda: Gather(comm, "long" if odd else "odd lengths").pending,
+        "key": lambda: Gather(comm, "mixed", key=1 if odd else 2).pending,
+        "tag": lambda: Gather(comm, "mixed", tag="parameters" if odd else "masters").pending,
         "operation": lambda: (
-            Reduction(comm, 16)
+            Reduction(comm, 16).pending
             if odd
-            else comm.gather_shards([torch.empty(16 * comm.world_size**2)], [torch.ones(16 * comm.world_size)], "x")
+            else comm.gather_shards([torch.empty(16 * world**2)], [torch.ones(16 * world)], "x")
         ),
-        "statistics": lambda: comm.all_reduce(torch.ones(20), "stats") if odd else Reduction(comm, 16),
+        "statistics": lambda: comm.all_reduce(torch.ones(20), "stats") if odd else Reduction(comm, 16).pending,
         "broadcast": lambda: (
             comm.broadcast(torch.ones(20), "buffers") if odd else comm.all_reduce_max(torch.ones(3), "x")
         ),
         "lengths of the same sum": lambda: comm.gather_shards(
-            [torch.empty(n * comm.world_size) for n in ((16, 32) if odd else (32, 16))],
-            [torch.ones(n) for n in ((16, 32) if odd else (32, 16))],
-            "parameters",
+            [torch.empty(n * world) for n in sizes], [torch.ones(n) for n in sizes], "parameters"
         ),
     }
-    if what == "memory that grows on one rank":
-        Gather(comm, "odd lengths").check()
-    try:
-        launched = launches[what]()
+    return launches[what]()
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+@on_ranks(3)
+def test_ranks_that_launch_different_collectives_all_raise(what: str) -> None:
+    """Rank 0 launches something else than the others. Afterwards all is well again."""
+    comm = second_communicator(create_communicator(CPU), CPU)
+    # Else there is memory for everything that follows.
+    Gather(comm, "odd lengths" if what == "memory that grows on one rank" else "long").check()
+    with pytest.raises(RuntimeError) as caught:
+        launched = launch(comm, what, odd=comm.rank == 0)
         if launched is not None:
-            getattr(launched, "pending", launched).wait()
-    except RuntimeError as error:
-        message = str(error)
-    else:
-        raise AssertionError("nothing was raised")
+            launched.wait()
     Gather(comm, "long").check()
-    return message
+    message = str(caught.value)
+    lengths = {int(re.search(r"of (\d+) bytes", each)[1]) for each in from_all_ranks(message)}  # type: ignore[index]
+    assert f"rank {comm.rank}: the ranks launched different collectives" in message
+    assert re.search(MISMATCHES[what][min(comm.rank, 1)], message), message
+    assert f"{min(lengths)} to {max(lengths)} bytes" in message
 
 
-@pytest.mark.parametrize("kind", ["shared memory", "messages", "little memory", "native"])
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(3)
 def test_the_first_collective_may_be_in_inference_mode(kind: str) -> None:
     with transport(kind):
@@ -208,57 +240,6 @@ def lifetime() -> list[Any]:
         zerolite.destroy()
         answers.append((timeout.total_seconds(), alive() is None, len(process_group._second_groups)))
     return answers
-
-
-# -------------------------------------------------------------------- the tests
-
-
-KINDS = {
-    "shared memory": "SharedMemoryCommunicator",
-    "messages": "GlooCommunicator",
-    "little memory": "SharedMemoryCommunicator",
-    "native": "NativeCommunicator",
-}
-
-
-@pytest.mark.fast("2-shared memory", "2-native", "3-little memory", "4-messages")
-@pytest.mark.parametrize(
-    "world, kind",
-    [(2, "shared memory"), (2, "native"), (3, "little memory"), (4, "messages"), (3, "native"), (4, "shared memory")],
-)
-def test_every_full_is_the_concatenation_of_the_shards(pools: Pools, world: int, kind: str) -> None:
-    calls = []
-    for unit in UNITS.values():
-        if any(numel for numel, _ in unit):  # a gather of nothing is no collective
-            numel = sum(numel for numel, _ in unit) * world
-            nbytes = sum(numel * dtype.itemsize for numel, dtype in unit) * world
-            calls.append(("all_gather", "parameters", numel, nbytes, str(unit[0][1]), len(unit)))
-    for result in pools(world).run(gathers, {"kind": kind}):
-        assert result["kinds"] == [KINDS[kind]] * 2
-        assert result["calls"] == calls
-
-
-@pytest.mark.parametrize(
-    "what,words",
-    [
-        ("length", [r"all_gather of 512 bytes for 'parameters'", r"all_gather of 4288 bytes for 'parameters'"]),
-        ("memory that grows on one rank", [r"all_gather of 173504 bytes", r"all_gather of 4288 bytes"]),
-        ("key", [r"all_gather of 512 bytes"] * 2),
-        ("tag", [r"all_gather of 512 bytes for 'parameters'", r"all_gather of 512 bytes for 'masters'"]),
-        ("operation", [r"reduce_scatter of \d+ bytes for 'gradients'", r"all_gather of \d+ bytes for 'x'"]),
-        ("statistics", [r"all_reduce of 80 bytes for 'stats'", r"reduce_scatter of \d+ bytes for 'gradients'"]),
-        ("broadcast", [r"broadcast of 80 bytes", r"all_reduce_max of 12 bytes"]),
-        ("lengths of the same sum", [r"all_gather of 192 bytes"] * 2),
-    ],
-)
-def test_ranks_that_launch_different_collectives_all_raise(pools: Pools, what: str, words: list[str]) -> None:
-    messages = pools(3).run(mismatch, {"what": what})
-    lengths = {re.search(r"of (\d+) bytes", message)[1] for message in messages}  # type: ignore[index]
-    shortest, longest = min(lengths, key=int), max(lengths, key=int)
-    for rank, message in enumerate(messages):
-        assert f"rank {rank}: the ranks launched different collectives" in message
-        assert re.search(words[min(rank, 1)], message), message
-        assert f"{shortest} to {longest} bytes" in message
 
 
 def test_destroy_ends_the_second_group_too() -> None:

@@ -11,7 +11,7 @@ from tests.toolkit.pool import Pools
 
 for theme in ("loops", "gradients", "hooks", "optimizers", "schedules", "weights", "modules", "graphs"):
     importlib.import_module(f"tests.distributed.drop_in.{theme}")
-NAMES = {case.function.__name__: row for row, case in CASES.items()}
+NAMES = {case.name: row for row, case in CASES.items()}
 
 
 def test_every_row_has_a_case_and_every_refusal_words_and_an_alternative() -> None:

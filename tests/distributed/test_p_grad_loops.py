@@ -264,7 +264,7 @@ def compare(name: str, directory: Path) -> None:
         arguments = (variant,) if case.variants else ()
         Run.directory = str(directory)  # type: ignore[attr-defined]
         wanted = Run(None)
-        case.function(wanted, *arguments)
+        case.run(wanted, *arguments)
         reference = (wanted.parameters(), wanted.seen)
         for stage in stages:
             outcome = _outcome(case, arguments, stage, "moving", reference)

@@ -8,12 +8,13 @@ that help, and a sentence otherwise. No case knows what its cell says.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class Case:
         reordered: whether several contributions to a gradient are averaged over ranks one by one, so that on two ranks
             they are added in another order than plain PyTorch's, which adds them before it averages.
         bf16: as ``close``, for runs in bf16.
+        given: further arguments of the function.
+        name: of the row's test.
     """
 
     function: Callable[..., None]
@@ -76,50 +79,65 @@ class Case:
     close: float = 0.0
     reordered: bool = False
     bf16: float = 0.0
+    given: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def run(self, run: Run, *variant: Any) -> None:
+        self.function(run, *variant, **self.given)
 
 
 CASES: dict[str, Case] = {}  # by row
+Function = Callable[..., None]
 
 
-def case(row: str, variants: Sequence[Any] = (), **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function for the row that begins with ``row``. more: the other attributes of :class:`Case`."""
+def case(row: str, variants: Sequence[Any] = (), **more: Any) -> Callable[[Function], Function]:
+    """Register a function for the row that begins with ``row``; one function may stand for several rows.
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
+    more: the other attributes of :class:`Case`; what is none of them is an argument of the function. The name is the
+    function's, followed by each flag that it is given and by the value of any other argument.
+    """
+
+    given = {key: more.pop(key) for key in list(more) if key not in Case.__dataclass_fields__}
+
+    def register(function: Function) -> Function:
         (found,) = [known for known in ROWS if known == row] or [known for known in ROWS if known.startswith(row)]
         assert found not in CASES, f"two cases for {found!r}"
-        CASES[found] = Case(function, variants, **more)
+        name = "_".join([function.__name__, *(key if value is True else value for key, value in given.items())])
+        CASES[found] = Case(function, variants, **{"given": given, "name": name, **more})
         return function
 
     return register
 
 
-def between(row: str, *case_arguments: Any, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def between(row: str, *case_arguments: Any, **more: Any) -> Callable[[Function], Function]:
     """Register a function that runs after a first step; two more follow."""
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
+    def register(function: Function) -> Function:
         @functools.wraps(function)
-        def run_between(run: Run, *variant: Any) -> None:
+        def run_between(run: Run, *variant: Any, **given: Any) -> None:
             run.start()
             run.train(1)
-            function(run, *variant)
+            function(run, *variant, **given)
             run.train(2, start=1)
 
-        return case(row, *case_arguments, **more)(run_between)
+        case(row, *case_arguments, **more)(run_between)
+        return function
 
     return register
 
 
-def each_step(row: str, *case_arguments: Any, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each_step(row: str, *case_arguments: Any, **more: Any) -> Callable[[Function], Function]:
     """Register a function that is a step; it gets the step's number after the run."""
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
+    def register(function: Function) -> Function:
         @functools.wraps(function)
-        def run_steps(run: Run, *variant: Any) -> None:
+        def run_steps(run: Run, *variant: Any, **given: Any) -> None:
             run.start()
             for step in range(STEPS):
-                function(run, step, *variant)
+                function(run, step, *variant, **given)
 
-        return case(row, *case_arguments, **more)(run_steps)
+        case(row, *case_arguments, **more)(run_steps)
+        return function
 
     return register
 
@@ -305,7 +323,11 @@ class Run:
         if last is not None:
             raise last
 
-    def gathered(self, modifier_rank: int | None = None) -> GatheredParameters:
+    def gathered(
+        self, really: bool = True, modifier_rank: int | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        if self.plain or not really:
+            return contextlib.nullcontext()
         return GatheredParameters(self.module, modifier_rank=modifier_rank, check=False)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -353,7 +375,7 @@ def outcomes(module: str, row: str, everything: bool) -> dict[int, list[str]]:
         arguments = (variant,) if the_case.variants else ()
         torch.manual_seed(0)
         wanted = Run(None)
-        the_case.function(wanted, *arguments)
+        the_case.run(wanted, *arguments)
         reference = (wanted.parameters(), wanted.seen)
         changed = any(not torch.equal(reference[0][n], v) for n, v in wanted.initial.items() if n in reference[0])
         assert changed, f"{row}: plain PyTorch trains nothing here, so the comparison would be empty"
@@ -377,7 +399,7 @@ def _outcome(the_case: Case, arguments: tuple[Any, ...], stage: int, setting: st
     rounds = run.world > 2 or (the_case.reordered and run.world > 1)
     close = max(the_case.close, ROUNDING if rounds else 0.0)
     try:
-        the_case.function(run, *arguments)
+        the_case.run(run, *arguments)
         if run.precision == "bf16":
             close = max(close, the_case.bf16, ROUNDED if rounds else 0.0)
         same((run.parameters(), run.seen), reference, close)

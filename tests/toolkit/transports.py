@@ -9,13 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from zerolite.comm import (
-    Communicator,
-    create_communicator,
-    host_memory,
-    second_communicator,
-    use_communicator,
-)
+from zerolite.comm import Communicator, create_communicator, host_memory, second_communicator, use_communicator
 from zerolite.comm.communicator import NativeCommunicator
 from zerolite.comm.transport import ProcessGroupTransport
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -397,22 +396,14 @@ OWN_UPDATES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def own_update(run: Run, how: str, gathered: bool) -> None:
+@case("an update of your own", list(OWN_UPDATES), words=["'first.weight'", "GatheredParameters"], settings=["moving"])
+@case("the same inside `GatheredParameters(…, modifier_rank=0)`", list(OWN_UPDATES), gathered=True)
+def own_updates(run: Run, how: str, gathered: bool = False) -> None:
     run.start()
     for step in range(STEPS):
         run.backward(run.loss(step))
         run.average()
-        with run.gathered(modifier_rank=0) if gathered and not run.plain else contextlib.nullcontext():
+        with run.gathered(gathered, modifier_rank=0):
             OWN_UPDATES[how](run.module)
         run.module.zero_grad()
     run.train(1, start=STEPS)
-
-
-@case("an update of your own", list(OWN_UPDATES), words=["'first.weight'", "GatheredParameters"], settings=["moving"])
-def own_updates(run: Run, how: str) -> None:
-    own_update(run, how, gathered=False)
-
-
-@case("the same inside `GatheredParameters(…, modifier_rank=0)`", list(OWN_UPDATES))
-def own_updates_gathered(run: Run, how: str) -> None:
-    own_update(run, how, gathered=True)

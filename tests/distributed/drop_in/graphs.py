@@ -55,17 +55,14 @@ def unused_parameters(run: Run) -> None:
     run.train(4)
 
 
-@case(
-    "modules that some ranks do not call", words=["2.experts.", "zero_optimization.leaf_modules"], settings=["moving"]
-)
-def unused_modules(run: Run) -> None:
-    run.start(with_experts, ddp=UNUSED)
-    run.train(4)
+LEAVES = "zero_optimization.leaf_modules"
 
 
-@case("modules that some ranks do not call,")
-def unused_modules_in_a_leaf(run: Run) -> None:
-    run.start(with_experts, ddp=UNUSED, zero={"leaf_modules": ["Experts"]} if run.stage == 3 else {})
+@case("modules that some ranks do not call", words=["2.experts.", LEAVES], settings=["moving"])
+@case("modules that some ranks do not call,", in_a_leaf=True)
+def unused_modules(run: Run, in_a_leaf: bool = False) -> None:
+    leaves = {"leaf_modules": ["Experts"]} if in_a_leaf and run.stage == 3 else {}
+    run.start(with_experts, ddp=UNUSED, zero=leaves)
     run.train(4)
 
 
@@ -125,35 +122,20 @@ def parametrized(run: Run, kind: str) -> None:
     run.train()
 
 
-def parametrize_late(run: Run, kind: str) -> None:
-    run.start()
-    run.train(1)
-    getattr(nn.utils.parametrizations, kind)(run.module.first)
-    run.train(2, start=1)
-
-
 LATE = ["'first.weight'", "before zerolite.initialize"]
 
 
-@case("`nn.utils.parametrizations` with", words=LATE)
-def parametrized_anew(run: Run) -> None:
-    parametrize_late(run, "weight_norm")
-
-
-@case("`nn.utils.parametrizations` over", words=LATE, settings=["moving"])
-def parametrized_late(run: Run) -> None:
-    parametrize_late(run, "spectral_norm")
-
-
-def prune(module: nn.Module) -> None:
-    l1_unstructured(module, "weight", 0.5)
+@between("`nn.utils.parametrizations` with", words=LATE, kind="weight_norm")
+@between("`nn.utils.parametrizations` over", words=LATE, settings=["moving"], kind="spectral_norm")
+def parametrized_late_with(run: Run, kind: str) -> None:
+    getattr(nn.utils.parametrizations, kind)(run.module.first)
 
 
 @case("`torch.nn.utils.prune` before")
 def pruned(run: Run) -> None:
     def build() -> nn.Module:
         model = models.Mlp()
-        prune(model.first)
+        l1_unstructured(model.first, "weight", 0.5)
         return model
 
     run.start(build)
@@ -162,7 +144,7 @@ def pruned(run: Run) -> None:
 
 @between("`torch.nn.utils.prune` after", words=["first.weight", "GatheredParameters"], settings=["moving"])
 def pruned_late(run: Run) -> None:
-    prune(run.module.first)
+    l1_unstructured(run.module.first, "weight", 0.5)
 
 
 @each_step("`torch.func.functional_call(engine.module, …)`")
@@ -174,11 +156,6 @@ def called_functionally(run: Run, step: int) -> None:
 
 @each_step("fast weights: `functional_call`", settings=["moving", "defaults", "kept", "tight"])
 def fast_weights(run: Run, step: int) -> None:
-    maml(run, step)
-    run.torch_step()
-
-
-def maml(run: Run, step: int) -> None:
     named = dict(run.module.named_parameters())
     x, y = run.batch(step, 0)
     inner = F.mse_loss(functional_call(run.module, named, (x,)), y)
@@ -186,27 +163,18 @@ def maml(run: Run, step: int) -> None:
     fast = {name: p - 0.1 * g for (name, p), g in zip(named.items(), gradients, strict=True)}
     x, y = run.batch(step, 1)
     F.mse_loss(functional_call(run.module, fast, (x,)), y).backward()
+    run.torch_step()
 
 
-@between(
-    "`torch.func.grad` and `vmap` over `functional_call(engine.module, …)`",
-    words=["torch.func", "copy.deepcopy(engine.module)"],
-)
-def per_sample(run: Run) -> None:
-    with run.gathered():
-        per_sample_gradients(run, run.module)
-
-
-@between("`torch.func.grad` and `vmap` over a")
-def per_sample_of_a_copy(run: Run) -> None:
-    per_sample_gradients(run, copy.deepcopy(run.module))
-
-
-def per_sample_gradients(run: Run, module: nn.Module) -> None:
+@between("`torch.func.grad` and `vmap` over `f", words=["torch.func", "copy.deepcopy(engine.module)"])
+@between("`torch.func.grad` and `vmap` over a", of_a_copy=True)
+def per_sample(run: Run, of_a_copy: bool = False) -> None:
     x, y = run.batch(5)
-    values = {name: p.detach() for name, p in module.named_parameters()}
+    module = copy.deepcopy(run.module) if of_a_copy else run.module
 
     def loss(values: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(functional_call(module, values, (x,)), y)
 
-    run.see(vmap(grad(loss), (None, 0, 0))(values, x, y))
+    with run.gathered(not of_a_copy):
+        values = {name: p.detach() for name, p in module.named_parameters()}
+        run.see(vmap(grad(loss), (None, 0, 0))(values, x, y))

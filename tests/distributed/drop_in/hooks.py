@@ -77,23 +77,14 @@ def clamp(parameter: Tensor) -> None:
 HOOKS = [("before", "halve"), ("before", "replace"), ("after", "clamp"), ("after", "read"), ("both", "replace")]
 
 
-@case("`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, one", HOOKS)
-def accumulate_hook(run: Run, variant: tuple[str, str]) -> None:
-    hooked(run, *variant, backwards=1)
+ACCUMULATE_HOOK = "`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, "
 
 
 # The engine adds what a backward has added to the hook's sum: (sum + new) - sum is rounded once more.
-@case(
-    "`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, several",
-    HOOKS,
-    close=2e-07,
-    reordered=True,
-)
-def accumulate_hook_in_a_window(run: Run, variant: tuple[str, str]) -> None:
-    hooked(run, *variant, backwards=3)
-
-
-def hooked(run: Run, when: str, what: str, backwards: int) -> None:
+@case(ACCUMULATE_HOOK + "several", HOOKS, close=2e-07, reordered=True, in_a_window=True)
+@case(ACCUMULATE_HOOK + "one", HOOKS)
+def accumulate_hook(run: Run, variant: tuple[str, str], in_a_window: bool = False) -> None:
+    when, what = variant
     seen: list[Tensor] = []
 
     def read(parameter: Any) -> None:
@@ -116,7 +107,7 @@ def hooked(run: Run, when: str, what: str, backwards: int) -> None:
         run.module.first.weight.register_post_accumulate_grad_hook(halve)
         run.module.second.bias.register_post_accumulate_grad_hook(hook)
     for step in range(STEPS):
-        for micro in range(backwards):
+        for micro in range(3 if in_a_window else 1):
             run.backward(run.loss(step, micro))
         run.step()
     run.see(seen)
@@ -137,39 +128,25 @@ def autograd_grad(run: Run, step: int, of: str) -> None:
     run.step()
 
 
-def gradient_penalty(run: Run, step: int) -> None:
-    """WGAN-GP's: the norm of the outputs' gradient at the inputs is to be 1."""
-    x, y = run.batch(step)
-    x.requires_grad_()
-    output = run(x)
-    (of_input,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-    penalty = (of_input.flatten(1).norm(dim=1) - 1.0).square().mean()
-    run.see(penalty)
-    run.backward(F.mse_loss(output, y) + 0.5 * penalty)
-    run.step()
+PENALTY = "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs) in "
+EVERY_SETTING = ["moving", "defaults", "kept", "tight"]
 
 
-@case(
-    "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs) in fp32",
-    [("fp32", 1), ("fp32", 2), ("bf16", 1)],
-    settings=["moving", "defaults", "kept", "tight"],
-    reordered=True,
-    bf16=ROUNDED,
-)
+@case(PENALTY + "fp32", [("fp32", 1), ("fp32", 2), ("bf16", 1)], settings=EVERY_SETTING, reordered=True, bf16=ROUNDED)
+@case(PENALTY + "fp16", [("fp16", 1)], words=["fp16", "create_graph=True", "bf16 or fp32"], name="penalty_in_fp16")
 def penalty(run: Run, variant: tuple[str, int]) -> None:
+    """WGAN-GP's: the norm of the outputs' gradient at the inputs is to be 1."""
     precision, micros = variant
     run.start(precision=precision, accumulation=micros)
     for step in range(STEPS * micros):
-        gradient_penalty(run, step)
-
-
-@case(
-    "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs) in fp16",
-    words=["fp16", "create_graph=True", "bf16 or fp32"],
-)
-def penalty_in_fp16(run: Run) -> None:
-    run.start(precision="fp16")
-    gradient_penalty(run, 0)
+        x, y = run.batch(step)
+        x.requires_grad_()
+        output = run(x)
+        (of_input,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        penalty = (of_input.flatten(1).norm(dim=1) - 1.0).square().mean()
+        run.see(penalty)
+        run.backward(F.mse_loss(output, y) + 0.5 * penalty)
+        run.step()
 
 
 @each_step("a penalty on the gradient")

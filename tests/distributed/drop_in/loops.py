@@ -141,31 +141,18 @@ class Judge(models.Mlp):
         return F.mse_loss(outputs, y), outputs
 
 
-def further_loss(run: Run, step: int) -> None:
-    loss, outputs = run(*run.batch(step))
-    run.see(outputs.dtype is (torch.bfloat16 if run.precision == "bf16" else torch.float32))
-    run.backward(loss + 0.25 * outputs.square().mean())
-    run.step()
+FURTHER = "a further loss, computed from the other outputs of a model that returns one, in "
 
 
-@case(
-    "a further loss, computed from the other outputs of a model that returns one, in fp32",
-    ["fp32", "bf16"],
-    bf16=ROUNDED,
-)
-def further_loss_in_bf16(run: Run, precision: str) -> None:
+@case(FURTHER + "fp32", ["fp32", "bf16"], bf16=ROUNDED)
+@case(FURTHER + "fp16", words=["fp16", "loss scale", '"output_dtype": "fp32"'], precision="fp16")
+def further_loss(run: Run, precision: str) -> None:
     run.start(Judge, precision=precision)
     for step in range(STEPS):
-        further_loss(run, step)
-
-
-@case(
-    "a further loss, computed from the other outputs of a model that returns one, in fp16",
-    words=["fp16", "loss scale", '"output_dtype": "fp32"'],
-)
-def further_loss_in_fp16(run: Run) -> None:
-    run.start(Judge, precision="fp16")
-    further_loss(run, 0)
+        loss, outputs = run(*run.batch(step))
+        run.see(outputs.dtype is (torch.bfloat16 if run.precision == "bf16" else torch.float32))
+        run.backward(loss + 0.25 * outputs.square().mean())
+        run.step()
 
 
 @each_step("`output.backward(gradient)`")

@@ -149,13 +149,9 @@ class OwnMomentum(torch.optim.Optimizer):
     words=["OwnMomentum", "zerolite_elementwise = True", "zero_allow_untested_optimizer", "whole_parameters"],
     error=ValueError,
 )
-def unknown_class(run: Run, form: str) -> None:
-    train_with(run, OwnMomentum, form, {})
-
-
-@case("an optimizer class that zerolite does not know,", ["instance", "class", "factory"])
-def untested_class(run: Run, form: str) -> None:
-    train_with(run, OwnMomentum, form, {}, more={"zero_allow_untested_optimizer": True})
+@case("an optimizer class that zerolite does not know,", ["instance", "class", "factory"], allowed=True)
+def unknown_class(run: Run, form: str, allowed: bool = False) -> None:
+    train_with(run, OwnMomentum, form, {}, more={"zero_allow_untested_optimizer": True} if allowed else {})
 
 
 @case("LBFGS", FORMS, words=["LBFGS", "loss", "several times a step"], error=ValueError)
@@ -227,7 +223,9 @@ def changed_by_hand(run: Run, whose: str) -> None:
         run.see([group["lr"] for group in run.optimizer.param_groups])
 
 
-def add_a_group(run: Run, added_to: str, **start: Any) -> None:
+@case("`engine.optimizer.add_param_group`", ["config", "own"], close=KERNELS)
+@case("`add_param_group` on", close=KERNELS, how="to_own")
+def group_added(run: Run, how: str) -> None:
     """The second layer, which is frozen before, in a group of its own."""
 
     def build() -> nn.Module:
@@ -235,21 +233,15 @@ def add_a_group(run: Run, added_to: str, **start: Any) -> None:
         model.second.requires_grad_(False)
         return model
 
-    run.start(build, **start)
+    if how == "config":
+        run.start(build, optimizer=("AdamW", {"lr": 0.01}))
+    else:
+        run.start(build, own=lambda model: torch.optim.AdamW(model.first.parameters(), lr=0.01))
     run.train(1)
     run.module.second.requires_grad_(True)
-    optimizer = run.own if added_to == "own" else run.optimizer
+    optimizer = run.own if how == "to_own" else run.optimizer
     optimizer.add_param_group({"params": list(run.module.second.parameters()), "lr": 0.02})
     run.train(2, start=1)
-
-
-def adamw_of_first(model: Any) -> Any:
-    return torch.optim.AdamW(model.first.parameters(), lr=0.01)
-
-
-@case("`engine.optimizer.add_param_group`", ["config", "own"], close=KERNELS)
-def group_added(run: Run, how: str) -> None:
-    add_a_group(run, "engine", **({"own": adamw_of_first} if how == "own" else {"optimizer": ("AdamW", {"lr": 0.01})}))
 
 
 @between("a module added after", words=["'second.1.weight'", "before zerolite.initialize"], error=ValueError)
@@ -257,11 +249,6 @@ def module_added(run: Run) -> None:
     torch.manual_seed(5 if run.plain else 5 + run.rank)  # rank 0's values are everyone's
     run.module.second = nn.Sequential(run.module.second, nn.Linear(3, 3))
     run.optimizer.add_param_group({"params": list(run.module.second[1].parameters()), "lr": 0.125})
-
-
-@case("`add_param_group` on", close=KERNELS)
-def group_added_to_own(run: Run) -> None:
-    add_a_group(run, "own", own=adamw_of_first)
 
 
 # ---------------------------------------------------------------- freezing

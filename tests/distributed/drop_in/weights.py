@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -28,85 +27,57 @@ def ema_update(average: nn.Module, module: nn.Module) -> None:
         mine.mul_(0.75).add_(other.detach(), alpha=0.25)
 
 
-def ema(run: Run, gathered: bool) -> None:
+@case("an EMA: `copy.deepcopy(engine.module)`", words=GATHER, settings=["moving"])
+@case("an EMA updated inside", gathered=True)
+def ema(run: Run, gathered: bool = False) -> None:
     run.start()
     average = copy.deepcopy(run.module)
     for step in range(3):
         run.train(1, start=step)
-        with torch.no_grad(), run.gathered() if gathered else contextlib.nullcontext():
+        with torch.no_grad(), run.gathered(gathered):
             ema_update(average, run.module)
     run.see(list(average.parameters()))
 
 
-@case("an EMA: `copy.deepcopy(engine.module)`", words=GATHER, settings=["moving"])
-def ema_of_parameters(run: Run) -> None:
-    ema(run, gathered=False)
-
-
-@case("an EMA updated inside")
-def ema_gathered(run: Run) -> None:
-    ema(run, gathered=True)
-
-
-def averaged(run: Run, kind: str, update: Callable[[Any], None]) -> Any:
+@case("`torch.optim.swa_utils.AveragedModel`", ["mean", "ema"], words=GATHER, settings=["moving"])
+@case("`AveragedModel.update_parameters`", ["mean", "ema"], gathered=True)
+def averaged_model(run: Run, kind: str, gathered: bool = False) -> None:
     run.start()
     more = {"multi_avg_fn": get_ema_multi_avg_fn(0.75)} if kind == "ema" else {}
     average = AveragedModel(run.module, **more)
     for step in range(3):
         run.train(1, start=step)
-        update(average)
-    run.see([p for name, p in average.module.named_parameters()])
-    return average
-
-
-@case("`torch.optim.swa_utils.AveragedModel`", ["mean", "ema"], words=GATHER, settings=["moving"])
-def averaged_model(run: Run, kind: str) -> None:
-    averaged(run, kind, lambda average: average.update_parameters(run.module))
-
-
-@case("`AveragedModel.update_parameters`", ["mean", "ema"])
-def averaged_model_gathered(run: Run, kind: str) -> None:
-    def update(average: Any) -> None:
-        with run.gathered():
+        with run.gathered(gathered):
             average.update_parameters(run.module)
-
-    average = averaged(run, kind, update)
+    run.see([p for name, p in average.module.named_parameters()])
     update_bn([run.batch(step)[0] for step in range(2)], average)
     with torch.no_grad():
         run.see(average(run.batch(0)[0]))
 
 
-def write_back(run: Run, precision: str, load: str) -> None:
+WRITTEN_BACK = ("first.weight", "load_full_state_dict")
+
+
+@case("averaged weights written back with `module", TWICE, words=WRITTEN_BACK, settings=["moving"])
+@case("averaged weights written back with `engine", TWICE, bf16=ROUNDED, whole=True)
+def written_back(run: Run, precision: str, whole: bool = False) -> None:
     run.start(precision=precision)
     average = AveragedModel(run.module)
     run.train(1)
     halved = {name: value * 0.5 for name, value in average.module.state_dict().items()}
-    (run.module.load_state_dict if run.plain or load == "module" else run.engine.load_full_state_dict)(halved)
+    (run.engine.load_full_state_dict if whole and not run.plain else run.module.load_state_dict)(halved)
     run.train(2, start=1)
-
-
-@case(
-    "averaged weights written back with `module.load_state_dict`",
-    TWICE,
-    words=("first.weight", "load_full_state_dict"),
-    settings=["moving"],
-)
-def written_back(run: Run, precision: str) -> None:
-    write_back(run, precision, "module")
-
-
-@case("averaged weights written back with `engine.load_full_state_dict`", TWICE, bf16=ROUNDED)
-def written_back_whole(run: Run, precision: str) -> None:
-    write_back(run, precision, "engine")
 
 
 # ---------------------------------------------------------------- reading
 
 
-def read_values(run: Run, what: str, gathered: bool) -> None:
+@case("reading parameters between steps:", ["norm", "penalty"], words=GATHER, settings=["moving"])
+@case("reading parameters between steps inside", ["norm", "penalty"], gathered=True)
+def read(run: Run, what: str, gathered: bool = False) -> None:
     run.start()
     for step in range(3):
-        with run.gathered() if gathered else contextlib.nullcontext():
+        with run.gathered(gathered):
             if what == "norm":
                 run.see([p.detach().norm() for p in run.module.parameters()])
                 run.train(1, start=step)
@@ -115,16 +86,6 @@ def read_values(run: Run, what: str, gathered: bool) -> None:
                 run.backward(run.loss(step) + 0.01 * penalty)
         if what == "penalty":
             run.step()
-
-
-@case("reading parameters between steps:", ["norm", "penalty"], words=GATHER, settings=["moving"])
-def read(run: Run, what: str) -> None:
-    read_values(run, what, gathered=False)
-
-
-@case("reading parameters between steps inside", ["norm", "penalty"])
-def read_gathered(run: Run, what: str) -> None:
-    read_values(run, what, gathered=True)
 
 
 @case("counting parameters", words=("'first.weight'", "ds_numel"))
@@ -210,35 +171,27 @@ ASSIGN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def written(run: Run, way: str, precision: str, gathered: bool) -> None:
-    run.start(precision=precision)
-    run.train(1)
-    with run.gathered(modifier_rank=0) if gathered else contextlib.nullcontext():
-        {**WAYS, **ASSIGN}[way](run.module)
-    run.train(2, start=1)
-
-
-@case("a parameter changed in place:", list(WAYS), words=WRITE, settings=["moving"])
-def written_in_fp32(run: Run, way: str) -> None:
-    written(run, way, "fp32", gathered=False)
-
-
-@case("a parameter changed in place,", list(WAYS), words=WRITE, bf16=ROUNDED, settings=["moving"])
-def written_in_bf16(run: Run, way: str) -> None:
-    written(run, way, "bf16", gathered=False)
-
-
 IN_TURN = [(way, TWICE[number % 2]) for number, way in enumerate([*WAYS, *ASSIGN])]
 
 
-@case("a parameter changed that", IN_TURN, bf16=ROUNDED, settings=["defaults"])
-def written_whole(run: Run, variant: tuple[str, str]) -> None:
-    written(run, *variant, gathered=False)
-
-
-@case("a parameter changed in place inside", IN_TURN[: len(WAYS)], bf16=ROUNDED)
-def written_gathered(run: Run, variant: tuple[str, str]) -> None:
-    written(run, *variant, gathered=True)
+@case("a parameter changed in place:", [(way, "fp32") for way in WAYS], words=WRITE, settings=["moving"])
+@case(
+    "a parameter changed in place,",
+    [(way, "bf16") for way in WAYS],
+    words=WRITE,
+    bf16=ROUNDED,
+    settings=["moving"],
+    name="written_in_bf16",
+)
+@case("a parameter changed that", IN_TURN, bf16=ROUNDED, settings=["defaults"], name="written_whole")
+@case("a parameter changed in place inside", IN_TURN[: len(WAYS)], bf16=ROUNDED, gathered=True)
+def written(run: Run, variant: tuple[str, str], gathered: bool = False) -> None:
+    way, precision = variant
+    run.start(precision=precision)
+    run.train(1)
+    with run.gathered(gathered, modifier_rank=0):
+        {**WAYS, **ASSIGN}[way](run.module)
+    run.train(2, start=1)
 
 
 @between("`p.data = tensor`", list(ASSIGN), words=WRITE, settings=["moving"])
