@@ -147,12 +147,6 @@ def test_spawned_processes_find_their_place(script: Path) -> None:
     assert [place[:2] for place in places(output)] == [(0, 2), (1, 2)]
 
 
-@pytest.mark.slow
-def test_one_process_without_any_environment(script: Path) -> None:
-    (output,) = finish([start([sys.executable, script])])
-    assert numbers(output) == [(0, 1, 0)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -61,26 +61,14 @@ def test_two_processes_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_module_is_found_and_cores_are_shared_out(tmp_path: Path) -> None:
-    """`-m` finds a package in the working directory; the cores are shared out, in one line that says so."""
-    (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg" / "__init__.py").write_text("")
-    (tmp_path / "pkg" / "train.py").write_text(REPORT_SCRIPT)
-    result = run_command("--nproc=8", "-m", "pkg.train", "--lr", "1", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    for report in read_reports(tmp_path / "pkg", 8):
-        assert report["argv"] == ["--lr", "1"]
-        assert report["OMP_NUM_THREADS"] == str(max(1, count_cores() // 8))
-    lines = [line for line in result.stderr.splitlines() if "OMP_NUM_THREADS" in line]
-    assert len(lines) == 1 and "8 processes" in lines[0]
-
-
-@pytest.mark.slow
-def test_one_process_per_visible_device(tmp_path: Path) -> None:
+def test_one_process_per_visible_device_and_a_share_of_the_cores_for_each(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(REPORT_SCRIPT)
     result = run_command("train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="1,0,2")
     assert result.returncode == 0, result.stderr
-    assert [report["WORLD_SIZE"] for report in read_reports(tmp_path, 3)] == ["3", "3", "3"]
+    for report in read_reports(tmp_path, 3):
+        assert (report["WORLD_SIZE"], report["OMP_NUM_THREADS"]) == ("3", str(max(1, count_cores() // 3)))
+    lines = [line for line in result.stderr.splitlines() if "OMP_NUM_THREADS" in line]
+    assert len(lines) == 1 and "3 processes" in lines[0]
 
 
 def start_waiting_job(directory: Path, *options: str) -> tuple[subprocess.Popen[str], list[int]]:

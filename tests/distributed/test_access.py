@@ -59,7 +59,23 @@ def read_and_write(config: dict[str, Any], batched: bool) -> dict[str, Any]:
     for position, name in zip(group["params"], named, strict=True):
         wanted = {kind: read[kind][name] for kind in STATES if read[kind][name] is not None}
         torch.testing.assert_close(whole["state"].get(position, {}), wanted, rtol=0, atol=0)
-    return read
+    return {**read, **replace(engine, {name: p for name, p in named.items() if name not in ("empty", "unused")})}
+
+
+def replace(engine: Any, trained: dict[str, nn.Parameter]) -> dict[str, Any]:
+    """Set masters and states, and take a step: the parameters and averages afterwards."""
+    for number, (name, parameter) in enumerate(trained.items()):
+        master = zerolite.get_full_master(parameter)
+        values = torch.linspace(-1, 1, master.numel()).reshape(master.shape) + number
+        zerolite.set_full_master(parameter, values)
+        zerolite.set_full_optimizer_state(parameter, "exp_avg", values * 1e-2)
+        zerolite.set_full_optimizer_state([parameter], "step", [7])
+        assert torch.equal(zerolite.get_full_master(parameter), values)
+        assert torch.equal(snapshot(engine)[name], values.to(parameter.dtype))
+    run_steps(engine, 1, STEPS, "OddModel")
+    assert {float(zerolite.get_full_optimizer_state(p, "step")) for p in trained.values()} == {8.0}
+    averages = {name: zerolite.get_full_optimizer_state(p, "exp_avg") for name, p in trained.items()}
+    return {"parameters": snapshot(engine), "averages": averages}
 
 
 def known(values: dict[str, Tensor | None]) -> dict[str, Tensor]:
@@ -67,7 +83,7 @@ def known(values: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 @pytest.mark.fast("2-fp32")
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @on_ranks(2, 3)
 def test_what_is_read_and_written_has_the_same_bits_at_all_stages(precision: str) -> None:
     """Parameters one by one, or several at once."""
@@ -79,34 +95,6 @@ def test_what_is_read_and_written_has_the_same_bits_at_all_stages(precision: str
                 torch.testing.assert_close(values, found["0"][kind], rtol=1e-12, atol=0)
             else:
                 assert_same_bits(known(found["0"][kind]), known(values), f"{kind} of stages 0 and {stage}")
-
-
-@pytest.mark.fast("2-fp32")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@on_ranks(2)
-def test_masters_and_states_are_set(precision: str) -> None:
-    """After one step, masters and states are replaced; a second step follows."""
-    found: dict[str, dict[str, Any]] = {}
-    for stage in STAGES:
-        engine = make_engine(settings(stage, precision))
-        trained = {
-            n: p for n, p in engine.module.named_parameters() if p.requires_grad and n not in ("empty", "unused")
-        }
-        run_steps(engine, 1, 0, "OddModel")
-        for number, (name, parameter) in enumerate(trained.items()):
-            master = zerolite.get_full_master(parameter)
-            values = torch.linspace(-1, 1, master.numel()).reshape(master.shape) + number
-            zerolite.set_full_master(parameter, values)
-            zerolite.set_full_optimizer_state(parameter, "exp_avg", values * 1e-2)
-            zerolite.set_full_optimizer_state([parameter], "step", [7])
-            assert torch.equal(zerolite.get_full_master(parameter), values)
-            assert torch.equal(snapshot(engine)[name], values.to(parameter.dtype))
-        run_steps(engine, 1, 1, "OddModel")
-        averages = {name: zerolite.get_full_optimizer_state(p, "exp_avg") for name, p in trained.items()}
-        assert {float(zerolite.get_full_optimizer_state(p, "step")) for p in trained.values()} == {8.0}
-        found[stage] = {"parameters": snapshot(engine), "averages": averages}
-        for kind, values in found[stage].items():
-            assert_same_bits(found["0"][kind], values, f"{kind} of stages 0 and {stage}")
 
 
 OVER_STAGES = pytest.mark.parametrize("stage", ["0", "2", "3"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -19,7 +19,7 @@ from tests.toolkit import models, reference
 from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.configs import SGD, config
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, raised, run_steps, snapshot
+from tests.toolkit.training import make_engine, raised, run_steps, snapshot, train_engine
 from zerolite.data.dataloader import EpochSampler
 
 
@@ -72,12 +72,8 @@ def test_every_item_is_evaluated_once_and_in_order(how: str, stage: int) -> None
         with torch.no_grad():
             for index, x, y in loader:
                 outputs = engine(x)
-                found = {
-                    "index": index,
-                    "outputs": outputs,
-                    "near": (outputs - y).abs() < 1,
-                    "half": outputs.bfloat16(),
-                }
+                near = (outputs - y).abs() < 1
+                found = {"index": index, "outputs": outputs, "near": near, "half": outputs.bfloat16()}
                 rows.append(found if how == "whole" else engine.gather_for_metrics(found))
             gathered = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
             if how == "whole":
@@ -259,15 +255,9 @@ def test_statistics_of_all_ranks_equal_those_of_the_joint_batch(stage: int) -> N
     joint_norm = load("digits", "batch_norm").JointBatchNorm2d
     model, plain = models.build(models.ConvNet), models.build(models.ConvNet)
     model.first_norm, model.second_norm = joint_norm(5), joint_norm(7)
-    engine = zerolite.initialize(model, config(stage))
-    optimizer = torch.optim.SGD(plain.parameters(), **SGD[1], foreach=True)
-    for step in range(4):
-        run_steps(engine, 1, step, "ConvNet")
-        batches = [models.image_batch(step, 0, rank) for rank in range(engine.world_size)]
-        models.square_loss(plain, reference.join(batches)).backward()
-        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
-        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4)
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {**snapshot(engine), **dict(model.named_buffers())}
-    torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-4, atol=1e-6)
+    found = train_engine(zerolite.initialize(model, config(stage)), "ConvNet", 4)
+    batches = [[[models.image_batch(step, 0, rank) for rank in range(2)]] for step in range(4)]
+    wanted = reference.train(plain, models.square_loss, batches, "fp32", SGD)
+    assert found["norms"] == pytest.approx(wanted.norms, rel=1e-4)
+    state = {**found["parameters"], **dict(model.named_buffers())}
+    torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-6)

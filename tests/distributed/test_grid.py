@@ -58,7 +58,7 @@ def flat(parameters: dict[str, Tensor], names: Any) -> Tensor:
     return torch.cat([parameters[name].detach().float().flatten() for name in names])
 
 
-def trained(config: dict[str, Any], tied: bool) -> dict[str, Any]:
+def trained(config: dict[str, Any], tied: bool = True) -> dict[str, Any]:
     engine = make_engine(config, tied=tied)
     assert engine.gradient_accumulation_steps == config["gradient_accumulation_steps"]
     losses, norms = train(engine, STEPS)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
-from tests.distributed.test_grid import ADAMW, CLIP, FP32, expected, run
+from tests.distributed.test_grid import ADAMW, CLIP, FP32, expected, run, trained
 from tests.toolkit import models, reference
 from tests.toolkit.configs import SGD, Optimizer, at
 from tests.toolkit.grids import (
@@ -292,17 +292,9 @@ def test_a_reentrant_checkpoint_of_a_cut_block_is_refused(sequence: bool) -> Non
 )
 def test_mixed_precisions(pools: Pools, grid: Grid, stage: int, more: dict[str, Any]) -> None:
     """Beside one process with the same options: twice the rounding of one value in bf16."""
-    (alone,) = run(pools, (1, 1, 1), norms_of_training, config=settings((1, 1, 1), stage, **more))
-    sequence = grid == TENSOR
-    found = run(pools, grid, norms_of_training, config=settings(grid, stage, sequence=sequence, **more))
-    assert found[0] == pytest.approx(alone, rel=2.0**-7)
-
-
-def norms_of_training(config: dict[str, Any]) -> list[float]:
-    engine = make_engine(config)
-    losses, norms = train(engine, 6)
-    assert_ranks_agree(engine, losses, norms)
-    return norms
+    (alone,) = run(pools, (1, 1, 1), trained, config=settings((1, 1, 1), stage, **more))
+    found = run(pools, grid, trained, config=settings(grid, stage, sequence=grid == TENSOR, **more))
+    assert found[0]["norms"] == pytest.approx(alone["norms"], rel=2.0**-7)
 
 
 # ---------------------------------------------------------------- what is printed and written

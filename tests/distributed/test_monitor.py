@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, PARTITIONED, config, dynamic_fp16
-from tests.toolkit.monitoring import STEPS, events_of, run_watched
+from tests.toolkit.monitoring import STEPS, events_of, monitors, run_watched
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import WINDOWS, make_engine, raises, snapshot
@@ -28,20 +28,11 @@ from zerolite.monitor.wall_clock import PhaseObserver
 HALVING = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
 
 
-def logged(config: dict[str, Any], loop: str = "engine", folder: Path | None = None) -> dict[str, Any]:
-    return run_watched(config, loop, folder, spoil=True)
-
-
-def monitored(folder: Path, *args: Any, **more: Any) -> dict[str, Any]:
-    place = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    return config(*args, **more) | {"jsonl_monitor": place, "csv_monitor": place}
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_every_step_is_written(tmp_path: Path, stage: int) -> None:
-    setting = monitored(tmp_path, stage, "fp32", 3, 0.4, ADAMW, scheduler=HALVING, fp16=dynamic_fp16())
-    seen = logged(setting, folder=tmp_path)
+    made = config(stage, "fp32", 3, 0.4, ADAMW, scheduler=HALVING, fp16=dynamic_fp16())
+    seen = run_watched(made, folder=tmp_path, spoil=True)
     if dist.get_rank():
         return
     *steps, own = seen["written"]
@@ -70,12 +61,12 @@ def test_all_ranks_raise_if_rank_0_cannot_open_its_monitors(tmp_path: Path) -> N
     if first:
         (tmp_path / "taken").write_text("")
     dist.barrier()
-    broken = monitored(tmp_path / "taken")
+    broken = config() | monitors(tmp_path / "taken")
     words = ("a monitor could not be opened", "taken") if first else ("rank 0 could not open its monitors",)
     for others in (broken, config()):  # people enable monitors on rank 0 only
         with raises(RuntimeError, *words):
             make_engine(broken if first else others)
-    make_engine(monitored(tmp_path / "free") if first else config())
+    make_engine(config() | monitors(tmp_path / "free") if first else config())
 
 
 LINE = re.compile(
@@ -151,8 +142,8 @@ def test_off_it_leaves_nothing_behind_and_by_default_it_is_of_ten_steps() -> Non
 @pytest.mark.parametrize("stage", [0, 3])
 def test_on_cuda_the_last_step_is_written_too(pools: Pools, tmp_path: Path, stage: int) -> None:
     """Its outcome is read when the engine goes."""
-    setting = monitored(tmp_path, stage, "bf16", 1, 0.4, ADAMW, steps_per_print=1, wall_clock_breakdown=True)
-    (result,) = pools(1).run(timed, {"config": setting, "loop": "engine", "pause": 0.0, "windows": 5})
+    made = config(stage, "bf16", 1, 0.4, ADAMW, steps_per_print=1, wall_clock_breakdown=True) | monitors(tmp_path)
+    (result,) = pools(1).run(timed, {"config": made, "loop": "engine", "pause": 0.0, "windows": 5})
     rows = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["step", "2", "4", "6", "8", "10"]
     assert len(LINE.findall(result["printed"])) >= 3
@@ -192,14 +183,8 @@ def test_watched_training_is_the_same_and_every_collective_is_counted(tmp_path: 
     measured = {"comms_logger": LOGGER, "flops_profiler": PROFILER, "wall_clock_breakdown": True}
     times = ["step", *(f"Train/Samples/elapsed_time_ms_{phase}" for phase in PHASES)]
     for stage in range(4):
-        plain, folder, loop = (
-            setting(stage, "bf16", 1, 0.4, ADAMW),
-            tmp_path / str(stage),
-            ("engine", "plain")[stage % 2],
-        )
-        monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-        watched = plain | measured | {"jsonl_monitor": monitor, "csv_monitor": monitor}
-        without, with_them = run_watched(plain, loop), run_watched(watched, loop, folder)
+        plain, loop = setting(stage, "bf16", 1, 0.4, ADAMW), LOOPS[stage % 2]
+        without, with_them = run_watched(plain, loop), run_watched(plain | measured, loop, tmp_path / str(stage))
         assert [entry["step"] for entry in with_them["written"] if list(entry) == times] == [4 * world, 8 * world]
         assert_same_bits(with_them["parameters"], without["parameters"], f"stage {stage}")
         assert with_them["losses"] == without["losses"] and with_them["calls"] == without["calls"]
@@ -218,8 +203,7 @@ def test_watched_training_is_the_same_and_every_collective_is_counted(tmp_path: 
 @on_ranks(2)
 def test_only_the_operations_that_were_asked_for(tmp_path: Path) -> None:
     logger = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"]}
-    place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    one = setting(1, comms_logger=logger, jsonl_monitor=place, check_collectives=True)  # which watches too
+    one = setting(1, comms_logger=logger, check_collectives=True)  # which watches too
     found = run_watched(one, folder=tmp_path)
     assert {row["op"] for row in found["logged"]} == {"all_gather"} and "caller" not in found["logged"][0]
     wanted = {kind: n for kind, n in kinds(found["calls"]).items() if kind[:2] == ("all_gather", "parameters")}
@@ -250,10 +234,8 @@ BACKWARD = 2 * 4 * (7 * 13 + 2 * 13 * 3)
 def test_flops_of_a_known_model(tmp_path: Path) -> None:
     """Two micro-batches of two linear layers, whole parameters and released ones; then the speed."""
     for stage, loop in ((0, "engine"), (3, "engine"), (3, "plain")):
-        folder = tmp_path / f"{stage}{loop}"
-        place = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-        one = config(stage, "fp32", 2, zero=PARTITIONED["moving"], steps_per_print=2, jsonl_monitor=place)
-        found = run_watched(one | {"flops_profiler": PROFILER}, loop, folder, "Mlp")
+        one = config(stage, "fp32", 2, zero=PARTITIONED["moving"], steps_per_print=2, flops_profiler=PROFILER)
+        found = run_watched(one, loop, tmp_path / f"{stage}{loop}", "Mlp")
         printed = found["printed"]
         if dist.get_rank():
             assert "FLOP" not in printed and found["watched"] == []
@@ -322,8 +304,7 @@ def test_an_exception_in_the_counted_step() -> None:
 @on_ranks(2)
 def test_a_breakdown_of_memory(tmp_path: Path) -> None:
     """On rank 0, every two steps: the engine's own report."""
-    place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    found = run_watched(setting(2, optimizer=ADAMW, memory_breakdown=True, jsonl_monitor=place), folder=tmp_path)
+    found = run_watched(setting(2, optimizer=ADAMW, memory_breakdown=True), folder=tmp_path)
     if dist.get_rank():
         assert "memory of" not in found["printed"]
         return

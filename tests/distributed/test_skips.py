@@ -16,20 +16,6 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, loss_of, make_engine, run_steps, snapshot
 from zerolite.zero import GatheredParameters
 
-
-def scale_growth(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train an Mlp; the parameters and the scale after each step."""
-    engine = make_engine(config, "Mlp")
-    scales, snapshots, norms = [], [], []
-    for step in range(steps):
-        scales.append(engine.loss_scale)
-        run_steps(engine, 1, step)
-        norms.append(engine.get_global_grad_norm())
-        snapshots.append(snapshot(engine))
-    return {"scales": scales, "snapshots": snapshots, "norms": norms}
-
-
-STATIC = {"enabled": True, "loss_scale": 4}
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
 
 
@@ -144,10 +130,14 @@ def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gra
         (1, {"optimizer": plain}, 1, [4, 8, 16]),
     ):
         growing = dynamic_fp16(initial_scale_power=2, loss_scale_window=window)
-        grown, fixed = (scale_growth(config(stage, fp16=fp16, **more), len(scales)) for fp16 in (growing, STATIC))
-        assert grown["scales"] == scales and fixed["scales"] == [4] * len(scales)
-        # fp16 gradients below 2^-14 lose bits at the smaller scale: at most 2^-24 / 4 each, far below one unit of a
-        # weight.
-        assert grown["norms"] == pytest.approx(fixed["norms"], rel=1e-5)
-        atol = 2.0**-20 if "clip" in more else 2.0**-14
-        torch.testing.assert_close(grown["snapshots"], fixed["snapshots"], rtol=2.0**-10, atol=atol)
+        static = {"enabled": True, "loss_scale": 4}
+        grown, fixed = (make_engine(config(stage, fp16=fp16, **more), "Mlp") for fp16 in (growing, static))
+        for step, scale in enumerate(scales):
+            assert (grown.loss_scale, fixed.loss_scale) == (scale, 4)
+            run_steps(grown, 1, step)
+            run_steps(fixed, 1, step)
+            # fp16 gradients below 2^-14 lose bits at the smaller scale: at most 2^-24 / 4 each, far below one unit of a
+            # weight.
+            assert grown.get_global_grad_norm() == pytest.approx(fixed.get_global_grad_norm(), rel=1e-5)
+            atol = 2.0**-20 if "clip" in more else 2.0**-14
+            torch.testing.assert_close(snapshot(grown), snapshot(fixed), rtol=2.0**-10, atol=atol)

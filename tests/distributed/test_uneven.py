@@ -3,6 +3,7 @@ the joint batch, with weights of their backwards."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms import Join
 
 import zerolite
-from tests.toolkit import models
+from tests.toolkit import models, reference
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, from_all_ranks
 from tests.toolkit.configs import ADAMW, SGD, at, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
@@ -266,7 +267,6 @@ def test_nobody_waits_for_a_rank_that_does_something_else(stage: str, how: str) 
                 engine.step()
                 if step == 3 and how == "master":
                     zerolite.get_full_master(engine.module.first.weight)
-
                 if step == 3 and how == "metrics":
                     for _ in engine.deepspeed_io(torch.arange(8), batch_size=2, route="eval"):
                         engine.gather_for_metrics(torch.zeros(2))
@@ -304,6 +304,10 @@ def batch_of(step: int, micro: int, rank: int, world: int) -> tuple[Tensor, Tens
     return x[:count], y[:count]
 
 
+def mean_loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    return torch.nn.functional.mse_loss(model(batch[0], "left").to(batch[1].dtype), batch[1])
+
+
 def weighted(
     config: dict[str, Any], micros: int = 1, flush: bool = False, equal: bool = False, weights: bool = True
 ) -> dict[str, Any]:
@@ -315,7 +319,7 @@ def weighted(
         for micro in range(micros):
             rank = engine.rank
             x, y = models.float_batch(step, micro, rank) if equal else batch_of(step, micro, rank, engine.world_size)
-            loss = torch.nn.functional.mse_loss(engine(x, "left").float(), y)
+            loss = mean_loss(engine, (x, y))
             weight: Any = torch.tensor(len(x)) if micro else len(x)
             engine.backward(loss, weight=weight if weights else None)
             if micro == micros - 1:
@@ -330,23 +334,17 @@ def weighted(
 
 def weighted_plain(optimizer: tuple[str, dict[str, Any]], micros: int = 1, clip: float = 0.0) -> dict[str, Any]:
     """Plain PyTorch on the one joint batch of each step, in double precision."""
-    world, model = dist.get_world_size(), models.build(models.TwoBranches).double()
-    torch_optimizer = getattr(torch.optim, optimizer[0])(model.parameters(), **optimizer[1])
-    gradients, norms = [], []
-    for step in range(STEPS):
-        parts = [batch_of(step, micro, rank, world) for micro in range(micros) for rank in range(world)]
-        x, y = (torch.cat(tensors).double() for tensors in zip(*parts, strict=True))
-        torch_optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x, "left"), y).backward()
-        gradients.append(model.stem.weight.grad.clone())
-        limit = clip or float("inf")
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
-        torch_optimizer.step()
-    return {
-        "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
-        "norms": norms,
-        "gradients": gradients,
-    }
+    world, gradients = dist.get_world_size(), []
+    model = models.build(models.TwoBranches).double()
+    model.stem.weight.register_hook(lambda gradient: gradients.append(gradient.clone()))
+
+    def window(step: int) -> list[Any]:
+        parts = [[batch_of(step, micro, rank, world) for rank in range(world)] for micro in range(micros)]
+        return [[(x.double(), y.double()) for x, y in ranks] for ranks in parts]
+
+    batches = [window(step) for step in range(STEPS)]
+    found = reference.train(model, mean_loss, batches, "fp32", optimizer, clip)
+    return {"parameters": dict(model.named_parameters()), "norms": found.norms, "gradients": gradients}
 
 
 @pytest.mark.slow
@@ -370,11 +368,14 @@ def test_weights_give_the_gradient_of_the_joint_batch() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("stage", "precision"), [("0", "bf16"), ("2", "fp16"), ("3", "fp16")])
-def test_weights_in_16_bits(stage: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision", "rel"),
+    [("0", "bf16", 0.02), ("2", "fp16", 0.003), ("3", "fp16", 0.003), ("0", "fp32", 2e-6), ("3", "fp32", 2e-6)],
+)
+def test_weights_in_16_bits_and_in_a_step_that_is_flushed_early(stage: str, precision: str, rel: float) -> None:
     """Gradients are those of the joint batch, to the rounding of 16-bit values."""
-    found = weighted(at(stage, precision=precision, accumulation=2), 2)
-    rel = 0.02 if precision == "bf16" else 0.003
+    flush = precision == "fp32"
+    found = weighted(at(stage, precision=precision, accumulation=5 if flush else 2), 2, flush)
     assert found["norms"] == pytest.approx(weighted_plain(SGD, 2)["norms"], rel=rel)
 
 
@@ -403,13 +404,6 @@ def test_equal_weights_change_no_bit() -> None:
     for stage in ("0", "1", "2", "3"):
         one, other = (weighted(at(stage), equal=True, weights=weights) for weights in (True, False))
         assert_same_bits(one["parameters"], other["parameters"], f"stage {stage}, with weights and without")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["0", "3"])
-def test_a_window_that_is_flushed_early(stage: str) -> None:
-    found = weighted(at(stage, accumulation=5), 2, flush=True)
-    assert found["norms"] == pytest.approx(weighted_plain(SGD, 2)["norms"], rel=2e-6)
 
 
 @on_ranks(2)

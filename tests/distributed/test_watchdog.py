@@ -88,8 +88,6 @@ def part(
         elif doing == "stop":
             time.sleep(0.5)  # until it has said in which step it is
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif doing == "fewer":
-            _wait_outside()
         elif doing == "save":
             engine.save_checkpoint(directory)
         try:
@@ -114,16 +112,11 @@ def part(
     return found
 
 
-def _wait_outside() -> None:
-    time.sleep(FOR_EVER)
-
-
 TIMEOUT_S = 3.0
 
 # How rank 1 parts from the others, at which stage, and what the message says then.
 PARTINGS: dict[str, tuple[int, list[str]]] = {
     "sleep": (2, ["rank 1 is outside of the engine", "in part", "engine.join()", "waits for no rank"]),
-    "fewer": (0, ["rank 1 is outside of the engine", "in _wait_outside", "engine.join()"]),
     "sleep in forward": (3, ["rank 1 is slow or stuck in the forward", "in forward", "desync_timeout_s"]),
     "save": (2, ["rank 1 called engine.save_checkpoint(), and the other", "on all ranks"]),
     "branch": (3, ["'experts.first'", "'experts.second'", "leaf_modules", "number 4 in this step"]),

@@ -22,10 +22,10 @@ from zerolite.monitor.flops_profiler import FlopsProfiler
 STEPS = 4
 
 
-def read_jsonl(folder: str) -> list[dict[str, Any]]:
-    """The objects in the folder's file; nothing if there is none."""
-    path = Path(folder, "job", "events.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def monitors(folder: Path) -> dict[str, Any]:
+    """The sections of a config whose monitors write into ``folder``."""
+    place = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    return {"jsonl_monitor": place, "csv_monitor": place}
 
 
 def events_of(engine: Any, kind: type) -> list[str]:
@@ -45,14 +45,14 @@ def run_watched(
     model: str = "OddModel",
     spoil: bool = False,
 ) -> dict[str, Any]:
-    """Train for a few windows; return what this rank saw, and what is in ``folder`` in the end.
+    """Train for a few windows; return what this rank saw, and what its monitors wrote into ``folder``.
 
     spoil: in the second step the gradient of the last rank is not finite; behind the last one the user writes a value.
     """
     printed = io.StringIO()
     seen: dict[str, Any] = {"losses": [], "lr": [], "norms": [], "scales": []}
     with contextlib.redirect_stdout(printed), Warnings():
-        engine = make_engine(config, model)
+        engine = make_engine(config | monitors(folder) if folder else config, model)
         with record() as recorder:
             for step in range(STEPS):
                 bad = spoil and step == 1 and dist.get_rank() == dist.get_world_size() - 1
@@ -77,5 +77,6 @@ def run_watched(
     gc.collect()
     dist.barrier()
     assert gone() is None and torch._C._len_torch_dispatch_stack() == 0
-    written = read_jsonl(str(folder)) if folder else []
+    file = Path(folder or "", "job", "events.jsonl")  # of rank 0
+    written = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return {**seen, "calls": plain_calls(recorder), "printed": printed.getvalue(), "written": written}
