@@ -1,6 +1,5 @@
 """Pipelines of layers, and of models divided by names, against plain PyTorch on the joint batch: losses, norms and
-parameters; what is sent; what is held; and models that are
-refused. Grids, and more of steps that fail, are in test_grid*.py."""
+parameters; messages; memory; and models that are refused. Grids, and more of steps that fail, are in test_grid*.py."""
 
 from __future__ import annotations
 
@@ -103,9 +102,8 @@ def train(
     found = {name: p.detach() for name, p in engine.module.named_parameters()}
     assert_everywhere(found, {name: p.detach() for name, p in whole.named_parameters()})
     if kind in NAMED:  # buffers too
-        torch.testing.assert_close(
-            dict(engine.full_state_dict()), dict(whole.state_dict()), rtol=RELATIVE, atol=RELATIVE
-        )
+        state = dict(engine.full_state_dict())
+        torch.testing.assert_close(state, dict(whole.state_dict()), rtol=RELATIVE, atol=RELATIVE)
     else:
         assert_everywhere(dict(engine.module.named_buffers()), dict(whole.named_buffers()))
     return engine, recorder
@@ -184,35 +182,25 @@ def test_grids_options_and_divided_models() -> None:
 # -------------------------------------------------------------------- what is held, and what comes out
 
 
-class Kept:
+class Token:
     """Lives as long as a node of the graph."""
 
 
-class Keeping(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Kept) -> Tensor:
-        ctx.token = token
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
-
-
-class Counts(nn.Module):
+class Counts(nn.Linear):
     """Knows how many of its outputs are alive: activations between forward and backward."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
+        super().__init__(WIDTH, WIDTH)
         self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
         self.most = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        token = Kept()
+        output, token = super().forward(x), Token()
+        if output.grad_fn is not None:
+            output.grad_fn.metadata["token"] = token
         self.alive.add(token)
         self.most = max(self.most, len(self.alive))
-        return Keeping.apply(self.inner(x), token)  # type: ignore[no-any-return]
+        return output
 
 
 @pytest.mark.slow
@@ -271,31 +259,24 @@ class Skips(nn.Module):
         return x + stem.detach()
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "Skips": Skips,
-    "TiedGpt": TiedGpt,
-    "module": lambda: module_of("blocks"),
-    "three stages": lambda: module_of("blocks", num_stages=3),
-    "broken": lambda: PipelineModule([LayerSpec(Block), LayerSpec(Block), LayerSpec(Block), LayerSpec(nn.Linear)]),
-    "frozen": lambda: nn.Sequential(Block(), Block(), nn.Tanh(), nn.Tanh()),
-}
-REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("Skips", {}, ["'stem.bias'", "part 0", "'blocks.2'", "skip connection"]),
-    ("TiedGpt", {"split": ["blocks.1.up"]}, ["blocks.0.down.bias", "blocks.1.up"]),
-    ("TiedGpt", {"split": ["blocks"]}, ["'blocks'", "called by itself"]),
-    ("module", {"split": ["layers.2"]}, ["pipeline.split", "PipelineModule"]),
-    ("three stages", {}, ["num_stages = 2", "got 3"]),
-    ("broken", {}, ["could not be divided", "in_features"]),
-    ("frozen", {"partition_method": "uniform"}, ["trained parameter"]),
+BROKEN = [LayerSpec(Block), LayerSpec(Block), LayerSpec(Block), LayerSpec(nn.Linear)]
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = [
+    (Skips, {}, ["'stem.bias'", "part 0", "'blocks.2'", "skip connection"]),
+    (TiedGpt, {"split": ["blocks.1.up"]}, ["blocks.0.down.bias", "blocks.1.up"]),
+    (TiedGpt, {"split": ["blocks"]}, ["'blocks'", "called by itself"]),
+    (lambda: module_of("blocks"), {"split": ["layers.2"]}, ["pipeline.split", "PipelineModule"]),
+    (lambda: module_of("blocks", num_stages=3), {}, ["num_stages = 2", "got 3"]),
+    (lambda: PipelineModule(BROKEN), {}, ["could not be divided", "in_features"]),
+    (lambda: nn.Sequential(Block(), Block(), *[nn.Tanh()] * 2), {"partition_method": "uniform"}, ["trained parameter"]),
 ]
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_what_cannot_be_a_pipeline() -> None:
-    for kind, pipeline, words in REFUSED:
+    for build, pipeline, words in REFUSED:
         settings = config(0, "fp32", 4) | {"pipeline": {"stages": 2, **pipeline}}
-        make = token_batch if kind == "TiedGpt" else float_batch
+        make = token_batch if build is TiedGpt else float_batch
         with raises((RuntimeError, ValueError, TypeError), *words):
-            engine = zerolite.initialize(MODELS[kind](), settings, loss_fn=F.mse_loss if kind == "Skips" else None)
+            engine = zerolite.initialize(build(), settings, loss_fn=F.mse_loss if build is Skips else None)
             engine.train_batch(iter(batches_of(make, 0)[0]))
