@@ -19,21 +19,21 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "bin" / "zerolite")]
 TIMEOUT_S = 240
 
-# Each rank writes what it was started with to report.RANK.json beside the script; `extra` runs after that.
+# Each rank writes what it was started with to report.RANK.json beside the script.
 REPORT_SCRIPT = """\
-import json, os, sys
+import json, os, socket, sys
 from pathlib import Path
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-report = {"argv": sys.argv[1:], "cwd": os.getcwd(), "main": __name__, "pid": os.getpid()}
-report.update((name, os.environ.get(name)) for name in names)
+report = {**os.environ, "argv": sys.argv[1:], "cwd": os.getcwd(), "main": __name__, "pid": os.getpid()}
+report["host"] = socket.gethostname()
 Path(__file__).with_name(f"report.{os.environ['RANK']}.json").write_text(json.dumps(report))
+print("this is rank", os.environ["RANK"], flush=True)
 """
 
 
 def job_environment(**changes: str | None) -> dict[str, str]:
     """The environment without what a surrounding launcher or job may have set; `None` removes a variable."""
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    prefixes = ("TORCHELASTIC_", "SLURM_", "CUDA_VISIBLE_")
+    prefixes = ("TORCHELASTIC_", "SLURM_", "CUDA_VISIBLE_", "OMPI_", "PMI", "MPI_", "HYDI_")
     environ = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith(prefixes)}
     for name, value in changes.items():
         if value is None:
@@ -70,19 +70,15 @@ def run_command(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess
     return run(*COMMAND, *arguments, cwd=cwd, **options)
 
 
-def start_command(
-    *arguments: str | Path, cwd: Path, through: Sequence[str] = (), **changes: str | None
-) -> subprocess.Popen[str]:
-    """Start `zerolite ARGUMENTS`, by the command ``through`` if given; its output comes through pipes."""
-    return subprocess.Popen(
-        [*through, *COMMAND, *map(str, arguments)],
-        cwd=cwd,
-        env=job_environment(**changes),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(*command: str | Path, cwd: Path | None = None, **changes: str | None) -> subprocess.Popen[str]:
+    """Start a command whose output comes through pipes. changes: to the environment."""
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*map(str, command)], cwd=cwd, env=job_environment(**changes), text=True, **pipes)
+
+
+def start_command(*arguments: str | Path, through: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
+    """Start `zerolite ARGUMENTS`, by the command ``through`` if given. options: of :func:`start`."""
+    return start(*through, *COMMAND, *arguments, **options)
 
 
 def wait_until(
@@ -96,10 +92,18 @@ def wait_until(
         time.sleep(0.02)
 
 
-def read_reports(directory: Path, nproc: int) -> list[dict[str, object]]:
-    """Return what each rank wrote, in rank order; exactly `nproc` reports must be there."""
-    assert len(list(directory.glob("report.*.json"))) == nproc
-    return [json.loads((directory / f"report.{rank}.json").read_text()) for rank in range(nproc)]
+def wait_until_none(left: Callable[[], Any], timeout: float) -> None:
+    """Wait until nothing is left; fail after ``timeout`` seconds with what is."""
+    deadline = time.monotonic() + timeout
+    while found := left():
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def read_reports(directory: Path) -> list[dict[str, Any]]:
+    """Return what the ranks wrote, in their order."""
+    count = len(list(directory.glob("report.*.json")))
+    return [json.loads((directory / f"report.{rank}.json").read_text()) for rank in range(count)]
 
 
 def free_port() -> int:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -73,13 +72,9 @@ class VirtualHost:
         inside = ["env", "-C", str(cwd), *(word for key in unset for word in ("-u", key)), *given, *map(str, argv)]
         return ["nsenter", "-t", str(self.first), "-m", "-u", "-i", "-n", "-p", *inside]
 
-    def run(self, *argv: str | Path, cwd: Path | str = "/", timeout: float = 120, **variables: str | None) -> str:
+    def run(self, *argv: str | Path) -> str:
         """Run a command on this host, and return what it prints; it must succeed."""
-        done = subprocess.run(
-            self.command(argv, cwd, **variables), capture_output=True, text=True, timeout=timeout, env=environment()
-        )
-        assert done.returncode == 0, f"{argv} on {self.name}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        return call(*self.command(argv))
 
     def processes(self) -> dict[int, str]:
         """Command lines of what runs on this host, besides its first process and sshd.
@@ -93,13 +88,6 @@ class VirtualHost:
                 if line and not line.startswith("sshd: "):
                     found[pid] = line
         return found
-
-    def wait_until_idle(self, timeout: float) -> dict[int, str]:
-        """Wait until nothing runs here; return what still runs after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return left
 
 
 @dataclass

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
-from tests.cli.helpers import COMMAND, job_environment, wait_until
+from tests.cli.helpers import COMMAND, job_environment, read_reports, wait_until, wait_until_none
 from tests.cli.namespaces import VirtualHost, VirtualNetwork, child_of, environment, virtual_network, why_not
 
 TIMEOUT_S = 240
 END_S = 10.0
 """All processes of a job have ended this long after its first failure."""
-
-REPORT = """\
-import json, os, socket, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG",
-         "FROM_FILE")
-report = {name: os.environ.get(name) for name in names}
-report.update(host=socket.gethostname(), cwd=os.getcwd(), argv=sys.argv[1:])
-with open(f"report.{os.environ['RANK']}.json", "w") as file:
-    json.dump(report, file)
-print("this is rank", os.environ["RANK"], flush=True)
-"""
 
 # Waits in steps, so that a Ctrl-C interrupts it; `arrived.RANK` says that it is there.
 WAIT = """\
@@ -117,16 +104,11 @@ class Site:
 
     def assert_idle(self, timeout: float, *names: str) -> None:
         """Nothing of a job is left on these hosts, by default all, at the latest in ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        for host in self.hosts:
-            if not names or host.name in names:
-                left = host.wait_until_idle(max(0.0, deadline - time.monotonic()))
-                assert not left, f"still there on {host.name}: {left}"
+        hosts = [host for host in self.hosts if not names or host.name in names]
+        wait_until_none(lambda: {host.name: left for host in hosts if (left := host.processes())}, timeout)
 
-    def reports(self) -> list[dict[str, object]]:
-        """Return the reports of the ranks, in their order."""
-        count = len(list(self.directory.glob("report.*.json")))
-        return [json.loads((self.directory / f"report.{rank}.json").read_text()) for rank in range(count)]
+    def reports(self) -> list[dict[str, Any]]:
+        return read_reports(self.directory)
 
 
 class Running:

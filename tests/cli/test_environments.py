@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import zerolite
-from tests.cli.helpers import COMMAND, TIMEOUT_S, free_port, job_environment
+from tests.cli import helpers
+from tests.cli.helpers import COMMAND, TIMEOUT_S, free_port
 
 TRAIN = """
 import os, sys
@@ -68,33 +69,21 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def clean_environment(**changes: str) -> dict[str, str]:
-    kept = {k: v for k, v in job_environment().items() if not k.startswith(("OMPI_", "PMI", "MPI_", "HYDI_"))}
-    return {**kept, "OMP_NUM_THREADS": "1", **changes}
-
-
 def start(command: Sequence[str | Path], **changes: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*map(str, command)],
-        env=clean_environment(**changes),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return helpers.start(*command, **{"OMP_NUM_THREADS": "1", **changes})
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
     """The outputs, once all have succeeded; whatever happens, none is left running."""
     try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
-    return outputs
+    return [output for output, _ in outputs]
 
 
 def places(*outputs: str) -> list[tuple[int, int, int, str]]:

@@ -47,7 +47,8 @@ def test_two_processes_meet(tmp_path: Path) -> None:
     (directory / "my train.py").write_text(REPORT_SCRIPT + ALL_REDUCE)
     result = run_command("--nproc", "2", directory / "my train.py", *ODD_ARGUMENTS, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    reports = read_reports(directory, 2)
+    reports = read_reports(directory)
+    assert len(reports) == 2
     for rank, report in enumerate(reports):
         assert report["argv"] == ODD_ARGUMENTS
         assert report["sum"] == 3.0
@@ -65,8 +66,8 @@ def test_one_process_per_visible_device_and_a_share_of_the_cores_for_each(tmp_pa
     (tmp_path / "train.py").write_text(REPORT_SCRIPT)
     result = run_command("train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="1,0,2")
     assert result.returncode == 0, result.stderr
-    for report in read_reports(tmp_path, 3):
-        assert (report["WORLD_SIZE"], report["OMP_NUM_THREADS"]) == ("3", str(max(1, count_cores() // 3)))
+    started = [(report["WORLD_SIZE"], report["OMP_NUM_THREADS"]) for report in read_reports(tmp_path)]
+    assert started == [("3", str(max(1, count_cores() // 3)))] * 3
     lines = [line for line in result.stderr.splitlines() if "OMP_NUM_THREADS" in line]
     assert len(lines) == 1 and "3 processes" in lines[0]
 
@@ -79,7 +80,7 @@ def start_waiting_job(directory: Path, *options: str) -> tuple[subprocess.Popen[
     )
     job = start_command("--nproc", "2", *options, "train.py", cwd=directory)
     wait_until(lambda: sum('"sum"' in file.read_text() for file in directory.glob("report.*.json")) == 2, job)
-    return job, [int(str(report["pid"])) for report in read_reports(directory, 2)]
+    return job, [report["pid"] for report in read_reports(directory)]
 
 
 @pytest.mark.slow
@@ -97,7 +98,7 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
         first.communicate(timeout=TIMEOUT_S)
     ports = set()
     for name in ("first", "second"):
-        reports = read_reports(tmp_path / name, 2)
+        reports = read_reports(tmp_path / name)
         assert [report["sum"] for report in reports] == [3.0, 3.0]
         ports.update(report["MASTER_PORT"] for report in reports)
     assert len(ports) == 2
@@ -155,14 +156,9 @@ def test_rank_0_has_the_terminal_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint('terminal', sys.stdout.isatty(), sys.stderr.isatty())\n")
     (tmp_path / "tmp").mkdir()
     ours, theirs = os.openpty()
-    job = subprocess.Popen(
-        [*COMMAND, "--nproc", "2", "train.py"],
-        cwd=tmp_path,
-        env=job_environment(TMPDIR=str(tmp_path / "tmp")),
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
-    )
+    environ, streams = job_environment(TMPDIR=str(tmp_path / "tmp")), dict.fromkeys(["stdout", "stderr"], theirs)
+    command = [*COMMAND, "--nproc", "2", "train.py"]
+    job = subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, **streams)
     os.close(theirs)
     text = b""
     try:
@@ -199,5 +195,5 @@ def test_dry_run_prints_what_would_run(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert list(tmp_path.glob("report.*")) == []
     output_of("sh", given=result.stdout, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    for number, report in enumerate(read_reports(tmp_path, 2)):
-        assert (report["argv"], report["RANK"], report["WORLD_SIZE"]) == (ODD_ARGUMENTS, str(number), "2")
+    found = [(report["argv"], report["RANK"], report["WORLD_SIZE"]) for report in read_reports(tmp_path)]
+    assert found == [(ODD_ARGUMENTS, "0", "2"), (ODD_ARGUMENTS, "1", "2")]

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from tests.cli.helpers import COMMAND
+from tests.cli.helpers import COMMAND, REPORT_SCRIPT
 from tests.cli.namespaces import environment
-from tests.cli.sites import END_S, REPORT, TRAIN, MakeSite, Site, needs_hosts, read_losses
+from tests.cli.sites import END_S, TRAIN, MakeSite, Site, needs_hosts, read_losses
 
 pytestmark = needs_hosts
 
@@ -64,7 +64,7 @@ def test_srun(make_site: MakeSite) -> None:
         (tools / name).chmod(0o755)
     path = f"{tools}:{environment()['PATH']}"
     variables = {"PATH": path, "SSH_CONFIG": str(site.network.ssh_config), "SLURM_JOB_NODELIST": "host[1-3]"}
-    site.write("report.py", REPORT)
+    site.write("report.py", REPORT_SCRIPT)
     job = site.start(*COMMAND, "--launcher", "slurm", "--nproc", "1", "report.py", **variables)
     assert job.wait() == 0, job.errors
     assert [report["host"] for report in site.reports()] == ["host1", "host2", "host3"]
@@ -74,7 +74,7 @@ def test_srun(make_site: MakeSite) -> None:
 
 def assert_tool_works(site: Site, launcher: str, **variables: str) -> None:
     """Three ranks on two hosts start in order, a crash is told, and nothing outlives the launcher."""
-    site.write("report.py", REPORT)
+    site.write("report.py", REPORT_SCRIPT)
     argv = [*COMMAND, "--hostfile", "hosts", "--launcher", launcher]
     names = [line.split()[0] for line in (site.directory / "hosts").read_text().splitlines()]
     job = site.start(*argv, "report.py", "$x 100% 'y'", **variables)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import COMMAND, ROOT, wait_until
+from tests.cli.helpers import COMMAND, REPORT_SCRIPT, ROOT, wait_until
 from tests.cli.namespaces import VirtualHost
-from tests.cli.sites import END_S, REPORT, TRAIN, MakeSite, needs_hosts, read_losses
+from tests.cli.sites import END_S, TRAIN, MakeSite, needs_hosts, read_losses
 
 pytestmark = needs_hosts
 
@@ -21,7 +21,7 @@ pytestmark = needs_hosts
 def test_a_job_on_two_hosts(make_site: MakeSite) -> None:
     """Ranks in the order of the hostfile, the script's arguments untouched, variables on both hosts, nothing left."""
     site = make_site(2, 1)
-    site.write("report.py", REPORT)
+    site.write("report.py", REPORT_SCRIPT)
     site.write(".zerolite_env", "FROM_FILE=it's there\n")
     job = site.launch("--tee", "all", "report.py", "--x", "$HOME 'y'", NCCL_DEBUG="WARN")
     assert job.process.returncode == 0, job.errors
@@ -44,7 +44,7 @@ def test_a_job_on_two_hosts(make_site: MakeSite) -> None:
 def test_all_that_does_not_fit_is_named_at_once(make_site: MakeSite, tmp_path: Path) -> None:
     """Nothing is started, exit status 2, and each host's trouble is told, with what to do."""
     site = make_site(1, 1, 1, 1, 1)
-    site.write("report.py", REPORT)
+    site.write("report.py", REPORT_SCRIPT)
     pretend_version(site.hosts[1], tmp_path / "METADATA", "torch", "1.2.3")
     site.hosts[2].run("mount", "-t", "tmpfs", "tmpfs", site.directory.parent)
     site.hosts[3].run("mount", "-t", "tmpfs", "tmpfs", Path(sys.executable).parent)
@@ -91,7 +91,7 @@ def test_training_on_several_hosts(make_site: MakeSite) -> None:
 def test_the_launcher_may_be_elsewhere(make_site: MakeSite) -> None:
     """A job whose first host is not the one on which it is started; another one is."""
     site = make_site(1, 1, 1)
-    site.write("report.py", REPORT)
+    site.write("report.py", REPORT_SCRIPT)
     job = site.launch("--exclude", "host1", "report.py")
     assert job.process.returncode == 0, job.errors
     assert [report["host"] for report in site.reports()] == ["host2", "host3"]
@@ -106,7 +106,7 @@ def test_the_launcher_may_be_elsewhere(make_site: MakeSite) -> None:
 @pytest.mark.slow
 def test_the_port_is_taken_or_closed(make_site: MakeSite) -> None:
     site = make_site(1, 1)
-    site.write("report.py", REPORT)
+    site.write("report.py", REPORT_SCRIPT)
     taken = site.start(
         sys.executable, "-c", "import socket, time; s = socket.create_server(('', 29600)); time.sleep(99)"
     )
@@ -144,7 +144,7 @@ def test_one_command_per_node(make_site: MakeSite) -> None:
 def test_one_command_per_node_with_a_hostfile(make_site: MakeSite) -> None:
     """Each host finds its place, the number of its ranks and the first host in the file."""
     site = make_site(1, 2)
-    site.write("report.py", REPORT)
+    site.write("report.py", REPORT_SCRIPT)
     nodes = [site.start(*COMMAND, "--hostfile", "hosts", "--no-ssh", "report.py", host=host) for host in (0, 1)]
     assert [node.wait() for node in nodes] == [0, 0], [node.errors for node in nodes]
     assert [report["host"] for report in site.reports()] == ["host1", "host2", "host2"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.helpers import ROOT, free_port, job_environment, wait_until
 from zerolite.diagnostics.watchdog import EXIT_STATUS
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 BEGIN = """
 import os, signal, sys, threading, time, weakref
 import torch
@@ -41,15 +39,12 @@ def step(engine):
 @contextmanager
 def ranks(directory: Path, script: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two of them, without a launcher, so that rank 0 holds the store. Output is in ``directory/RANK``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    path = directory / "train.py"
+    path, port = directory / "train.py", str(free_port())
     path.write_text(BEGIN + script)
     processes = []
     for rank in range(2):
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        environ = {**os.environ, **variables, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        environ = job_environment(**place, MASTER_PORT=port, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
         with (directory / str(rank)).open("wb") as output:
             command = [sys.executable, "-u", str(path)]
             processes.append(subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT))
@@ -126,8 +121,7 @@ for i in range(4):
 print("done")
 """
     with ranks(tmp_path, script) as processes:
-        while (tmp_path / "1").read_text().count("step") < 2:
-            time.sleep(0.1)
+        wait_until(lambda: (tmp_path / "1").read_text().count("step") >= 2)
         time.sleep(0.3)
         for process in processes:
             process.send_signal(signal.SIGSTOP)
