@@ -17,30 +17,25 @@ from zerolite.utils.accelerator import HostRead
 STEPS, STEADY = 7, 3
 
 
-class Waits:
-    """Counts reads that are begun and taken in one step: the host waits for what it has just queued."""
+@contextlib.contextmanager
+def counting() -> Iterator[list[int]]:
+    """Count, in the list's last element, reads that are taken before another one is appended: the host waits for what
+    it has just queued."""
+    waits: list[int] = []
+    make, get = HostRead.__init__, HostRead.get
 
-    def __init__(self) -> None:
-        self.step = 0
-        self.of_step = [0] * STEPS
+    def begin(read: Any, tensor: torch.Tensor) -> None:
+        make(read, tensor)
+        read.begun = len(waits)
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        make, get = HostRead.__init__, HostRead.get
+    def take(read: Any) -> torch.Tensor:
+        waits[-1] += read.begun == len(waits)
+        return get(read)
 
-        def note_begin(read: Any, tensor: torch.Tensor) -> None:
-            make(read, tensor)
-            read.begun = self.step
-
-        def note_end(read: Any) -> torch.Tensor:
-            self.of_step[self.step] += read.begun == self.step
-            return get(read)
-
-        HostRead.__init__, HostRead.get = note_begin, note_end  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            HostRead.__init__, HostRead.get = make, get  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostRead, "__init__", begin)
+        patch.setattr(HostRead, "get", take)
+        yield waits
 
 
 def waits_of_training(config: dict[str, Any], loop: str) -> list[int]:
@@ -49,10 +44,9 @@ def waits_of_training(config: dict[str, Any], loop: str) -> list[int]:
     one."""
     engine = make_engine(config, on_device=True)
     schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5) if loop == "schedule" else None
-    waits = Waits()
-    with waits.counting():
+    with counting() as waits:
         for step in range(STEPS):
-            waits.step = step
+            waits.append(0)
             extras = (True, True, True)
             if loop == "unused":
                 extras = (step > 4 and engine.rank == 1, step % 2 == 0 and engine.rank == 1, True)
@@ -70,7 +64,7 @@ def waits_of_training(config: dict[str, Any], loop: str) -> list[int]:
                 engine.zero_grad()
             else:
                 engine.step()
-    return waits.of_step[STEADY:]
+    return waits[STEADY:]
 
 
 @pytest.mark.fast("2-1-schedule", "2-2-weight", "2-3-engine", "2-2-unused")

@@ -268,7 +268,7 @@ def test_random_numbers(sequence_parallel: bool) -> None:
         block.register_module("outer", nn.Dropout(0.3))
         block.register_forward_hook(lambda module, args, out: module.outer(out))
     torch.manual_seed(comm.rank)
-    parallelize_module(model, settings(comm, sequence_parallel=sequence_parallel), comm, CPU)
+    parallelize_module(model, settings(comm.world_size, sequence_parallel=sequence_parallel), comm, CPU)
     x, y = tokens(vocabulary=37), tokens(vocabulary=37, seed=4)
     masks: dict[str, list[Tensor]] = {"inside": [], "outside": []}
     for block in model.blocks:
@@ -309,7 +309,7 @@ def test_a_failure_inside_leaves_the_common_random_numbers() -> None:
     comm = communicator()
     torch.manual_seed(11)
     model = Stack([Shapes("separate", dropout=0.3)])
-    parallelize_module(model, settings(comm), comm, CPU)
+    parallelize_module(model, settings(comm.world_size), comm, CPU)
 
     def fail(*_: object) -> None:
         raise ArithmeticError
@@ -331,7 +331,7 @@ def test_nothing_is_kept(sequence_parallel: bool) -> None:
     comm = communicator()
     torch.manual_seed(0)
     model = Stack([Shapes("separate")])
-    parallelize_module(model, settings(comm, sequence_parallel=sequence_parallel), comm, CPU)
+    parallelize_module(model, settings(comm.world_size, sequence_parallel=sequence_parallel), comm, CPU)
     seen: list[tuple[str, weakref.ref[Tensor]]] = []
 
     def note(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:

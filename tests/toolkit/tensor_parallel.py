@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,20 +21,13 @@ LOSS = 1e-6
 GRADIENTS = 2e-6
 
 
-@dataclass
-class Settings:
-    ranks: int
-    plan: Any = "auto"
-    sequence_parallel: bool = False
-    divide: Any = "auto"
-
-
 def communicator() -> Communicator:
     return create_communicator(CPU)
 
 
-def settings(comm: Communicator, plan: Any = "auto", **others: Any) -> Settings:
-    return Settings(comm.world_size, plan, **others)
+def settings(ranks: int, plan: Any = "auto", **others: Any) -> Any:
+    """What ``tensor_parallel`` of a config would say."""
+    return SimpleNamespace(ranks=ranks, plan=plan, **{"sequence_parallel": False, "divide": "auto", **others})
 
 
 def relative(one: Tensor, other: Tensor, least: float = 0.0) -> float:
@@ -48,16 +41,13 @@ def own_part(parameter: Tensor, full: Tensor) -> Tensor:
     return full if cut is None else cut.of(full)
 
 
-Loss = Callable[[nn.Module], Tensor]
-
-
-def compare(model: nn.Module, loss_of: Loss, plan: Any = "auto", **others: Any) -> dict[str, Any]:
+def compare(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **others: Any) -> dict[str, Any]:
     """Loss and gradients, cut and whole: the largest relative differences, and the collectives of both passes."""
     comm = communicator()
     whole = copy.deepcopy(model)
     expected = loss_of(whole)
     expected.backward()
-    parallelize_module(model, settings(comm, plan, **others), comm, CPU)
+    parallelize_module(model, settings(comm.world_size, **others), comm, CPU)
     with record() as forward:
         loss = loss_of(model)
     with record() as backward:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from examples.gpt.model import GPT, GPTConfig
-from tests.toolkit.tensor_parallel import CPU, Nano, Settings, Shapes, Stack
+from tests.toolkit.tensor_parallel import CPU, Nano, Shapes, Stack, settings
 from zerolite.comm import dry_communicator
 from zerolite.tensor_parallel import RowParallelLinear, TensorPlanError, parallelize_module
 from zerolite.tensor_parallel.plan import Style, matches, parse_style, resolve
@@ -36,7 +36,7 @@ class Plain(nn.Module):
 def cut(model: nn.Module, plan: Any = "auto", size: int = 2, rank: int = 0, **others: Any) -> nn.Module:
     comm = dry_communicator("gloo", rank, size)
     comm.main = True  # a dry run says nothing by itself
-    parallelize_module(model, Settings(size, plan, **others), comm, CPU)
+    parallelize_module(model, settings(size, plan, **others), comm, CPU)
     return model
 
 
@@ -161,7 +161,7 @@ def test_a_stage_of_a_pipeline() -> None:
     set_names(model.embed.weight, ["embed.weight", "elsewhere.head.weight"])
     comm = dry_communicator("gloo", 0, 2)
     plan = {**MLP, "other.*": "column", "elsewhere.head": "vocab"}
-    assert parallelize_module(model, Settings(2, plan), comm, CPU, stage=True) == ["other.*"]
+    assert parallelize_module(model, settings(2, plan), comm, CPU, stage=True) == ["other.*"]
     assert list(parts_of(model)) == ["embed.weight"]
 
 

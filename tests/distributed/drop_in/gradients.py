@@ -103,11 +103,9 @@ SCALERS = ["step", "unscale_ and clip", "not finite", "own", "own fused"]
 
 @case("`torch.amp.GradScaler` around", SCALERS, close=CLIPPED)
 def grad_scaler(run: Run, how: str) -> None:
-    own: Any = None
-    if how in ("own", "own fused"):
-        own = lambda model: torch.optim.SGD(model.parameters(), lr=0.0625, fused=how == "own fused")  # noqa: E731
-    run.start(own=own)
-    optimizer = run.optimizer if own is None else run.own
+    fused = how == "own fused"
+    run.start(own=(lambda model: torch.optim.SGD(model.parameters(), lr=0.0625, fused=fused)) if "own" in how else None)
+    optimizer = run.own or run.optimizer
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
     for step in range(STEPS):
         with torch.autocast("cpu", dtype=torch.float16):
@@ -127,13 +125,11 @@ def grad_scaler(run: Run, how: str) -> None:
 
 @case("`torch.amp.GradScaler` with", ["step", "own fused"], words=["FP16"], error=(RuntimeError, ValueError))
 def second_grad_scaler(run: Run, how: str) -> None:
-    own: Any = None
-    if how == "own fused":
-        own = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # noqa: E731
+    own = (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)) if how == "own fused" else None
     run.start(own=own, precision="fp16")
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     scaler.scale(run.loss(0)).backward()
-    scaler.step(run.optimizer if own is None else run.own)
+    scaler.step(run.own or run.optimizer)
 
 
 @case("`GradScaler(enabled=False)`")
@@ -223,10 +219,6 @@ def _each(change: Callable[[Any], Any]) -> Callable[[Run], None]:
     return of_all
 
 
-def _set_item(g: Any) -> None:
-    g[0] = 0.5
-
-
 def _times_data(g: Any) -> None:
     g.data *= 2.0
 
@@ -248,6 +240,12 @@ def _from_others(run: Run) -> None:
     second.grad.add_(first.grad.abs().max())
 
 
+def _noise(run: Run) -> None:
+    torch.manual_seed(3)  # the same on all ranks, as DDP's parameters want
+    for parameter in run.module.parameters():
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
+
+
 CHANGED: dict[str, Callable[[Run], None]] = {
     "mul_": _each(lambda g: g.mul_(2.0)),
     "mul_ by a tensor": _each(lambda g: g.mul_(torch.full(g.shape, 0.7))),
@@ -256,9 +254,9 @@ CHANGED: dict[str, Callable[[Run], None]] = {
     "clamp_": _each(lambda g: g.clamp_(-0.01, 0.01)),
     "sign_": _each(lambda g: g.sign_()),
     "mask": _each(lambda g: g.masked_fill_(g < 0, 0.0)),
-    "noise": lambda run: _noise(run),
+    "noise": _noise,
     "decay": lambda run: [p.grad.add_(p.detach(), alpha=0.1) for p in run.module.parameters()],
-    "item": _each(_set_item),
+    "item": _each(lambda g: g.__setitem__(0, 0.5)),
     "data": _each(_times_data),
     "sort": _each(lambda g: g.copy_(g.flatten().sort().values.view(g.shape))),
     "cumulated": _each(lambda g: g.cumsum_(0)),
@@ -272,19 +270,9 @@ CHANGED: dict[str, Callable[[Run], None]] = {
 }
 
 
-def _noise(run: Run) -> None:
-    torch.manual_seed(3)  # the same on all ranks, as DDP's parameters want
-    for parameter in run.module.parameters():
-        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
-
-
 @case("changing `p.grad` in", list(CHANGED), close=1e-07)
 def grad_changed(run: Run, how: str) -> None:
-    run.start(
-        zero={"stage3_param_persistence_threshold": 1000}
-        if how == "decay" and not run.plain and run.stage == 3
-        else None
-    )
+    run.start(zero={"stage3_param_persistence_threshold": 1000} if how == "decay" and run.stage == 3 else None)
     for step in range(2):
         run.backward(run.loss(step))
         run.average()
