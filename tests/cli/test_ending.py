@@ -13,18 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import (
-    ROOT,
-    TIMEOUT_S,
-    find_processes,
-    free_port,
-    limited_memory,
-    output_of,
-    run,
-    start_command,
-    wait_until,
-    wait_until_none,
-)
+from tests.cli import helpers
+from tests.cli.helpers import TIMEOUT_S, find_processes, output_of, start_command, wait_until, wait_until_none
 
 LIMIT_S = 10.0
 
@@ -172,7 +162,7 @@ def test_a_rank_that_fails_ends_the_job(start, how: str) -> None:
 def test_killed_for_want_of_memory(start) -> None:
     """By the kernel, with the same signal as by `kill -9`; the control group's counter tells the difference."""
     grow = "hold = []\nwhile True: hold.append(b'x' * (16 << 20))\n"
-    with limited_memory(800 << 20) as processes:
+    with helpers.limited_memory(800 << 20) as processes:
         enter = ["sh", "-c", f'echo $$ > {processes}; exec "$@"', "sh"]
         job = start(OTHERS_WAIT + grow, "--nproc", "2", through=enter)
         assert job.finish() == 137, job.stderr
@@ -249,7 +239,7 @@ def test_interrupted_without_a_launcher(tmp_path: Path) -> None:
         "def interrupted(): os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
         "engine(torch.ones(1, 2)); interrupted()\n"
     )
-    done = run(sys.executable, "train.py", cwd=tmp_path, timeout=100)
+    done = helpers.run(sys.executable, "train.py", cwd=tmp_path, timeout=100)
     assert done.returncode == -signal.SIGINT
     assert done.stderr.splitlines()[-1] == "zerolite: interrupted by Ctrl-C at train.py, line 3", done.stderr
     assert "Traceback" not in done.stderr
@@ -271,7 +261,7 @@ def test_interrupt_twice_kills_at_once(start) -> None:
 
 
 # The command with less time to finish: it comes instead of bin/zerolite.
-IMPATIENT = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = sys.argv[2:]\n"
+IMPATIENT = f"import sys; sys.path.insert(0, {str(helpers.ROOT)!r}); sys.argv = sys.argv[2:]\n"
 IMPATIENT += "from zerolite.launcher import cli, supervisor; supervisor.INTERRUPT_GRACE_S = 2.0; sys.exit(cli.main())"
 
 
@@ -325,7 +315,7 @@ dist.destroy_process_group()
 
 def start_parts(start, directory: Path, fails: str, *options: str) -> list[Job]:
     """Both parts of a job on two nodes, which are this machine, each in a directory of its own."""
-    address = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    address = ("--master-addr", "127.0.0.1", "--master-port", str(helpers.free_port()))
     parts = []
     for node in ("0", "1"):
         (directory / node).mkdir()

@@ -11,18 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.helpers import (
-    COMMAND,
-    REPORT_SCRIPT,
-    ROOT,
-    TIMEOUT_S,
-    job_environment,
-    output_of,
-    read_reports,
-    run_command,
-    start_command,
-    wait_until,
-)
+from tests.cli import helpers
+from tests.cli.helpers import COMMAND, REPORT_SCRIPT, TIMEOUT_S, output_of, read_reports, run_command
 from zerolite.utils.resources import count_cores
 
 ALL_REDUCE = """
@@ -78,8 +68,8 @@ def start_waiting_job(directory: Path, *options: str) -> tuple[subprocess.Popen[
     (directory / "train.py").write_text(
         REPORT_SCRIPT + ALL_REDUCE.replace("dist.destroy", "# dist.destroy") + "import signal\nsignal.pause()\n"
     )
-    job = start_command("--nproc", "2", *options, "train.py", cwd=directory)
-    wait_until(lambda: sum('"sum"' in file.read_text() for file in directory.glob("report.*.json")) == 2, job)
+    job = helpers.start_command("--nproc", "2", *options, "train.py", cwd=directory)
+    helpers.wait_until(lambda: sum('"sum"' in file.read_text() for file in directory.glob("report.*.json")) == 2, job)
     return job, [report["pid"] for report in read_reports(directory)]
 
 
@@ -156,9 +146,8 @@ def test_rank_0_has_the_terminal_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint('terminal', sys.stdout.isatty(), sys.stderr.isatty())\n")
     (tmp_path / "tmp").mkdir()
     ours, theirs = os.openpty()
-    environ, streams = job_environment(TMPDIR=str(tmp_path / "tmp")), dict.fromkeys(["stdout", "stderr"], theirs)
-    command = [*COMMAND, "--nproc", "2", "train.py"]
-    job = subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, **streams)
+    command, environ = [*COMMAND, "--nproc", "2", "train.py"], helpers.job_environment(TMPDIR=str(tmp_path / "tmp"))
+    job = subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
     os.close(theirs)
     text = b""
     try:
@@ -194,6 +183,6 @@ def test_dry_run_prints_what_would_run(tmp_path: Path) -> None:
     result = run_command("--nproc", "2", "--dry-run", "my train.py", *ODD_ARGUMENTS, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert list(tmp_path.glob("report.*")) == []
-    output_of("sh", given=result.stdout, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    output_of("sh", given=result.stdout, cwd=tmp_path, PYTHONPATH=str(helpers.ROOT))
     found = [(report["argv"], report["RANK"], report["WORLD_SIZE"]) for report in read_reports(tmp_path)]
     assert found == [(ODD_ARGUMENTS, "0", "2"), (ODD_ARGUMENTS, "1", "2")]

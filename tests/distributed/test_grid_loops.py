@@ -19,19 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zerolite
 from tests.distributed.test_grid import ADAMW, CLIP, FP32, expected, run, trained
-from tests.toolkit import models, reference
+from tests.toolkit import grids, models, reference
 from tests.toolkit.configs import SGD, Optimizer, at
-from tests.toolkit.grids import (
-    Gpt,
-    Grid,
-    assert_ranks_agree,
-    make_engine,
-    micro_batches,
-    on_grid,
-    own_batches,
-    train,
-    worst,
-)
+from tests.toolkit.grids import Gpt, Grid, assert_ranks_agree, make_engine, micro_batches, own_batches, train
 from tests.toolkit.pipes import plain_loss
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
@@ -56,7 +46,7 @@ def settings(
     made = at(stage, precision, count, CLIP, optimizer or SGD, zero=zero)
     if optimizer is None:
         del made["optimizer"]
-    return on_grid(made, grid, sequence, **(pipeline or {})) | more
+    return grids.on_grid(made, grid, sequence, **(pipeline or {})) | more
 
 
 def assert_as_expected(engine: Any, losses: list[float], norms: list[float]) -> None:
@@ -139,7 +129,7 @@ def compare(
     assert_ranks_agree(engine, losses, norms)
     masters = engine.full_state_dict(rank0_only=True, dtype=torch.float32)
     if masters:
-        assert worst(masters, dict(whole.named_parameters())) < (FP32, "")
+        assert grids.worst(masters, dict(whole.named_parameters())) < (FP32, "")
 
 
 def clip_gradients(trained: list[nn.Parameter]) -> float:
@@ -160,10 +150,10 @@ OWN: dict[str, tuple[list[Grid], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", OWN)
 def test_what_users_bring(pools: Pools, what: str) -> None:
-    grids, given = OWN[what]
+    places, given = OWN[what]
     kwargs = dict(given)
     optimizer = kwargs.pop("optimizer", None)
-    for grid in grids:
+    for grid in places:
         stage = {TENSOR: 3, DATA_TENSOR: 2}.get(grid, 1)
         sequence = grid in (TENSOR, PIPE_TENSOR) and "sample" not in given
         made = settings(grid, stage, sequence=sequence, optimizer=optimizer)
@@ -234,8 +224,8 @@ def test_states_on_the_host(grid: Grid, stage: int) -> None:
 
 @on_ranks(2)
 def test_engines_with_different_grids_in_one_process() -> None:
-    grids: list[tuple[Grid, int, bool]] = [(PIPE, 1, False), (TENSOR, 3, True), ((1, 2, 1), 2, False)]
-    engines = [make_engine(settings(grid, stage, sequence=sequence)) for grid, stage, sequence in grids]
+    places: list[tuple[Grid, int, bool]] = [(PIPE, 1, False), (TENSOR, 3, True), ((1, 2, 1), 2, False)]
+    engines = [make_engine(settings(grid, stage, sequence=sequence)) for grid, stage, sequence in places]
     told: list[tuple[list[float], list[float]]] = [([], []) for _ in engines]
     for step in range(3):
         for engine, (losses, norms) in zip(engines, told, strict=True):

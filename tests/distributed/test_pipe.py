@@ -18,21 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerolite
+from tests.toolkit import pipes
 from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.configs import SGD, config
-from tests.toolkit.pipes import (
-    KINDS,
-    NAMED,
-    WIDTH,
-    Block,
-    TiedGpt,
-    batches_of,
-    cross_entropy,
-    float_batch,
-    module_of,
-    plain_loss,
-    token_batch,
-)
+from tests.toolkit.pipes import WIDTH, Block, TiedGpt, batches_of, float_batch, module_of, plain_loss
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises
 from zerolite.comm import record
@@ -67,12 +56,12 @@ def train(
     settings = config(zero, "fp32", micro_batches, clip=0.5)
     settings["pipeline"] = {"stages": stages, "schedule": schedule, **pipeline}
     torch.manual_seed(7)
-    if kind in NAMED:
-        build, make = NAMED[kind]
-        model, loss_fn = build(), cross_entropy if kind == "example" else None
+    if kind in pipes.NAMED:
+        build, make = pipes.NAMED[kind]
+        model, loss_fn = build(), pipes.cross_entropy if kind == "example" else None
         whole = copy.deepcopy(model)
     else:
-        _, make, loss_fn = KINDS[kind]
+        _, make, loss_fn = pipes.KINDS[kind]
         model = module_of(kind)
         whole = copy.deepcopy(model)
         whole.build(range(len(whole.specs)))
@@ -81,7 +70,7 @@ def train(
             model = copy.deepcopy(whole)
     for parameter in model.parameters() if other_seed else ():
         parameter.data.add_(dist.get_rank())
-    given: dict[str, Any] = {"loss_fn": loss_fn if sequential or kind in NAMED else None}
+    given: dict[str, Any] = {"loss_fn": loss_fn if sequential or kind in pipes.NAMED else None}
     if mine:
         settings.pop("optimizer")
         given["optimizer"] = torch.optim.SGD(model.parameters(), **SGD[1])
@@ -101,7 +90,7 @@ def train(
         optimizer.step()
     found = {name: p.detach() for name, p in engine.module.named_parameters()}
     assert_everywhere(found, {name: p.detach() for name, p in whole.named_parameters()})
-    if kind in NAMED:  # buffers too
+    if kind in pipes.NAMED:  # buffers too
         state = dict(engine.full_state_dict())
         torch.testing.assert_close(state, dict(whole.state_dict()), rtol=RELATIVE, atol=RELATIVE)
     else:
@@ -276,7 +265,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = [
 def test_what_cannot_be_a_pipeline() -> None:
     for build, pipeline, words in REFUSED:
         settings = config(0, "fp32", 4) | {"pipeline": {"stages": 2, **pipeline}}
-        make = token_batch if build is TiedGpt else float_batch
+        make = pipes.token_batch if build is TiedGpt else float_batch
         with raises((RuntimeError, ValueError, TypeError), *words):
             engine = zerolite.initialize(build(), settings, loss_fn=F.mse_loss if build is Skips else None)
             engine.train_batch(iter(batches_of(make, 0)[0]))

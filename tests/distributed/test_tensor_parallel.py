@@ -14,24 +14,12 @@ from torch import Tensor, nn
 
 import zerolite
 from examples.gpt.model import GPT, GPTConfig
+from tests.toolkit import tensor_parallel as toolkit
 from tests.toolkit.compare import assert_same_on_ranks, from_all_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.memory import tensor_bytes
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.tensor_parallel import (
-    CPU,
-    GRADIENTS,
-    LOSS,
-    Nano,
-    Shapes,
-    Stack,
-    communicator,
-    compare,
-    own_part,
-    relative,
-    settings,
-    tokens,
-)
+from tests.toolkit.tensor_parallel import CPU, LOSS, Shapes, Stack, communicator, compare, relative, settings, tokens
 from tests.toolkit.training import raises
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import (
@@ -51,7 +39,7 @@ def check(result: dict[str, Any]) -> dict[str, Any]:
     """All ranks have the same loss, that of the whole model, and their parts of its gradients."""
     assert_same_on_ranks({"loss": result["value"]})
     assert result["loss"] <= LOSS
-    assert {name: off for name, off in result["gradients"].items() if off > GRADIENTS} == {}
+    assert {name: off for name, off in result["gradients"].items() if off > toolkit.GRADIENTS} == {}
     return result
 
 
@@ -93,7 +81,7 @@ def test_the_sequence_in_parts() -> None:
 def blocks(kind: str, tied: bool = False, vocabulary: int = 37, **others: Any) -> dict[str, Any]:
     torch.manual_seed(2)
     sizes = {"kv_heads": others.pop("kv_heads")} if "kv_heads" in others else {}
-    made = [Nano() if kind == "nano" else Shapes(kind, **sizes) for _ in range(2)]
+    made = [toolkit.Nano() if kind == "nano" else Shapes(kind, **sizes) for _ in range(2)]
     model = Stack(made, vocabulary=vocabulary, tied=tied)
     x, y = tokens(vocabulary=vocabulary), tokens(vocabulary=vocabulary, seed=4)
     return check(compare(model, lambda m: F.cross_entropy(m(x).flatten(0, 1), y.flatten()), **others))
@@ -163,7 +151,7 @@ def test_layers_by_themselves() -> None:
         found[f"{name} output"] = relative(out, expected)
         for key, parameter in made.named_parameters():
             full = dict(whole.named_parameters())[key]
-            found[f"{name} {key}"] = relative(parameter.grad, own_part(parameter, full.grad))
+            found[f"{name} {key}"] = relative(parameter.grad, toolkit.own_part(parameter, full.grad))
         if x.is_floating_point() and part is None and out.shape == whole(x).shape:
             found[f"{name} input"] = relative(inputs[0].grad, inputs[1].grad)
 
