@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zerolite
+from tests.distributed.test_agreement import FIRST, is_last
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, at, config
@@ -19,17 +20,12 @@ from tests.toolkit.lockstep import skipping_on_device
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, loss_of, make_engine, raised, run_steps
 
-FIRST = {2: "rank 0", 3: "ranks 0 and 1"}
 INF = {"lr": float("inf")}
 SPOILT = "FloatingPointError: the update of step {} made weights of param group 0 non-finite"
 
 
 def setting(stage: int, precision: str, **more: Any) -> dict[str, Any]:
     return config(stage, precision, optimizer=ADAMW, **more)
-
-
-def is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def train(engine: Any, steps: int = 1, first: int = 0) -> None:

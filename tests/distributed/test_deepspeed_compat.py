@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 import zerolite.compat.deepspeed as deepspeed
 from tests.checkpoint.deepspeed_fakes import example
-from tests.toolkit import models
+from tests.toolkit import models, pipes
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.ranks import on_ranks
-from zerolite.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -64,11 +63,10 @@ def train(engine: Any, kind: str, steps: range) -> None:
     for step in steps:
         for micro in range(MICRO_BATCHES):
             loss = engine(batch(MICRO_BATCHES * step + micro, dist.get_rank()))
+            if kind == "by hand":  # as accelerate does
+                engine.set_gradient_accumulation_boundary(is_boundary=micro + 1 == MICRO_BATCHES)
             if kind == "plain":  # divided by gradient_accumulation_steps too
                 loss.backward()
-            elif kind == "by hand":  # as accelerate does
-                engine.set_gradient_accumulation_boundary(is_boundary=micro + 1 == MICRO_BATCHES)
-                engine.backward(loss)
             else:
                 engine.backward(loss)
             if kind != "by hand" or micro + 1 == MICRO_BATCHES:
@@ -78,9 +76,8 @@ def train(engine: Any, kind: str, steps: range) -> None:
 def expected(steps: int) -> tuple[dict[str, torch.Tensor], float]:
     """Plain PyTorch on the batches of all ranks: weights, and the norm of the last gradient before clipping."""
     model, norm = Net(), 0.0
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0, foreach=True
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0, foreach=True)
     schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=1e-2, warmup_num_steps=4)
     ranks = range(dist.get_world_size())
     for step in range(steps):
@@ -264,47 +261,26 @@ def test_parts_are_refused_where_parameters_are_whole() -> None:
 
 # -------------------------------------------------------------------- pipelines and leaf modules
 
-WORDS, WIDTH = 11, 6
-
-
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def as_head(embedding: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, embedding.weight)
-
 
 @pytest.mark.fast("2-0")
 @pytest.mark.parametrize("stage", [0, 1])
 @on_ranks(2)
 def test_a_pipeline_trains_as_its_layers_in_one_process(stage: int) -> None:
-    layers = [
-        TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH),
-        LayerSpec(nn.Linear, WIDTH, WIDTH),
-        torch.tanh,
-        LayerSpec(nn.Linear, WIDTH, WIDTH),
-        TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH, forward_fn=as_head),
-    ]
-    model = PipelineModule(layers=layers, loss_fn=loss_of, num_stages=2, partition_method="uniform", base_seed=3)
+    model = pipes.module_of("tied", num_stages=2, partition_method="uniform")
+    assert type(model) is deepspeed.pipe.PipelineModule
+    whole = copy.deepcopy(model)
+    whole.build(range(len(whole.specs)))
+    torch.manual_seed(7 + 1)  # as seed_layers does, for the layer at place 1
+    assert torch.equal(whole.get_parameter("layers.1.up.weight"), pipes.Block().up.weight)
     optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "optimizer": optimizer}
     engine = deepspeed.initialize(model=model, config={**config, "zero_optimization": {"stage": stage}})[0]
-    words, a, b = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    for place, module in ((0, words), (1, a), (3, b)):  # as seed_layers does
-        torch.manual_seed(3 + place)
-        module.reset_parameters()
-    plain = torch.optim.AdamW(nn.ModuleList([words, a, b]).parameters(), lr=0.1, weight_decay=0.0)
+    plain = torch.optim.AdamW(whole.parameters(), lr=0.1, weight_decay=0.0)
     for step in range(3):
-        batches = []
-        for micro in range(3):
-            generator = torch.Generator().manual_seed(10 * step + micro)
-            tokens = torch.randint(0, WORDS, (2, 5), generator=generator)
-            batches.append((tokens, tokens.roll(1, 1)))
+        batches = pipes.batches_of(pipes.token_batch, step, 3)
         run = engine.train_batch if step < 2 else engine.eval_batch
-        wanted = torch.stack([loss_of(as_head(words, b(torch.tanh(a(words(x))))), y) for x, y in batches]).mean()
-        assert float(run(iter(batches))) == pytest.approx(float(wanted), rel=1e-5)
-        wanted.backward()
+        wanted = pipes.plain_loss(whole, batches, pipes.cross_entropy, backward=True)
+        assert float(run(iter(batches[0]))) == pytest.approx(wanted, rel=1e-5)
         plain.step()
         plain.zero_grad()
 
