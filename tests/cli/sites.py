@@ -73,10 +73,9 @@ class Site:
     def write(self, name: str, text: str) -> None:
         (self.directory / name).write_text(text)
 
-    def argv(self, *options: str | Path, hostfile: bool = True) -> list[str]:
+    def argv(self, *options: str | Path) -> list[str]:
         """The `zerolite` command line with the hosts' ssh configuration."""
-        given = ["--hostfile", "hosts"] if hostfile else []
-        return [*COMMAND, *given, "--launcher-args", f"-F {self.network.ssh_config}", *map(str, options)]
+        return [*COMMAND, "--hostfile", "hosts", "--launcher-args", f"-F {self.network.ssh_config}", *map(str, options)]
 
     def start(self, *argv: str | Path, host: int = 0, **variables: str | None) -> Running:
         """Start a command on a host, with its output in pipes."""

@@ -237,19 +237,19 @@ def test_objects_travel_without_numpy() -> None:
     host = HostGroup(create_communicator(torch.device("cpu")), "objects")
     wanted = [{"rank": number, "text": "x" * (1000 * number)} for number in range(world)]
     torchs: Any = dist.distributed_c10d
-    kept, reads = torch.Tensor.numpy, torchs._tensor_to_object
 
     def no_numpy(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Numpy is not available")
 
-    torch.Tensor.numpy = no_numpy  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "numpy", no_numpy)
+        patch.setattr(
+            torchs, "_tensor_to_object", torchs._tensor_to_object
+        )  # which read_objects_without_numpy replaces
         read_objects_without_numpy()
         gathered: list[Any] = [None] * world
         dist.all_gather_object(gathered, wanted[rank])  # torch's own, as torch.distributed.checkpoint calls them
         found = [host.gather(wanted[rank]), [host.broadcast(wanted[rank], source) for source in range(world)], gathered]
-    finally:
-        torch.Tensor.numpy, torchs._tensor_to_object = kept, reads  # type: ignore[method-assign]
     assert found == [wanted] * 3
 
 

@@ -40,16 +40,8 @@ def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) 
     assert_row_is_true(pools, name, everything=request.node.get_closest_marker("slow") is not None)
 
 
-OTHER_WORLDS = (
-    "the_engines_loop",
-    "accumulated",
-    "weighted",
-    "joined",
-    "grad_read",
-    "grad_changed",
-    "clipped_by_torch",
-)
-OTHER_WORLDS += ("accumulate_hook_in_a_window", "elementwise", "states_read", "written_gathered")
+OTHER_WORLDS = ("the_engines_loop", "accumulated", "weighted", "joined", "grad_read", "grad_changed")
+OTHER_WORLDS += ("clipped_by_torch", "accumulate_hook_in_a_window", "elementwise", "states_read", "written_gathered")
 OTHER_WORLDS += ("unused_modules_in_a_leaf", "unfreezing", "group_added")
 
 

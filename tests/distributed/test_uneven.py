@@ -91,11 +91,10 @@ def joined_plain(
     weights: bool = False,
     after: int = 0,
     by_hand: bool = False,
-    sizes: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """The same on one process: gradients of the ranks that have a batch, summed in rank order."""
     torch.set_num_threads(1)
-    whole = models.build(getattr(models, model), **(sizes or {}))
+    whole = models.build(getattr(models, model))
     loss_of, make_batch = KINDS[model]
     torch_optimizer = getattr(torch.optim, optimizer[0])(
         [p for p in whole.parameters() if p.requires_grad], **optimizer[1]

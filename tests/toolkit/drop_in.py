@@ -163,7 +163,6 @@ class Run:
         *,
         optimizer: Any = SGD,
         own: Callable[[Any], Any] | None = None,
-        before: Callable[[Any], None] = lambda own: None,
         precision: str = "fp32",
         accumulation: int = 1,
         zero: dict[str, Any] | None = None,
@@ -177,16 +176,14 @@ class Run:
         """A model of ``kind`` with the weights of seed 7, and what trains it.
 
         optimizer: name and parameters; or, for an engine only, a class or a factory. own: makes an optimizer of the
-        user's own over a model, given to the engine instead; ``before`` gets it before the engine exists. ddp: the
-        plain side is a DistributedDataParallel with these arguments. more: further keys of the config. initialize:
-        further arguments of zerolite.initialize.
+        user's own over a model, given to the engine instead. ddp: the plain side is a DistributedDataParallel with
+        these arguments. more: further keys of the config. initialize: further arguments of zerolite.initialize.
         """
         model = models.build(kind)
         self.accumulation, self.micros, self.precision = accumulation, 0, precision
         self._loss, self._batch = loss, batch
         self.initial = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.own: Any = own(model) if own is not None else None
-        before(self.own)
         if self.plain:
             self._start_plain(model, optimizer, ddp)
             return

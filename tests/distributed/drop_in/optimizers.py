@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -187,27 +186,10 @@ def param_groups(run: Run, how: str) -> None:
     if how == "instance" or run.plain:
         run.start(own=two_group_sgd)
     else:
-        model: list[Any] = []
-
-        def build() -> nn.Module:
-            model.append(models.Mlp())
-            return model[0]
-
-        given: Any = _Later(lambda: two_groups(model[0]))
-        run.start(
-            build, optimizer=lambda params: torch.optim.SGD(params, lr=0.0625, momentum=0.5), model_parameters=given
-        )
+        model = models.build(models.Mlp)
+        make = functools.partial(torch.optim.SGD, lr=0.0625, momentum=0.5)
+        run.start(lambda: model, optimizer=make, model_parameters=two_groups(model))
     run.train()
-
-
-class _Later:
-    """Iterates over what exists only when it is asked."""
-
-    def __init__(self, make: Callable[[], list[Any]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Any:
-        return iter(self._make())
 
 
 @case("learning rates and", ["own", "engine's"], close=KERNELS)

@@ -33,14 +33,11 @@ SOMEWHERE = [("OneCycleLR", "own"), *((name, WHERE[number % 3]) for number, name
 @case("torch's schedulers", SOMEWHERE, close=KERNELS)
 def torch_schedulers(run: Run, variant: tuple[str, str]) -> None:
     name, where = variant
-    made: list[Any] = []
-
-    def before(own: Any) -> None:
-        if where == "own, before":
-            made.append(SCHEDULERS[name](own))
-
-    run.start(own=two_group_sgd, before=before)
-    scheduler = made[0] if made else SCHEDULERS[name](run.own if where == "own" else run.optimizer)
+    model = models.build(models.Mlp)
+    own = two_group_sgd(model)
+    early = SCHEDULERS[name](own) if where == "own, before" else None
+    run.start(lambda: model, own=lambda model: own)
+    scheduler = early or SCHEDULERS[name](run.own if where == "own" else run.optimizer)
     for step in range(5):
         run.train(1, start=step)
         if name == "ReduceLROnPlateau":
@@ -59,10 +56,9 @@ def given_scheduler(run: Run, form: str) -> None:
     elif form == "function":
         run.start(own=two_group_sgd, lr_scheduler=make)
     else:
-        given: list[Any] = []
         model = models.build(models.Mlp)
-        given.append(two_group_sgd(model))
-        run.start(lambda: model, own=lambda model: given[0], lr_scheduler=make(given[0]))
+        own = two_group_sgd(model)
+        run.start(lambda: model, own=lambda model: own, lr_scheduler=make(own))
     for step in range(4):
         run.train(1, start=step)
         if run.plain:
