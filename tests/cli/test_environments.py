@@ -110,23 +110,13 @@ def test_a_job_started_inside_of_mpirun(script: Path) -> None:
     assert sorted(re.findall(r"place (\d \d \d)", output)) == ["0 2 0", "1 2 1"]
 
 
-def slurm(rank: int, local_rank: int, **changes: str) -> dict[str, str]:
-    return {
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(local_rank),
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        **changes,
-    }
-
-
 @pytest.mark.slow
 def test_ranks_of_srun_find_their_place(script: Path) -> None:
     """Two tasks run with the variables of srun, which are set here."""
-    outputs = finish([start([sys.executable, script], **slurm(rank, rank)) for rank in range(2)])
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    job |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+    tasks = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    outputs = finish([start([sys.executable, script], **task) for task in tasks])
     assert numbers(*outputs) == [(0, 2, 0), (1, 2, 1)]
 
 

@@ -64,6 +64,7 @@ def read_and_write(config: dict[str, Any], batched: bool) -> dict[str, Any]:
 
 def replace(engine: Any, trained: dict[str, nn.Parameter]) -> dict[str, Any]:
     """Set masters and states, and take a step: the parameters and averages afterwards."""
+    run_steps(engine, 1, STEPS, "OddModel")  # which gives states to the parameter whose gradients were dropped
     for number, (name, parameter) in enumerate(trained.items()):
         master = zerolite.get_full_master(parameter)
         values = torch.linspace(-1, 1, master.numel()).reshape(master.shape) + number
@@ -72,7 +73,7 @@ def replace(engine: Any, trained: dict[str, nn.Parameter]) -> dict[str, Any]:
         zerolite.set_full_optimizer_state([parameter], "step", [7])
         assert torch.equal(zerolite.get_full_master(parameter), values)
         assert torch.equal(snapshot(engine)[name], values.to(parameter.dtype))
-    run_steps(engine, 1, STEPS, "OddModel")
+    run_steps(engine, 1, STEPS + 1, "OddModel")
     assert {float(zerolite.get_full_optimizer_state(p, "step")) for p in trained.values()} == {8.0}
     averages = {name: zerolite.get_full_optimizer_state(p, "exp_avg") for name, p in trained.items()}
     return {"parameters": snapshot(engine), "averages": averages}
