@@ -22,7 +22,7 @@ from tests.toolkit.configs import ADAMW, PARTITIONED, config, dynamic_fp16
 from tests.toolkit.monitoring import STEPS, events_of, monitors, run_watched
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import WINDOWS, make_engine, raises, snapshot
+from tests.toolkit.training import WINDOWS, backward, make_engine, raises, snapshot
 from zerolite.monitor.wall_clock import PhaseObserver
 
 HALVING = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
@@ -274,18 +274,13 @@ def interrupted(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         engine = make_engine(config, "Mlp")
         for step in range(STEPS):
             for where in ("forward", "backward") if step == 1 else ():
-                x, y = models.float_batch(9, 0, dist.get_rank())
-                module = engine.module
-                handle = module.second.register_forward_pre_hook(_stop) if where == "forward" else None
-                hidden: list[torch.Tensor] = []
-                watch = module.first.register_forward_hook(lambda m, a, output, hidden=hidden: hidden.append(output))
+                if where == "forward":
+                    handle = engine.module.second.register_forward_pre_hook(_stop)
+                else:
+                    handle = engine.module.first.register_forward_hook(lambda m, a, y: y.register_hook(_stop) and None)
                 with raises(_Stopped):
-                    output = engine(x)
-                    hidden[0].register_hook(_stop)
-                    engine.backward((output - y).square().mean())
-                watch.remove()
-                if handle is not None:
-                    handle.remove()
+                    backward(engine, 9)
+                handle.remove()
                 assert torch._C._len_torch_dispatch_stack() == 0
                 engine.zero_grad()
             WINDOWS["engine"](engine, "Mlp", step, 1)

@@ -51,31 +51,22 @@ def calls(result: dict[str, Any], when: str) -> dict[str, int]:
 # -------------------------------------------------------------------- models
 
 
-def gpt(vocabulary: int = 64, **others: Any) -> dict[str, Any]:
+@pytest.mark.fast("False-64-2")
+@on_ranks(2, 4)
+@pytest.mark.parametrize("vocabulary", [64, 67])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_example(sequence_parallel: bool, vocabulary: int) -> None:
+    """With the sequence in parts, each all-reduce is two halves. Besides, the hidden states are cut once and made whole
+    once."""
     torch.manual_seed(1)
     model = GPT(GPTConfig(context=16, layers=2, heads=4, width=32, vocabulary=vocabulary))
     x, y = tokens(vocabulary=vocabulary), tokens(vocabulary=vocabulary, seed=4)
-    return check(compare(model, lambda m: m(x, y), **others))
-
-
-@pytest.mark.fast("64-2")
-@on_ranks(2, 4)
-@pytest.mark.parametrize("vocabulary", [64, 67])
-def test_the_example(vocabulary: int) -> None:
-    result = gpt(vocabulary)
-    assert calls(result, "forward") == {"all_reduce": 2 * LAYERS + VOCABULARY}
-    assert calls(result, "backward") == {"all_reduce": 2 * LAYERS + 1}  # and the head's input
+    result = check(compare(model, lambda m: m(x, y), sequence_parallel=sequence_parallel))
+    halves = {"all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS} if sequence_parallel else {}
+    whole = 0 if sequence_parallel else 2 * LAYERS
+    assert calls(result, "forward") == {**halves, "all_reduce": whole + VOCABULARY}
+    assert calls(result, "backward") == {**halves, "all_reduce": whole + 1}  # and the head's input
     assert "head.weight" in result["cut"] and len(result["cut"]) == 6 * LAYERS + 1
-
-
-@pytest.mark.slow
-@on_ranks(2, 4)
-def test_the_sequence_in_parts() -> None:
-    """Each all-reduce is two halves. Besides, the hidden states are cut once and made whole once."""
-    result = gpt(sequence_parallel=True)
-    halves = {"all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS}
-    assert calls(result, "forward") == {**halves, "all_reduce": VOCABULARY}
-    assert calls(result, "backward") == {**halves, "all_reduce": 1}
 
 
 def blocks(kind: str, tied: bool = False, vocabulary: int = 37, **others: Any) -> dict[str, Any]:
