@@ -39,22 +39,15 @@ NEEDS_PEFT = needs("peft", "lora")
 PLAIN = ["plain_ddp.py", "plain_zerolite.py"]
 
 
-def changed_lines() -> list[str]:
-    """The lines that differ between the two plain loops, as in a diff."""
-    before, after = ((GPT / name).read_text().splitlines() for name in PLAIN)
-    return [line for line in difflib.ndiff(before, after) if line.startswith(("- ", "+ "))]
-
-
 @pytest.mark.parametrize("page", [ROOT / "README.md", GPT / "README.md"], ids=["README", "gpt"])
 def test_the_diff_that_is_shown(page: Path) -> None:
     """In the very words of the files: what changes, and nothing beside it that is not in both."""
     (block,) = code_blocks(page, "diff")
-    shown = block.splitlines()
-    expected = {line[0] + line[2:] for line in changed_lines()}
-    assert {line for line in shown if line.startswith(("-", "+"))} == expected
-    assert len([line for line in shown if line.startswith(("-", "+"))]) == 6
-    both = set((GPT / PLAIN[0]).read_text().splitlines()) & set((GPT / PLAIN[1]).read_text().splitlines())
-    assert [line for line in shown if not line.startswith(("-", "+")) and line and line[1:] not in both] == []
+    before, after = ((GPT / name).read_text().splitlines() for name in PLAIN)
+    changed = {line[0] + line[2:] for line in difflib.ndiff(before, after) if line.startswith(("- ", "+ "))}
+    shown = [line for line in block.splitlines() if line.startswith(("-", "+"))]
+    assert set(shown) == changed and len(shown) == 6
+    assert {line[1:] for line in block.splitlines() if line and line not in shown} <= set(before) & set(after)
 
 
 SMALL = {"context": 32, "layers": 1, "width": 64}

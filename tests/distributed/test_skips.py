@@ -19,12 +19,6 @@ from zerolite.zero import GatheredParameters
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
 
 
-def setting(stage: int, precision: str, accumulation: int) -> dict[str, Any]:
-    more = {"fp16": dynamic_fp16()} if precision == "fp16" else {}
-    precision = "fp32" if precision == "fp16" else precision
-    return at(stage, precision, accumulation, CLIP, ADAMW, scheduler=SCHEDULER, **more)
-
-
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (1, "fp32"), (2, "bf16"), (3, "fp16")])
 @on_ranks(3)
 def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(stage: int, precision: str) -> None:
@@ -34,7 +28,8 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(stage: int, precisio
         "bf16": (4, 2, math.inf, "engine"),
         "fp16": (1, 0, math.nan, "plain"),
     }[precision]
-    engine = make_engine(setting(stage, precision, accumulation))
+    made = at(stage, precision, accumulation, CLIP, ADAMW, scheduler=SCHEDULER)
+    engine = make_engine(made | {"fp16": dynamic_fp16()} if precision == "fp16" else made)
     norms, rates, values = [], [], []
     with Warnings() as warnings:
         for step in range(6):

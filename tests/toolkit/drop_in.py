@@ -13,7 +13,7 @@ import functools
 import gc
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -377,17 +377,13 @@ def outcomes(module: str, row: str, everything: bool) -> dict[int, list[str]]:
         changed = any(not torch.equal(reference[0][n], v) for n, v in wanted.initial.items() if n in reference[0])
         assert changed, f"{row}: plain PyTorch trains nothing here, so the comparison would be empty"
         del wanted
-        for stage, setting in _runs(the_case, everything):
+        settings = the_case.settings if everything else the_case.settings[:1]
+        for stage, setting in [(0, ""), (1, ""), (2, ""), *((3, setting) for setting in settings)]:
             outcome = _outcome(the_case, arguments, stage, setting, reference)
             where = "" if outcome in ("works", "raises") else f"{variant}, {setting}: "
             result[stage].append(where + " ".join(outcome.split())[:400])
         gc.collect()
     return result
-
-
-def _runs(the_case: Case, everything: bool) -> Iterator[tuple[int, str]]:
-    yield from ((stage, "") for stage in STAGES[:3])
-    yield from ((3, setting) for setting in (the_case.settings if everything else the_case.settings[:1]))
 
 
 def _outcome(the_case: Case, arguments: tuple[Any, ...], stage: int, setting: str, reference: Any) -> str:
