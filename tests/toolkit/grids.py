@@ -112,10 +112,6 @@ def train(engine: Any, steps: int, first: int = 0) -> tuple[list[float], list[fl
     return losses, norms
 
 
-def counts(engine: Any) -> tuple[int, int, float, tuple[float, ...]]:
-    return engine.global_steps, engine.skipped_steps, engine.loss_scale, tuple(engine.get_lr())
-
-
 def held(engine: Any) -> dict[str, tuple[bool, str]]:
     """By name, of each parameter here: whether it is a part, and a hash of its bits."""
     found = {}
@@ -129,7 +125,8 @@ def held(engine: Any) -> dict[str, tuple[bool, str]]:
 def assert_ranks_agree(engine: Any, *told: Any) -> None:
     """All ranks say the same of the whole (counts, and ``told``); values that several of them hold have the same bits.
     Called on all ranks."""
-    rows = from_all_ranks((engine.topology.coordinates, held(engine), (counts(engine), repr(told))))
+    counts = (engine.global_steps, engine.skipped_steps, engine.loss_scale, tuple(engine.get_lr()))
+    rows = from_all_ranks((engine.topology.coordinates, held(engine), (counts, repr(told))))
     known: dict[Any, str] = {}
     for place, values, of_all in rows:
         assert of_all == rows[0][2], f"{place}: {of_all}, and the first rank: {rows[0][2]}"

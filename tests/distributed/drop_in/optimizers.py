@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,23 +72,14 @@ def whole_parameters(run: Run, variant: tuple[str, str]) -> None:
     train_with(run, getattr(torch.optim, name), form, {"lr": 0.01}, build)
 
 
-class MuonAndAdamW:
+def muon_and_adamw(model: Any) -> Any:
     """The two optimizers of torch that `"Muon"` by name means."""
-
-    def __init__(self, model: Any) -> None:
-        hidden, rest = [model[1].weight], [model[0].weight, model[1].bias, model.head.weight, model.head.bias]
-        self.parts = [
-            torch.optim.Muon(hidden, lr=0.02, momentum=0.9, weight_decay=0.01),
-            torch.optim.AdamW(rest, lr=0.01, weight_decay=0.01, betas=(0.9, 0.98)),
-        ]
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
+    hidden, rest = [model[1].weight], [model[0].weight, model[1].bias, model.head.weight, model.head.bias]
+    muon = torch.optim.Muon(hidden, lr=0.02, momentum=0.9, weight_decay=0.01)
+    adamw = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.01, betas=(0.9, 0.98))
+    return SimpleNamespace(
+        step=lambda: (muon.step(), adamw.step()), zero_grad=lambda: (muon.zero_grad(), adamw.zero_grad())
+    )
 
 
 class Words(nn.Sequential):
@@ -117,7 +109,7 @@ def muon_by_name(run: Run, how: str) -> None:
         return model
 
     params = {"lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.01, "betas": [0.9, 0.98]}
-    own: Any = MuonAndAdamW if run.plain else None
+    own = muon_and_adamw if run.plain else None
     run.start(build, optimizer=("Muon", params), own=own, loss=models.token_loss, batch=models.token_batch)
     run.train()
 

@@ -154,18 +154,13 @@ def _assign(module: Any, values: torch.Tensor) -> None:
     module.first.weight.data = values.to(module.first.weight.dtype)
 
 
-def _assign_all(module: Any) -> None:
-    for parameter in module.parameters():
-        parameter.data = parameter.data * 0.5
-
-
 def _assign_vector(module: Any) -> None:
     nn.utils.vector_to_parameters(torch.linspace(-1, 1, 146).to(module.first.weight.dtype), module.parameters())
 
 
 ASSIGN: dict[str, Callable[[Any], Any]] = {
     "p.data =": lambda module: _assign(module, torch.linspace(-1, 1, 91).reshape(13, 7)),
-    "p.data = of all": _assign_all,
+    "p.data = of all": lambda module: [setattr(p, "data", p.data * 0.5) for p in module.parameters()],
     "vector": _assign_vector,
     "its own values": lambda module: _assign(module, module.first.weight.data.clone()),
 }
