@@ -47,15 +47,8 @@ def run(
     *command: str | Path, cwd: Path | None = None, given: str = "", timeout: float = TIMEOUT_S, **changes: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end. given: on its standard input; changes: to the environment."""
-    return subprocess.run(
-        [*map(str, command)],
-        cwd=cwd,
-        env=job_environment(**changes),
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    argv, env = [*map(str, command)], job_environment(**changes)
+    return subprocess.run(argv, cwd=cwd, env=env, input=given, capture_output=True, text=True, timeout=timeout)
 
 
 def output_of(*command: str | Path, **options: Any) -> str:

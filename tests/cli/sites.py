@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from tests.cli import helpers
 from tests.cli.helpers import COMMAND, job_environment, read_reports, wait_until, wait_until_none
 from tests.cli.namespaces import VirtualHost, VirtualNetwork, child_of, environment, virtual_network, why_not
 
@@ -118,13 +119,8 @@ class Running:
     ) -> None:
         base = {key: value for key, value in job_environment().items() if key.startswith(("PATH", "HOME", "LANG"))}
         settings = {**base, "PYTHONDONTWRITEBYTECODE": "1", **variables}
-        self.process = subprocess.Popen(
-            ["env", "-i", f"PATH={environment()['PATH']}", *host.command(argv, directory, **settings)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = host.command(argv, directory, **settings)
+        self.process = helpers.start("env", "-i", f"PATH={environment()['PATH']}", *command)
         self.output = self.errors = ""
 
     def signal(self, number: signal.Signals) -> None:

@@ -231,13 +231,8 @@ def test_a_reader_that_has_seen_enough() -> None:
     program = "import sys; from zerolite.planning import command; sys.exit(command.main(['--help']))"
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={name: value for name, value in job_environment().items() if name != "PYTHONUNBUFFERED"},
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = job_environment(PYTHONUNBUFFERED=None)
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, cwd=ROOT, env=env, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
