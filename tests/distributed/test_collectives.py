@@ -182,7 +182,7 @@ def launch(comm: Communicator, what: str, odd: bool) -> Any:
 def test_ranks_that_launch_different_collectives_all_raise(what: str) -> None:
     """Rank 0 launches something else than the others. Afterwards all is well again."""
     comm = second_communicator(create_communicator(CPU), CPU)
-    # Else there is memory for everything that follows.
+    # After a gather of "long" there is memory for everything that follows.
     Gather(comm, "odd lengths" if what == "memory that grows on one rank" else "long").check()
     with pytest.raises(RuntimeError) as caught:
         launched = launch(comm, what, odd=comm.rank == 0)
