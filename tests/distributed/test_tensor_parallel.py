@@ -71,8 +71,7 @@ def test_the_example(sequence_parallel: bool, vocabulary: int) -> None:
 
 def blocks(kind: str, tied: bool = False, vocabulary: int = 37, **others: Any) -> dict[str, Any]:
     torch.manual_seed(2)
-    sizes = {"kv_heads": others.pop("kv_heads")} if "kv_heads" in others else {}
-    made = [toolkit.Nano() if kind == "nano" else Shapes(kind, **sizes) for _ in range(2)]
+    made = [toolkit.Nano() if kind == "nano" else Shapes(kind) for _ in range(2)]
     model = Stack(made, vocabulary=vocabulary, tied=tied)
     x, y = tokens(vocabulary=vocabulary), tokens(vocabulary=vocabulary, seed=4)
     return check(compare(model, lambda m: F.cross_entropy(m(x).flatten(0, 1), y.flatten()), **others))
