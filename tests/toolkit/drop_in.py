@@ -52,6 +52,7 @@ def read_table() -> dict[str, list[str]]:
 
 
 ROWS = read_table()
+Function = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Case:
         name: of the row's test.
     """
 
-    function: Callable[..., None]
+    function: Function
     variants: Sequence[Any] = ()
     words: Sequence[str] = ()
     error: type[BaseException] | tuple[type[BaseException], ...] = RuntimeError
@@ -87,7 +88,6 @@ class Case:
 
 
 CASES: dict[str, Case] = {}  # by row
-Function = Callable[..., None]
 
 
 def case(row: str, variants: Sequence[Any] = (), **more: Any) -> Callable[[Function], Function]:
@@ -96,7 +96,6 @@ def case(row: str, variants: Sequence[Any] = (), **more: Any) -> Callable[[Funct
     more: the other attributes of :class:`Case`; what is none of them is an argument of the function. The name is the
     function's, followed by each flag that it is given and by the value of any other argument.
     """
-
     given = {key: more.pop(key) for key in list(more) if key not in Case.__dataclass_fields__}
 
     def register(function: Function) -> Function:
@@ -323,6 +322,7 @@ class Run:
     def gathered(
         self, really: bool = True, modifier_rank: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
+        """Whole parameters inside, if ``really``. In plain PyTorch they always are."""
         if self.plain or not really:
             return contextlib.nullcontext()
         return GatheredParameters(self.module, modifier_rank=modifier_rank, check=False)
