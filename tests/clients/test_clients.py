@@ -153,8 +153,6 @@ def test_the_moving_average_of_diffusers(tmp_path: Path) -> None:
 def test_a_run_of_deepspeed_is_resumed(tmp_path: Path, stage: int, precision: str) -> None:
     """The losses are those with which DeepSpeed resumes its own checkpoint."""
     python = interpreter()
-    if python is None:
-        pytest.skip("DeepSpeed is not installed, and ZEROLITE_DEEPSPEED_PYTHON names no interpreter that has it")
     script, out, checkpoint = str(SCRIPTS / "resume_loop.py"), tmp_path / "theirs.json", str(tmp_path / "checkpoint")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     save = ("save", str(stage), precision, checkpoint)

@@ -4,13 +4,11 @@ Two ranks, gradient accumulation, clipping and a schedule, then a save, a load i
 Rank 0 writes the losses and the largest weight difference after the load.
 """
 
-import json
-import sys
-
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, set_seed
+from shared import auto, run_cases
 
 
 class Net(torch.nn.Module):
@@ -26,8 +24,7 @@ class Net(torch.nn.Module):
 
 def make_accelerator(stage, precision):
     config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
+        **auto("train_micro_batch_size_per_gpu train_batch_size"),
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": int(stage), "stage3_param_persistence_threshold": 0},
@@ -42,7 +39,8 @@ def make_accelerator(stage, precision):
     return Accelerator(kwargs_handlers=kwargs, deepspeed_plugin=plugin, mixed_precision=precision)
 
 
-def run(folder, stage, precision):
+def run(saved, stage, precision):
+    AcceleratorState._reset_state(reset_partial_state=True)
     set_seed(7)
     accelerator = make_accelerator(stage, precision)
     data = [(torch.randn(8), torch.randn(1)) for _ in range(64)]
@@ -63,40 +61,21 @@ def run(folder, stage, precision):
                 scheduler.step()
                 optimizer.zero_grad()
             losses.append(float(accelerator.gather(loss.detach()).mean()))
-    saved = f"{folder}/{stage}-{precision}"
     accelerator.save_state(saved)
     before = {k: v.clone() for k, v in (accelerator.get_state_dict(model) or {}).items()}
     accelerator.backward(model(x).float().mean())  # moves the weights away from what was saved
     moved = largest_difference(before, accelerator.get_state_dict(model) or {})
     accelerator.load_state(saved)
     state = accelerator.get_state_dict(model) or {}
-    result = {
-        "losses": losses,
-        "norms": norms,
-        "moved": moved,
-        "difference": largest_difference(before, state),
-        "total": float(sum(value.double().abs().sum() for value in state.values())),
-        "lr": scheduler.get_last_lr()[0],
-        "names": sorted(state),
-    }
+    difference, rate = largest_difference(before, state), scheduler.get_last_lr()[0]
     accelerator.free_memory(model)
-    return result
+    return {"losses": losses, "norms": norms, "moved": moved, "difference": difference, "lr": rate,
+            "names": sorted(state)}  # fmt: skip
 
 
 def largest_difference(one, other):
     return max((float((one[name] - other[name]).abs().max()) for name in one), default=0.0)
 
 
-def main(out, *cases):
-    results = {}
-    for case in cases:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        results[case] = run(out + ".states", *case.split(","))
-        if torch.distributed.get_rank() == 0:
-            with open(out, "w") as file:
-                json.dump(results, file)
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_cases(run)

@@ -1,27 +1,19 @@
 """A loop of Lightning's Fabric with its DeepSpeed strategy: `fabric_loop.py OUT STAGE ...`.
 
-The strategy refuses CPUs; that check is taken away here, and nothing else. Six steps, a checkpoint after three, and a
-second Fabric that goes on from it. Rank 0 writes the losses of both, and those of plain PyTorch on one process.
+Six steps, a checkpoint after three, and a second Fabric that goes on from it. Rank 0 writes the losses of both, and
+those of plain PyTorch on one process.
 """
 
-import argparse
-import json
 import os
-import sys
 
-import deepspeed
 import lightning.fabric.strategies.deepspeed as strategies
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator
+from shared import allow_cpus, run_cases
 
-strategies.CUDAAccelerator = CPUAccelerator
-strategies._validate_device_index_selection = lambda devices: None
-initialize = deepspeed.initialize
+allow_cpus(strategies, CPUAccelerator)
 RANK = int(os.environ["LOCAL_RANK"])
-deepspeed.initialize = lambda args, **kw: initialize(args=argparse.Namespace(device_rank=RANK), **kw)
-
-
 ROWS = torch.randn(6, 2, 4, 5, generator=torch.Generator().manual_seed(1))  # step, rank, batch, features
 
 
@@ -45,7 +37,7 @@ def train_plain():
 
 
 def train(stage, steps, checkpoint=None, save=None):
-    strategy = strategies.DeepSpeedStrategy(stage=stage, process_group_backend="gloo", config=None)
+    strategy = strategies.DeepSpeedStrategy(stage=int(stage), process_group_backend="gloo", config=None)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="32-true")
     fabric.launch()
     net = make_net()
@@ -70,14 +62,5 @@ def run(checkpoint, stage):
     return {"first": first, "second": second, "plain": train_plain()}
 
 
-def main(out, *stages):
-    results = {stage: run(f"{out}.{stage}", int(stage)) for stage in stages}
-    if RANK == 0:
-        with open(out, "w") as file:
-            json.dump(results, file)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_cases(run)

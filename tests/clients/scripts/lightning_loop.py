@@ -1,25 +1,15 @@
 """Lightning's Trainer with its DeepSpeed strategy: `lightning_loop.py OUT STAGE ...`.
 
-The strategy refuses CPUs; that check is taken away here, and nothing else. Two epochs in one go, and one with a
-checkpoint from which a second Trainer goes on. Rank 0 writes the losses of both.
+Two epochs in one go, and one with a checkpoint from which a second Trainer goes on. Rank 0 writes the losses of both.
 """
 
-import argparse
-import json
-import os
-import sys
-
-import deepspeed
 import lightning.pytorch as pl
 import lightning.pytorch.strategies.deepspeed as strategies
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
+from shared import allow_cpus, run_cases
 
-strategies.CUDAAccelerator = CPUAccelerator
-strategies._validate_device_index_selection = lambda devices: None
-initialize = deepspeed.initialize
-RANK = int(os.environ["LOCAL_RANK"])
-deepspeed.initialize = lambda args, **kw: initialize(args=argparse.Namespace(device_rank=RANK), **kw)
+allow_cpus(strategies, CPUAccelerator)
 
 
 class Module(pl.LightningModule):
@@ -42,7 +32,7 @@ def fit(stage, epochs, checkpoint=None):
     module = Module()
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, max_epochs=epochs, accumulate_grad_batches=2, gradient_clip_val=0.5,
-        strategy=strategies.DeepSpeedStrategy(stage=stage, process_group_backend="gloo"),
+        strategy=strategies.DeepSpeedStrategy(stage=int(stage), process_group_backend="gloo"),
         logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
     rows = torch.randn(32, 5, generator=torch.Generator().manual_seed(1))
@@ -58,14 +48,5 @@ def run(checkpoint, stage):
     return {"first": first, "second": second, "whole": whole}
 
 
-def main(out, *stages):
-    results = {stage: run(f"{out}.{stage}", int(stage)) for stage in stages}
-    if RANK == 0:
-        with open(out, "w") as file:
-            json.dump(results, file)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_cases(run)

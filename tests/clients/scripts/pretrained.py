@@ -4,35 +4,27 @@
 generation and the whole state; beside the same in plain PyTorch.
 """
 
-import json
 import sys
 
 import deepspeed
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
+from shared import auto, finish, small_llama
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, set_seed
 from transformers.integrations import HfDeepSpeedConfig
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": "auto",
-    "train_batch_size": "auto",
+    **auto("gradient_accumulation_steps train_batch_size"),
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": 0},
 }
-
-
-def make_config():
-    return LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, pad_token_id=0,
-    )  # fmt: skip
 
 
 def main(out):
     deepspeed.init_distributed("gloo")
     rank = deepspeed.comm.get_rank()
     set_seed(3)
-    plain = LlamaForCausalLM(make_config())
+    plain = LlamaForCausalLM(small_llama(tie_word_embeddings=True))
     if rank == 0:
         plain.save_pretrained(out + ".plain")
     deepspeed.comm.barrier()
@@ -43,7 +35,7 @@ def main(out):
         loaded = all(torch.equal(p.detach(), q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     set_seed(4)
-    scratch = AutoModelForCausalLM.from_config(make_config())
+    scratch = AutoModelForCausalLM.from_config(small_llama(tie_word_embeddings=True))
     with deepspeed.zero.GatheredParameters(list(scratch.parameters())):
         spread = float(scratch.model.layers[0].mlp.up_proj.weight.std())
     model.resize_token_embeddings(100, mean_resizing=False)
@@ -69,13 +61,9 @@ def main(out):
     tokens = engine.module.generate(input_ids=batches[0], synced_gpus=True, **options)
     same = torch.equal(tokens, plain.eval().generate(input_ids=batches[0], **options))
     del keep
-    if rank == 0:
-        result = {"partitioned": partitioned, "loaded": loaded, "tied": tied, "spread": spread, "worst": worst,
-                  "names": sorted(state) == sorted(wanted), "same": same}  # fmt: skip
-        with open(out, "w") as file:
-            json.dump(result, file)
-    deepspeed.comm.barrier()
-    deepspeed.comm.destroy_process_group()
+    result = {"partitioned": partitioned, "loaded": loaded, "tied": tied, "spread": spread, "worst": worst,
+              "names": sorted(state) == sorted(wanted), "same": same}  # fmt: skip
+    finish(out, result)
 
 
 if __name__ == "__main__":

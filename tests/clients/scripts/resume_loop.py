@@ -9,6 +9,7 @@ import json
 
 import deepspeed
 import torch
+from shared import finish
 
 MICRO_BATCHES = 2
 
@@ -70,8 +71,7 @@ def main():
         parser.add_argument(name)
     args = parser.parse_args()
     deepspeed.init_distributed("gloo")
-    rank = deepspeed.comm.get_rank()
-    args.deepspeed_config = f"{args.out}.{rank}.json"
+    args.deepspeed_config = f"{args.out}.{deepspeed.comm.get_rank()}.json"
     with open(args.deepspeed_config, "w") as file:
         json.dump(make_config(int(args.stage), args.precision), file)
     if args.mode == "save":
@@ -84,11 +84,7 @@ def main():
     assert path is not None and client_state["epoch"] == 4 and engine.global_steps == 3
     losses = train(engine, range(3, 6))
     rate, norm = engine.optimizer.param_groups[0]["lr"], float(engine.get_global_grad_norm())
-    if rank == 0:
-        with open(args.out, "w") as file:
-            json.dump({"losses": losses, "rate": rate, "norm": norm}, file)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    finish(args.out, {"losses": losses, "rate": rate, "norm": norm})
 
 
 if __name__ == "__main__":

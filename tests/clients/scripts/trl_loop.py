@@ -4,16 +4,13 @@
 rewarded for. Rank 0 writes the losses.
 """
 
-import json
-import os
-import sys
-
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from shared import auto, run_cases, small_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.models import unwrap_model_for_generation
 
@@ -29,11 +26,7 @@ def make_tokenizer():
 
 def make_model():
     set_seed(5)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(small_llama(vocab_size=64, eos_token_id=1, bos_token_id=1))
 
 
 def text(number, words):
@@ -55,55 +48,36 @@ def generate_with_reference(trainer):
 def run(out, kind, stage):
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(backend="gloo")
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": "auto",
-        "zero_optimization": {"stage": int(stage)},
-    }
+    sizes = auto("train_micro_batch_size_per_gpu train_batch_size gradient_accumulation_steps")
+    config = {**sizes, "zero_optimization": {"stage": int(stage)}}
     common = {
         "output_dir": out + ".runs", "deepspeed": config, "per_device_train_batch_size": 2, "max_steps": 3,
         "learning_rate": 1e-3, "logging_steps": 1, "save_steps": 3, "report_to": [], "bf16": False,
         "gradient_checkpointing": False, "disable_tqdm": True, "accelerator_config": {"use_configured_state": True},
     }  # fmt: skip
     if kind == "sft":
-        rows = Dataset.from_list([{"text": text(n, 12)} for n in range(24)])
-        trainer = SFTTrainer(make_model(), SFTConfig(max_length=32, **common), train_dataset=rows,
-                             processing_class=make_tokenizer())  # fmt: skip
+        rows = [{"text": text(n, 12)} for n in range(24)]
     elif kind == "grpo":
-        rows = Dataset.from_list([{"prompt": text(n, 4)} for n in range(24)])
-        options = {
-            "num_generations": 2,
-            "max_completion_length": 6,
-            "beta": 0.1,
-            "model_init_kwargs": {"dtype": "float32"},
-        }
+        rows = [{"prompt": text(n, 4)} for n in range(24)]
+    else:
+        rows = [{"prompt": text(n, 4), "chosen": text(n + 1, 5), "rejected": text(n + 2, 5)} for n in range(24)]
+    data = {"train_dataset": Dataset.from_list(rows), "processing_class": make_tokenizer()}
+    if kind == "sft":
+        trainer = SFTTrainer(make_model(), SFTConfig(max_length=32, **common), **data)
+    elif kind == "grpo":
+        options = {"num_generations": 2, "max_completion_length": 6, "model_init_kwargs": {"dtype": "float32"}}
         model = out + ".model"  # a path, from which the reference model is loaded as well
         if PartialState().is_main_process:
             make_model().save_pretrained(model)
         PartialState().wait_for_everyone()
-        trainer = GRPOTrainer(model, reward, GRPOConfig(**options, **common), train_dataset=rows,
-                              processing_class=make_tokenizer())  # fmt: skip
+        trainer = GRPOTrainer(model, reward, GRPOConfig(beta=0.1, **options, **common), **data)
     else:
-        rows = Dataset.from_list(
-            [{"prompt": text(n, 4), "chosen": text(n + 1, 5), "rejected": text(n + 2, 5)} for n in range(24)]
-        )
-        trainer = DPOTrainer(make_model(), ref_model=make_model(), args=DPOConfig(max_length=32, **common),
-                             train_dataset=rows, processing_class=make_tokenizer())  # fmt: skip
+        trainer = DPOTrainer(make_model(), ref_model=make_model(), args=DPOConfig(max_length=32, **common), **data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     generated = generate_with_reference(trainer) if kind == "dpo" else None
     return {"losses": losses, "generated": generated}
 
 
-def main(out, *cases):
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    results = {case: run(f"{out}.{case}", *case.split(",")) for case in cases}
-    if torch.distributed.get_rank() == 0:
-        with open(out, "w") as file:
-            json.dump(results, file)
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_cases(run, ACCELERATE_USE_DEEPSPEED="true")
