@@ -109,7 +109,6 @@ class Recorder:
             self._real["rename"](source, target, **where)
 
     def _at(self, name: str, path: Any, *arguments: Any, **where: Any) -> None:
-        """A call that changes what is at a path, or at a descriptor."""
         with self._change(name, self._below(path, where.get("dir_fd"))):
             self._real[name](path, *arguments, **where)
 

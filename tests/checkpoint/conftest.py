@@ -28,7 +28,6 @@ def directory(tmp_path: Path) -> str:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of :mod:`tests.checkpoint.exported`."""
     path = tmp_path / "checkpoints" / "global_step12"
     exported.make_checkpoint(path, exported.contents(), exported.PARAMETERS, exported.BUFFERS)
     return path

@@ -46,7 +46,6 @@ def put_back(path: Path, files: dict[str, bytes]) -> None:
 
 
 def flip(path: Path, at: int) -> None:
-    """Flip one bit."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1 << (at % 8)
     path.write_bytes(content)

@@ -19,7 +19,7 @@ class Block(nn.Module):
         self.proj = nn.Linear(HEADS, WIDTH)
         self.gain = nn.Parameter(torch.randn(()))
         self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.table = nn.Parameter(torch.randn(8, 3), requires_grad=False)
+        self.table = nn.Parameter(torch.randn(HEADS, 3), requires_grad=False)
         self.bounds = nn.Parameter(torch.randn(5), requires_grad=False)
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("passing", torch.ones(1), persistent=False)
@@ -58,12 +58,8 @@ class Net(nn.Module):
 
     def settle(self) -> None:
         """Keep the values that are here."""
-        self.parameters_by_name = _Hidden(self.named_parameters())
+        self.parameters_by_name = dict(self.named_parameters())
         self.trained = [name for name, p in self.parameters_by_name.items() if p.requires_grad and p.numel()]
-
-
-class _Hidden(dict[str, nn.Parameter]):
-    """No submodule, and no parameter list."""
 
 
 CANONICAL = {"head.weight": "embed.weight"}
@@ -78,16 +74,12 @@ def cut_for(name: str, shape: tuple[int, ...], rank: int, size: int) -> ShardSpe
         length = -(-shape[0] // size)
         there = rank * length
         return ShardSpec(shape, 0, ((0, there, min(length, shape[0] - there)),), length, rank, size)
+    length = HEADS // size
     if ".qkv." in name:
-        length = HEADS // size
         ranges = tuple((part * length, part * HEADS + rank * length, length) for part in range(3))
         return ShardSpec(shape, 0, ranges, 3 * length, rank, size)
-    if name.endswith("proj.weight"):
-        length = HEADS // size
-        return ShardSpec(shape, 1, ((0, rank * length, length),), length, rank, size)
-    if name.endswith("table"):
-        length = 8 // size
-        return ShardSpec(shape, 0, ((0, rank * length, length),), length, rank, size)
+    if name.endswith(("proj.weight", "table")):
+        return ShardSpec(shape, int("proj" in name), ((0, rank * length, length),), length, rank, size)
     return None
 
 

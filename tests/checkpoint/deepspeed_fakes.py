@@ -10,8 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 
 MODULES = ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero", "deepspeed.runtime.fp16")
@@ -24,37 +24,35 @@ class Classes:
         self.stage = enum.IntEnum("ZeroStageEnum", {"one": 1, "two": 2, "three": 3})
         self.scaler = type("DynamicLossScaler", (), {})
         self.modules = {name: types.ModuleType(name) for name in MODULES}
-        for cls, module in (
-            (self.stage, "deepspeed.runtime.zero.config"),
-            (self.scaler, "deepspeed.runtime.fp16.loss_scaler"),
-        ):
-            cls.__module__, cls.__qualname__ = module, cls.__name__
-            self.modules[module] = types.ModuleType(module)
-            setattr(self.modules[module], cls.__name__, cls)
+        for cls, module in ((self.stage, "zero.config"), (self.scaler, "fp16.loss_scaler")):
+            cls.__module__, cls.__qualname__ = f"deepspeed.runtime.{module}", cls.__name__
+            self.modules[cls.__module__] = types.ModuleType(cls.__module__)
+            setattr(self.modules[cls.__module__], cls.__name__, cls)
 
-    def present(self) -> pytest.MonkeyPatch:
-        patch = pytest.MonkeyPatch()
-        for name, module in self.modules.items():
-            patch.setitem(sys.modules, name, module)
-        return patch
+    def present(self) -> Any:
+        return mock.patch.dict(sys.modules, self.modules)
 
 
 @dataclass
 class Fake:
-    """A checkpoint of ``world_size`` ranks with these trained, frozen and tied parameters, one group of all. Change
-    ``heads`` (by rank at stage 3, else one) and ``states`` before :meth:`write`."""
+    """A checkpoint of ``world_size`` ranks with one group of parameters: a 0-dimensional one, odd sizes, one that is
+    smaller than the number of ranks, a frozen and a tied one. Change ``heads`` (by rank at stage 3, else one) and
+    ``states`` before :meth:`write`."""
 
     stage: int
     world_size: int
-    trained: dict[str, torch.Tensor]
-    frozen: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
     scaler: dict[str, Any] | None = None
     client_state: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.classes = Classes()
+        self.trained = {
+            "a.weight": torch.arange(15.0).view(3, 5) - 4, "scale": torch.tensor(2.5),
+            "b.bias": torch.linspace(-1, 1, 7), "b.pair": torch.tensor([3.0, 4.0]),
+        }  # fmt: skip
+        self.frozen = {"c.weight": torch.arange(10.0, 16.0).view(2, 3).bfloat16()}
+        self.buffers = {"seen": torch.tensor(9), "mean": torch.ones(3)}
+        self.tied = {"head.weight": "a.weight"}
         self.moments = {
             "exp_avg": {name: value.float() + 0.5 for name, value in self.trained.items()},
             "exp_avg_sq": {name: value.float().square() for name, value in self.trained.items()},
@@ -97,16 +95,10 @@ class Fake:
             "param_shapes": [OrderedDict({name: value.shape for name, value in self.trained.items()})],
             "shared_params": dict(self.tied) if rank == 0 else {},
             **frozen,
-            "lr_scheduler": {"last_batch_iteration": 4},
-            "data_sampler": None,
-            "random_ltd": None,
-            "skipped_steps": 1,
-            "global_steps": 6,
-            "global_samples": 48,
-            "dp_world_size": self.world_size,
-            "mp_world_size": 1,
+            **{"lr_scheduler": {"last_batch_iteration": 4}, "data_sampler": None, "random_ltd": None},
+            **{"skipped_steps": 1, "global_steps": 6, "global_samples": 48},
+            **{"dp_world_size": self.world_size, "mp_world_size": 1, "ds_version": "0.19.8"},
             "ds_config": {"train_batch_size": 8 * self.world_size, "train_micro_batch_size_per_gpu": 4},
-            "ds_version": "0.19.8",
             **self.client_state,
         }
 
@@ -135,32 +127,11 @@ class Fake:
         """The directory of the checkpoint."""
         path = directory / tag
         path.mkdir(parents=True)
-        patch = self.classes.present()
-        try:
+        with self.classes.present():
             for rank, head in enumerate(self.heads):
                 prefix = f"zero_pp_rank_{rank}_" if self.stage == 3 else ""
                 torch.save(head, path / f"{prefix}mp_rank_00_model_states.pt")
             for rank, state in enumerate(self.states):
                 torch.save(state, path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        finally:
-            patch.undo()
         (directory / "latest").write_text(tag)
         return path
-
-
-def example(stage: int, world_size: int, **more: Any) -> Fake:
-    """A 0-dimensional parameter, odd sizes, one that is smaller than the number of ranks, a frozen and a tied one."""
-    return Fake(
-        stage,
-        world_size,
-        trained={
-            "a.weight": torch.arange(15.0).view(3, 5) - 4,
-            "scale": torch.tensor(2.5),
-            "b.bias": torch.linspace(-1, 1, 7),
-            "b.pair": torch.tensor([3.0, 4.0]),
-        },
-        frozen={"c.weight": torch.arange(10.0, 16.0).view(2, 3).bfloat16()},
-        buffers={"seen": torch.tensor(9), "mean": torch.ones(3)},
-        tied={"head.weight": "a.weight"},
-        **more,
-    )

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.flat_ranges import empty_shard, range_of, split_evenly
-from zerolite.checkpoint.manifest import About
-from zerolite.checkpoint.planner import Shard
+from tests.checkpoint import faults
 from zerolite.checkpoint.storage import Commit, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.utils.dtypes import BY_CODE, CODES
@@ -19,11 +17,11 @@ from zerolite.utils.dtypes import BY_CODE, CODES
 Tensors = dict[str, torch.Tensor]
 
 PARAMETERS: dict[str, dict[str, Any]] = {
-    "embed.weight": {"shape": [11, 5], "dtype": "BF16", "trained": True, "aliases": ["head.weight", "again.weight"]},
-    "gain": {"shape": [], "dtype": "BF16", "trained": True, "aliases": []},
-    "empty": {"shape": [0, 3], "dtype": "BF16", "trained": True, "aliases": []},
-    "frozen.weight": {"shape": [4, 4], "dtype": "BF16", "trained": False, "aliases": []},
-    "norm.weight": {"shape": [5], "dtype": "F32", "trained": True, "aliases": []},
+    "embed.weight": faults.describe([11, 5], aliases=["head.weight", "again.weight"]),
+    "gain": faults.describe([]),
+    "empty": faults.describe([0, 3]),
+    "frozen.weight": faults.describe([4, 4], trained=False),
+    "norm.weight": faults.describe([5], "F32"),
 }
 BUFFERS: dict[str, Any] = {"norm.mean": torch.float32, "norm.calls": torch.int64, "frozen.wide": torch.float64}
 
@@ -46,30 +44,15 @@ def make_checkpoint(path: Path, tensors: Tensors, parameters: dict[str, Any], bu
     stored = {name: tensors[f"buffers/{name}"] for name in buffers}
     of_buffers = {name: {"shape": list(t.shape), "dtype": CODES[t.dtype]} for name, t in stored.items()}
     facts: dict[str, Any] = {
-        "saved_at": "2026-01-02T03:04:05.000000+00:00",
-        "global_steps": 12,
-        "world_size": 2,
-        "stage": 3,
-        "precision": {"compute": "bfloat16", "masters": "float32"},
-        "config": {"bf16": {"enabled": True}},
+        "saved_at": "2026-01-02T03:04:05.000000+00:00", "world_size": 2, "stage": 3,
+        "precision": {"compute": "bfloat16", "masters": "float32"}, "config": {"bf16": {"enabled": True}},
         "versions": {"zerolite": "0.1", "torch": "2.13"},
         "parameters": {"tensors": 5, "elements": 77, "trained_tensors": 4, "trained_elements": 61},
-        "layout": {},
-        "exclude_frozen_parameters": False,
-    }
-    described = About(**{"tag": path.name, **facts, **about})
-    shards = [
-        shard
-        for key, tensor in tensors.items()
-        for shard in (halves(key, tensor) if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)])
-    ]
+    }  # fmt: skip
+    described = faults.about(12, path.name, **facts, **about)
+    shards = [shard for key, tensor in tensors.items() for shard in faults.shards_of(key, tensor, ranks=2)]
     state = {"parameters": parameters, "buffers": of_buffers, "optimizer": {}}
     write_checkpoint(path.parent, path.name, shards, {}, Commit(path.parent, described, state, TrainingRun()))
-
-
-def halves(key: str, tensor: torch.Tensor) -> list[Shard]:
-    flat = [range_of(key, tensor)]
-    return [shard for rank in range(2) for part in split_evenly(flat, rank, 2) for shard in part.shards()]
 
 
 def read_file(path: Path) -> tuple[dict[str, str], Tensors]:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import complete_checkpoints, default_tag, find
-from zerolite.checkpoint.flat_ranges import empty_shard, range_of
+from zerolite.checkpoint.flat_ranges import empty_shard, range_of, split_evenly
 from zerolite.checkpoint.manifest import About
+from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
@@ -60,7 +61,6 @@ def failing(at: int, kind: int, always: bool = False, only: str = "") -> Iterato
 
 @contextlib.contextmanager
 def death(at: int) -> Iterator[None]:
-    """This process is killed before the operation ``at``."""
     operations = itertools.count()
 
     def before(operation: str, path: Path) -> None:
@@ -97,10 +97,10 @@ def as_nobody(path: Path, action: Callable[[], str]) -> str:
 
 
 def values(step: int) -> dict[str, torch.Tensor]:
-    """Return the values of a checkpoint of ``step``."""
+    weight = torch.arange(4 * 700.0).view(4, 700)
     return {
-        "parameters/weight": torch.arange(4 * 700.0).view(4, 700) + step,
-        "optimizer/exp_avg/weight": torch.arange(4 * 700.0).view(4, 700) * step,
+        "parameters/weight": weight + step,
+        "optimizer/exp_avg/weight": weight * step,
         "parameters/bias": torch.full((3,), step).to(torch.bfloat16),
         "buffers/count": torch.tensor(step),
         "buffers/empty": torch.empty(0, 2),
@@ -110,44 +110,37 @@ def values(step: int) -> dict[str, torch.Tensor]:
 RUN = TrainingRun()
 
 
-def about(step: int, tag: str | None = None, run: str = RUN.id) -> About:
-    return About(
-        tag=tag or default_tag(step),
-        saved_at=now(),
-        global_steps=step,
-        world_size=1,
-        stage=0,
-        precision={},
-        config={},
-        versions={"zerolite": "0"},
-        parameters={},
-        layout={},
-        exclude_frozen_parameters=False,
-        run=run,
-    )
+def about(step: int, tag: str | None = None, run: str = RUN.id, **changes: Any) -> About:
+    fields: dict[str, Any] = {
+        "saved_at": now(), "global_steps": step, "world_size": 1, "stage": 0, "precision": {}, "config": {},
+        "versions": {"zerolite": "0"}, "parameters": {}, "layout": {}, "exclude_frozen_parameters": False,
+    }  # fmt: skip
+    return About(tag=tag or default_tag(step), run=run, **(fields | changes))
+
+
+def shards_of(key: str, tensor: torch.Tensor, ranks: int = 1) -> list[Shard]:
+    """Return the shards of a tensor of which each rank writes an equal part."""
+    if not tensor.numel():
+        return [empty_shard(key, tensor.shape, tensor.dtype)]
+    flat = [range_of(key, tensor)]
+    return [shard for rank in range(ranks) for part in split_evenly(flat, rank, ranks) for shard in part.shards()]
 
 
 def save(save_dir: Path, step: int, tag: str | None = None, run: TrainingRun = RUN, **commit: Any) -> Path:
     described = about(step, tag, run.id)
-    shards = [
-        shard
-        for key, tensor in values(step).items()
-        for shard in (
-            range_of(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)]
-        )
-    ]
+    shards = [shard for key, tensor in values(step).items() for shard in shards_of(key, tensor)]
     what = Commit(save_dir, described, state(step), run, **commit)
     return write_checkpoint(save_dir, described.tag, shards, {"step": {"weight": step}}, what)
 
 
+def describe(shape: Sequence[int], dtype: str = "BF16", trained: bool = True, aliases: Sequence[str] = ()) -> Any:
+    return {"shape": list(shape), "dtype": dtype, "trained": trained, "aliases": list(aliases)}
+
+
 def state(step: int) -> dict[str, Any]:
-    entries = {"weight": ([4, 700], "F32"), "bias": ([3], "BF16")}
     return {
         "step": step,
-        "parameters": {
-            name: {"shape": shape, "dtype": dtype, "trained": True, "aliases": []}
-            for name, (shape, dtype) in entries.items()
-        },
+        "parameters": {"weight": describe([4, 700], "F32"), "bias": describe([3])},
         "buffers": {"count": {"shape": [], "dtype": "I64"}, "empty": {"shape": [0, 2], "dtype": "F32"}},
         "optimizer": {"groups": []},
     }
@@ -176,5 +169,4 @@ def resumed(save_dir: Path, whole: bool = True) -> TrainingRun:
 
 
 def hidden(save_dir: Path) -> list[str]:
-    """Return the leftovers of saves."""
     return sorted(path.name for path in save_dir.glob(".*") if path.name != ".lock")

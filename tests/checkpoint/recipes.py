@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,17 +22,12 @@ from tests.toolkit.configs import ADAMW, SGD, dynamic_fp16
 from zerolite.ops import Lion
 
 ROWS = 12  # of a batch: a multiple of every world size
-BIG = 1e30  # overflows in fp16
 Batch = tuple[Tensor, ...]
 Kwargs = dict[str, Any]
 
 # Settings under which the small models are partitioned, and fill several buckets.
-ZERO = {
-    "reduce_bucket_size": 100,
-    "allgather_bucket_size": 100,
-    "stage3_param_persistence_threshold": 4,
-    "stage3_module_granularity_threshold": 0,
-}
+BUCKETS = {"reduce_bucket_size": 100, "allgather_bucket_size": 100}
+ZERO = {**BUCKETS, "stage3_param_persistence_threshold": 4, "stage3_module_granularity_threshold": 0}
 
 
 class Mixture(nn.Module):
@@ -87,19 +83,19 @@ def adapted() -> nn.Module:
     return model
 
 
-class Sleeper(nn.Module):
+def mlp_with(**parts: Any) -> nn.Module:
+    """An Mlp with these layers and, where they are tensors, buffers."""
+    model = models.Mlp()
+    for name, part in parts.items():
+        add = model.register_buffer if isinstance(part, torch.Tensor) else model.add_module
+        add(name, part)
+    return model
+
+
+def sleeper() -> nn.Module:
     """An Mlp of which a part is frozen until it is unfrozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = models.Mlp()
-        self.later = nn.Linear(3, 3)
-        self.added = nn.Linear(3, 3)
-        self.later.requires_grad_(False)
-        self.added.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.added(torch.tanh(self.later(self.net(x))))
+    later, added = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3).requires_grad_(False)
+    return nn.Sequential(OrderedDict(net=models.Mlp(), later=later, bend=nn.Tanh(), added=added))
 
 
 class Strange(nn.Module):
@@ -129,7 +125,7 @@ class Strange(nn.Module):
 
 
 class Exact(models.Mlp):
-    """A part of it is in double precision."""
+    """One layer is in double precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,17 +135,9 @@ class Exact(models.Mlp):
         return self.second(torch.tanh(self.first(x)).double()).float()
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """Each rank has its own batch statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 13)
-        self.norm = nn.BatchNorm1d(13)
-        self.last = nn.Linear(13, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
+    return nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Tanh(), nn.Linear(13, 3))
 
 
 def float_batch(step: int, micro: int) -> Batch:
@@ -160,14 +148,14 @@ def token_batch(step: int, micro: int) -> Batch:
     return models.token_batch(step, micro, 0, ROWS)
 
 
-def uneven_batch(step: int, micro: int) -> Batch:
-    """Seven rows: the ranks' shares differ."""
-    return models.float_batch(step, micro, 0, 7)
+def overflowing(*when: tuple[int, int]) -> Callable[[int, int], Batch]:
+    """Batches, of which those at these steps and micro-batches overflow in fp16."""
 
+    def batch(step: int, micro: int) -> Batch:
+        x, y = float_batch(step, micro)
+        return (x * 1e30 if (step, micro) in when else x), y
 
-def sometimes_overflowing(step: int, micro: int) -> Batch:
-    x, y = float_batch(step, micro)
-    return (x * BIG if step in (1, 4) else x), y
+    return batch
 
 
 def random_loss(model: Any, batch: Batch) -> Tensor:
@@ -175,10 +163,6 @@ def random_loss(model: Any, batch: Batch) -> Tensor:
     import numpy
 
     return models.square_loss(model, batch) * (1.0 + 0.1 * random.random() + 0.1 * float(numpy.random.rand()))
-
-
-def nothing(*ignored: Any) -> None:
-    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +186,7 @@ class Recipe:
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "step")
     config: Kwargs = field(default_factory=dict)
     engine: Callable[[nn.Module], Kwargs] = lambda model: {}
-    change: Callable[[Any, int], None] = nothing
+    change: Callable[[Any, int], Any] = lambda engine, step: None
     micros: int = 1
     weighted: bool = False
     same_everywhere: bool = True
@@ -221,11 +205,6 @@ def branches(step: int, micro: int) -> Batch:
     """The last ranks use the other branch in the first micro-batch of a window."""
     x, y = float_batch(step, micro)
     return x, torch.arange(ROWS) >= (ROWS // 2 if micro == 0 else ROWS), y
-
-
-def overflowing_within(step: int, micro: int) -> Batch:
-    x, y = float_batch(step, micro)
-    return (x * BIG if (step, micro) == (3, 0) else x), y
 
 
 def three_groups(model: Any) -> Kwargs:
@@ -276,6 +255,8 @@ def scheduler(name: str, **params: Any) -> Kwargs:
 
 FUSED = instance(torch.optim.AdamW, lr=1e-3, fused=True)
 MIXTURE = {"model": mixture(), "engine": three_groups}
+# Seven rows: the ranks' shares differ.
+UNEVEN = {**MIXTURE, "batch": lambda step, micro: models.float_batch(step, micro, 0, 7), "micros": 3, "weighted": True}
 MOMENTUM = ("momentum_buffer",)
 FP16 = {"fp16": dynamic_fp16(loss_scale_window=2)}
 BF16 = {"bf16": {"enabled": True}}
@@ -283,12 +264,12 @@ BF16 = {"bf16": {"enabled": True}}
 RECIPES: dict[str, Recipe] = {
     "mixture": Recipe(**MIXTURE, config=scheduler("WarmupLR", warmup_num_steps=10)),
     "mixture in bf16": Recipe(**MIXTURE, config=BF16),
-    "mixture in fp16": Recipe(**MIXTURE, batch=sometimes_overflowing, config=FP16),
+    "mixture in fp16": Recipe(**MIXTURE, batch=overflowing((1, 0), (4, 0)), config=FP16),
     "tied tokens": Recipe(models.OddModel, models.token_loss, token_batch),
     "dropout and other random numbers": Recipe(mixture(0.3), random_loss, same_everywhere=False),
     "adapters": Recipe(adapted),
     "adapters in bf16": Recipe(adapted, config=BF16),
-    "normed": Recipe(Normed, same_everywhere=False),
+    "normed": Recipe(normed, same_everywhere=False),
     "fp32 modules": Recipe(models.OddModel, models.token_loss, token_batch, config={**BF16, "fp32_modules": ["norm"]}),
     "groups": Recipe(engine=three_groups),
     "SGD": Recipe(optimizer=SGD, states=MOMENTUM),
@@ -331,14 +312,14 @@ RECIPES: dict[str, Recipe] = {
     "strange": Recipe(Strange),
     # Torch's own update, which is taken there, gives other bits where memory is cut otherwise, as at stage 3.
     "double": Recipe(Exact, stages=(0, 1, 2)),
-    "woken": Recipe(Sleeper, change=wake),
-    "added group": Recipe(Sleeper, change=add_group),
+    "woken": Recipe(sleeper, change=wake),
+    "added group": Recipe(sleeper, change=add_group),
     "asleep": Recipe(change=falls_asleep),
     "accumulation": Recipe(**MIXTURE, micros=3),
-    "accumulation with weights": Recipe(**MIXTURE, batch=uneven_batch, micros=3, weighted=True),
-    "accumulation with weights in fp16": Recipe(**MIXTURE, batch=uneven_batch, micros=3, weighted=True, config=FP16),
+    "accumulation with weights": Recipe(**UNEVEN),
+    "accumulation with weights in fp16": Recipe(**UNEVEN, config=FP16),
     "accumulation in the plain loop": Recipe(**MIXTURE, micros=3, plain_loop=True),
-    "accumulation that overflows": Recipe(**MIXTURE, batch=overflowing_within, micros=3, config=FP16),
+    "accumulation that overflows": Recipe(**MIXTURE, batch=overflowing((3, 0)), micros=3, config=FP16),
     "accumulation, branches": Recipe(  # at stage 3 ranks must use the same modules
         OneOfTwo, batch=branches, micros=3, same_everywhere=False, stages=(0, 1, 2)
     ),

@@ -23,24 +23,22 @@ ADAM = ("exp_avg", "exp_avg_sq", "step")
 
 
 def make_engine(recipe: Recipe, stage: int, seed: int | None = None, **more: Any) -> Any:
-    """seed: of other weights than the recipe's; None keeps those."""
+    """Make an engine, and seed this rank. seed: of other weights and random numbers than the recipe's; None keeps
+    those."""
     model = models.build(recipe.model)
     if seed is not None:
         torch.manual_seed(seed)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.copy_(torch.randn(tensor.shape) if tensor.is_floating_point() else torch.tensor(seed))
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": recipe.micros,
-        "zero_optimization": {"stage": stage, **ZERO},
-        "steps_per_print": 1_000_000,
-        **recipe.config,
-    }
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": recipe.micros}
+    zero = {"stage": stage, **ZERO, **more.pop("zero", {})}
+    config = {**sizes, "zero_optimization": zero, "steps_per_print": 1_000_000, **recipe.config, **more}
     if recipe.optimizer is not None:
         config["optimizer"] = {"type": recipe.optimizer[0], "params": recipe.optimizer[1]}
-    config["zero_optimization"] |= more.pop("zero", {})
-    return zerolite.initialize(model, config | more, **recipe.engine(model))
+    engine = zerolite.initialize(model, config, **recipe.engine(model))
+    own_seeds(engine.rank, 0 if seed is None else 1000)
+    return engine
 
 
 def train(engine: Any, recipe: Recipe, start: int, end: int) -> list[tuple[float, int]]:
@@ -109,21 +107,12 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
     return [] if same else [f"{where}: {one!r:.200} and {other!r:.200}"]
 
 
-def scatter_seeds(rank: int) -> None:
-    """Other random numbers than those of the run that was saved."""
+def own_seeds(rank: int, first: int = 0) -> None:
     import numpy
 
-    torch.manual_seed(1000 + rank)
-    random.seed(2000 + rank)
-    numpy.random.seed(3000 + rank)
-
-
-def own_seeds(rank: int) -> None:
-    import numpy
-
-    torch.manual_seed(rank)
-    random.seed(10 + rank)
-    numpy.random.seed(20 + rank)
+    torch.manual_seed(first + rank)
+    random.seed(first + 10 + rank)
+    numpy.random.seed(first + 20 + rank)
 
 
 def keep(directory: str | Path, **wanted: Any) -> None:
@@ -135,13 +124,6 @@ def keep(directory: str | Path, **wanted: Any) -> None:
 
 def kept(directory: str | Path) -> dict[str, Any]:
     return torch.load(f"{directory}.wanted", weights_only=False)
-
-
-def of_all(value: Any) -> list[Any]:
-    """Return every rank's value. All ranks are here when it returns."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def tags_in(directory: str) -> list[str]:
@@ -158,7 +140,6 @@ def on_rank_0(engine: Any, action: Callable[[], Any]) -> None:
 
 def trained(recipe: Recipe, stage: int, steps: int = 2, **more: Any) -> Any:
     engine = make_engine(recipe, stage, **more)
-    own_seeds(engine.rank)
     train(engine, recipe, 0, steps * recipe.micros)
     return engine
 
@@ -173,7 +154,6 @@ def saved_by(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> di
 def into(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> tuple[Any, str]:
     """Load into an engine of other weights. Returns it, and what was raised."""
     engine = make_engine(recipe, stage, seed=5)
-    scatter_seeds(engine.rank)
     return engine, raised(engine.load_checkpoint, directory, **arguments)
 
 
@@ -191,11 +171,6 @@ def states(found: dict[str, Any]) -> dict[str, Any]:
 def assert_equal(one: Any, other: Any, where: str = "") -> None:
     found = differences(one, other, where)
     assert found == [], found
-
-
-def expect_words(text: str, *words: str) -> None:
-    missing = [word for word in words if word not in text]
-    assert not missing, f"{missing} not in: {text}"
 
 
 def assert_reloads(wanted: dict[str, Any], directory: str, recipe: Recipe, stage: int, **arguments: Any) -> None:

@@ -18,21 +18,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.checkpoint import faults
 from tests.checkpoint.recipes import RECIPES, Recipe
-from tests.checkpoint.runs import (
-    assert_equal,
-    assert_reloads,
-    expect_words,
-    facts,
-    make_engine,
-    on_rank_0,
-    tags_in,
-    train,
-    trained,
-)
+from tests.checkpoint.runs import assert_equal, assert_reloads, facts, make_engine, on_rank_0, tags_in, train, trained
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import raised
+from tests.toolkit.training import expect_words, raised
 from zerolite.checkpoint import reader
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.reader import CheckpointReader, Target
@@ -95,18 +85,11 @@ def test_nothing_is_loaded_where_nothing_is(directory: str) -> None:
 def test_the_client_state_comes_back(directory: str) -> None:
     engine = trained(Recipe(), 2, 1)
     given = {
-        "epoch": 3,
-        "best": float("-inf"),
-        "history": [(1, 0.5), (2, 0.25)],
-        "names": {"a", "b"},
-        "order": OrderedDict(x=1),
-        "tensor": torch.arange(5) * (engine.rank + 1),
-        "half": torch.ones(2, 2, dtype=torch.bfloat16),
-        "none": torch.empty(0, 3),
-        "scalar": torch.tensor(0.5),
-        "by number": {0: "zero", (1, 2): None},
-        "rank": engine.rank,
-    }
+        "epoch": 3, "best": float("-inf"), "history": [(1, 0.5), (2, 0.25)], "names": {"a", "b"},
+        "order": OrderedDict(x=1), "by number": {0: "zero", (1, 2): None}, "rank": engine.rank,
+        "tensor": torch.arange(5) * (engine.rank + 1), "half": torch.ones(2, 2, dtype=torch.bfloat16),
+        "none": torch.empty(0, 3), "scalar": torch.tensor(0.5),
+    }  # fmt: skip
     before = repr(given)
     engine.save_checkpoint(directory, client_state=given)
     assert repr(given) == before
@@ -163,24 +146,20 @@ def test_a_schedule_that_the_user_steps_goes_on_from_the_client_state(directory:
 @pytest.mark.slow
 @on_ranks(2)
 def test_arguments_that_differ_between_ranks_are_an_error_on_all(directory: str) -> None:
-    """And the next call works."""
     engine = trained(Recipe(), 2, 1)
     rank = engine.rank
-    for arguments in (
-        {"tag": f"by-{rank}"},
-        {"save_latest": rank == 0},
-        {"exclude_frozen_parameters": rank == 0},
-        {"async_save": rank == 0},
-    ):
-        said = raised(engine.save_checkpoint, directory, **arguments)
-        expect_words(said, "CheckpointError", "same arguments on all ranks", "on rank 0", "on rank 1")
-    said = raised(engine.save_checkpoint, f"{directory}/{rank}")
-    expect_words(said, "CheckpointError", "same arguments on all ranks", f"{directory}/0", f"{directory}/1")
+    given = {
+        engine.save_checkpoint: ("save_latest", "exclude_frozen_parameters", "async_save"),
+        engine.load_checkpoint: ("load_module_strict", "missing_ok"),
+    }
+    for call, names in given.items():
+        for arguments in ({"tag": f"by-{rank}"}, *({name: rank == 0} for name in names)):
+            said = raised(call, directory, **arguments)
+            expect_words(said, "CheckpointError", "same arguments on all ranks", "on rank 0", "on rank 1")
+        said = raised(call, f"{directory}/{rank}")
+        expect_words(said, "CheckpointError", "same arguments on all ranks", f"{directory}/0", f"{directory}/1")
     assert not os.path.exists(directory) or os.listdir(directory) == []
     engine.save_checkpoint(directory)
-    for arguments in ({"tag": f"by-{rank}"}, {"load_module_strict": rank == 0}, {"missing_ok": rank == 0}):
-        said = raised(engine.load_checkpoint, directory, **arguments)
-        expect_words(said, "CheckpointError", "same arguments on all ranks", "on rank 0", "on rank 1")
     engine.load_checkpoint(directory)
 
 
@@ -188,8 +167,7 @@ def test_arguments_that_differ_between_ranks_are_an_error_on_all(directory: str)
 @pytest.mark.fast("0-save-*")
 @pytest.mark.parametrize(("missing", "how", "stage"), [(0, "save", 1), (1, "load", 3)])
 def test_a_rank_that_does_not_take_part_is_named(directory: str, stage: int, missing: int, how: str) -> None:
-    engine = make_engine(Recipe(), stage, checkpoint={"timeout_s": 0.5})
-    train(engine, Recipe(), 0, 1)
+    engine = trained(Recipe(), stage, 1, checkpoint={"timeout_s": 0.5})
     engine.save_checkpoint(directory)
     call = engine.save_checkpoint if how == "save" else engine.load_checkpoint
     if engine.rank != missing:  # and nothing else is hindered
@@ -208,8 +186,7 @@ def test_a_rank_that_does_not_take_part_is_named(directory: str, stage: int, mis
 def test_a_rank_that_comes_too_late(directory: str, missing: int) -> None:
     """A rank comes when the others have given up: an error for it too, no hang, and the next save is whole."""
     stage = 1
-    engine = make_engine(Recipe(), stage, checkpoint={"timeout_s": 0.3})
-    train(engine, Recipe(), 0, 1)
+    engine = trained(Recipe(), stage, 1, checkpoint={"timeout_s": 0.3})
     engine.reduce(0)
     if late := engine.rank == missing:
         time.sleep(0.8)
@@ -224,6 +201,7 @@ def test_a_rank_that_comes_too_late(directory: str, missing: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("finished", "stage"), [(0, 3), (1, 1)])
 def test_a_rank_that_has_finished_follows(directory: str, stage: int, finished: int) -> None:
+    """Also in the background, where the second save waits for the first one."""
     recipe = RECIPES["groups"]
     engine = make_engine(recipe, stage)
     with engine.join():
@@ -231,9 +209,11 @@ def test_a_rank_that_has_finished_follows(directory: str, stage: int, finished: 
             x, y = models.float_batch(step, 0, engine.rank)
             engine.backward(models.square_loss(engine, (x, y)))
             engine.step()
-            if step == 2:
-                path = engine.save_checkpoint(directory, client_state={"rank": engine.rank})
-                assert path == str(Path(directory) / "global_step3")
+            for tag in ("first", "global_step3") if step == 2 else ():
+                client = {"rank": engine.rank}
+                path = engine.save_checkpoint(directory, tag, client_state=client, async_save=finished == 1)
+                assert path == f"{directory}/{tag}"
+    engine.wait_for_checkpoint()
     own = facts(engine)
     other = make_engine(recipe, 3 - stage, seed=5)
     _, client = other.load_checkpoint(directory)
@@ -301,7 +281,6 @@ def test_each_rank_writes_and_reads_its_share(directory: str, stage: int) -> Non
         engine.load_checkpoint(directory)
     own = f"rank_{engine.rank:05d}.safetensors"
     assert len(seen) <= len(set(seen)) + 1, "a block was read twice, and not for the random state"
-    assert {name for name, _ in seen} == (
-        set(written) if stage == 0 else {own}
-    )  # at stage 0 each rank needs everything
+    needed = set(written) if stage == 0 else {own}  # at stage 0 each rank needs everything
+    assert {name for name, _ in seen} == needed
     assert stage == 0 or len(seen) <= -(-(written[own] + 20_000) // block) + 1

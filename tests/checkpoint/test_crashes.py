@@ -17,9 +17,9 @@ import pytest
 
 from tests.checkpoint import faults
 from tests.checkpoint.recipes import BF16, RECIPES, Recipe, scheduler
-from tests.checkpoint.runs import differences, facts, make_engine, of_all, on_rank_0, train
+from tests.checkpoint.runs import differences, facts, make_engine, on_rank_0, train
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_on_ranks
+from tests.toolkit.compare import assert_same_on_ranks, from_all_ranks
 from tests.toolkit.disks import small_disk
 from tests.toolkit.pool import Pool, Pools, WorkerDied
 from tests.toolkit.ranks import on_ranks
@@ -37,10 +37,6 @@ def engine_after(steps: int, stage: int = STAGE, recipe: Recipe = RECIPE) -> Any
 def go_on(engine: Any, steps: int = 1, recipe: Recipe = RECIPE) -> Any:
     train(engine, recipe, engine.micro_steps, engine.micro_steps + steps)
     return engine
-
-
-def held(engine: Any) -> dict[str, Any]:
-    return facts(engine, RECIPE.states)
 
 
 def about_to_save(directory: Path, first: bool = False, stage: int = STAGE) -> Any:
@@ -67,15 +63,14 @@ def resume(directory: Path, first: bool) -> None:
     step = engine.global_steps
     assert_same_on_ranks({"step": step})
     assert step in ((0, 1) if first else (1, 2)) and (path is None) == (step == 0)
-    assert differences(held(engine_after(step)), held(engine)) == []
-    after = held(go_on(engine, 3))
+    assert differences(facts(engine_after(step)), facts(engine)) == []
+    after = facts(go_on(engine, 3))
     engine.save_checkpoint(directory)
     go_on(engine).load_checkpoint(directory)
-    assert differences(after, held(engine)) == [] and faults.hidden(directory) == []
+    assert differences(after, facts(engine)) == [] and faults.hidden(directory) == []
 
 
 def operations_of(directory: Path, first: bool) -> list[faults.Operation]:
-    """The operations of this rank in a save."""
     engine = about_to_save(directory, first)
     with faults.recorded() as done:
         engine.save_checkpoint(directory)
@@ -102,10 +97,10 @@ def test_disk_of_one_rank_fails_at_every_point(ram: Path) -> None:
     engine = about_to_save(directory)
     with faults.recorded() as operations:
         engine.save_checkpoint(directory, "counted")
-    points = [(rank, what) for rank, done in enumerate(of_all(operations)) for what in enumerate(done)]
+    points = [(rank, what) for rank, done in enumerate(from_all_ranks(operations)) for what in enumerate(done)]
     assert {rank for rank, _ in points} == {0, 1}
     engine.save_checkpoint(directory, "before")
-    before = held(engine)
+    before = facts(engine)
     go_on(engine)
     kinds = itertools.cycle((errno.ENOSPC, errno.EIO, errno.EDQUOT))
     for number, ((rank, (at, _)), kind) in enumerate(zip(points, kinds, strict=False)):
@@ -116,13 +111,13 @@ def test_disk_of_one_rank_fails_at_every_point(ram: Path) -> None:
 
         with faults.failing(at if engine.rank == rank else 10**6, kind) as done:
             said = raised(save)
-        operation = of_all(done)[rank][at]
+        operation = from_all_ranks(done)[rank][at]
         assert_same_on_ranks({"said": said})
         assert f"rank {rank}" in said and os.strerror(kind) in said, said
         assert operation[1] in said or "'latest'" in said, (operation, said)
         engine.load_checkpoint(directory)
         committed = "is complete" in said or operation == ("fsync", "saved")
-        assert committed or differences(before, held(engine)) == [], (operation, said)
+        assert committed or differences(before, facts(engine)) == [], (operation, said)
         on_rank_0(engine, lambda: shutil.rmtree(directory / "failed", ignore_errors=True))
         on_rank_0(engine, lambda: (directory / "latest").write_text("before\n"))
     engine.save_checkpoint(directory, "failed")
@@ -143,7 +138,7 @@ def test_a_full_disk_is_named_and_harms_nothing(disk: Path, background: bool) ->
     recipe = replace(RECIPE, model=functools.partial(models.OddModel, width=32, hidden=500))
     directory = disk / "saved"
     engine = engine_after(1, 2, recipe)
-    good, said, now = 0, "", held(engine)
+    good, said, now = 0, "", facts(engine)
 
     def save() -> None:
         engine.save_checkpoint(directory, async_save=background)
@@ -151,7 +146,7 @@ def test_a_full_disk_is_named_and_harms_nothing(disk: Path, background: bool) ->
 
     while not (said := raised(save)):
         good, before = good + 1, now
-        now = held(go_on(engine, 1, recipe))
+        now = facts(go_on(engine, 1, recipe))
     assert_same_on_ranks({"said": said})
     assert good >= 2 and "No space left on device" in said and ".safetensors" in said
     assert f"The newest complete checkpoint there is 'global_step{good}'" in said
@@ -160,4 +155,4 @@ def test_a_full_disk_is_named_and_harms_nothing(disk: Path, background: bool) ->
     engine.save_checkpoint(directory, "again")
     for tag, wanted in ((f"global_step{good}", before), (None, now)):
         engine.load_checkpoint(directory, tag)
-        assert differences(wanted, held(engine)) == []
+        assert differences(wanted, facts(engine)) == []

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.deepspeed_fakes import Fake, example
+from tests.checkpoint.crafted import flip
+from tests.checkpoint.deepspeed_fakes import Fake
 from tests.checkpoint.runs import assert_equal
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
@@ -35,9 +36,8 @@ def values_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, world_size: int) -> None:
-    """And written as it was read."""
     client_state = {"epoch": 3, "weights": torch.arange(3.0), "nothing": torch.empty(0, 2)}
-    fake = example(stage, world_size, client_state=client_state)
+    fake = Fake(stage, world_size, client_state=client_state)
     fake.buffers["nothing"] = fake.heads[0]["module"]["nothing"] = torch.empty(2, 0)
     fake.heads[0]["buffer_names"].append("nothing")
     fake.write(tmp_path / "theirs")
@@ -90,8 +90,8 @@ def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, wor
 
 
 def test_the_checkpoint_is_found_by_its_tag_by_latest_and_by_its_own_directory(tmp_path: Path) -> None:
-    example(2, 1).write(tmp_path, "old")
-    path = example(2, 1).write(tmp_path, "new")
+    Fake(2, 1).write(tmp_path, "old")
+    path = Fake(2, 1).write(tmp_path, "new")
     assert read_deepspeed(tmp_path).tag == "new"
     assert read_deepspeed(tmp_path, "old").tag == "old"
     assert read_deepspeed(path).tag == "new"
@@ -106,7 +106,7 @@ def test_the_checkpoint_is_found_by_its_tag_by_latest_and_by_its_own_directory(t
 
 def test_empty_parameters_are_not_taken_for_tied_ones(tmp_path: Path) -> None:
     """Below stage 3 DeepSpeed compares addresses, and all empty tensors are at 0."""
-    fake = example(2, 2)
+    fake = Fake(2, 2)
     empty = {"nothing": torch.empty(0, 3), "nothing_either": torch.empty(0)}
     fake.heads[0]["module"].update(empty)
     fake.heads[0]["shared_params"]["nothing_either"] = "nothing"
@@ -118,7 +118,7 @@ def test_empty_parameters_are_not_taken_for_tied_ones(tmp_path: Path) -> None:
 
 
 def test_a_buffer_with_two_names_is_stored_once(tmp_path: Path) -> None:
-    fake = example(1, 1)
+    fake = Fake(1, 1)
     fake.heads[0]["module"]["mean_again"] = fake.heads[0]["module"]["mean"]
     fake.heads[0]["module"]["mean_part"] = fake.heads[0]["module"]["mean"][:2]
     fake.heads[0]["buffer_names"] += ["mean_again", "mean_part"]
@@ -128,37 +128,34 @@ def test_a_buffer_with_two_names_is_stored_once(tmp_path: Path) -> None:
     assert {key for key in values_of(imported) if "mean" in key} == {"buffers/mean", "buffers/mean_part"}
 
 
-def test_settings_that_no_optimizer_of_torch_has(tmp_path: Path) -> None:
-    for corrects in (True, False):
-        fake = example(3, 1)
-        optimizer(fake, 0)["param_groups"][0]["bias_correction"] = corrects
-        fake.write(tmp_path / str(corrects))
-        imported = read_deepspeed(tmp_path / str(corrects))
-        assert "bias_correction" not in imported.state["optimizer"]["groups"][0]["values"]
-        noted = [] if corrects else ["parameter group 0['bias_correction'], which is False"]
-        assert imported.left_out == noted
+@pytest.mark.parametrize("corrects", [True, False])
+def test_settings_that_no_optimizer_of_torch_has(tmp_path: Path, corrects: bool) -> None:
+    fake = Fake(3, 1)
+    optimizer(fake, 0)["param_groups"][0]["bias_correction"] = corrects
+    fake.write(tmp_path)
+    imported = read_deepspeed(tmp_path)
+    assert "bias_correction" not in imported.state["optimizer"]["groups"][0]["values"]
+    assert imported.left_out == ["parameter group 0['bias_correction'], which is False"] * (not corrects)
 
 
-@pytest.mark.parametrize(("of_state", "of_group", "expected"), [(3, None, 3.0), (4, 0, 4.0), (None, 5, 5.0)])
+@pytest.mark.parametrize(
+    ("of_state", "of_group", "expected"),
+    [({"step": 3}, {}, 3.0), ({"step": 4}, {"step": 0}, 4.0), ({}, {"step": 5}, 5.0)],
+    ids=["state", "state before group", "group"],
+)
 def test_steps_are_counted_in_the_state_or_else_in_the_group(
-    tmp_path: Path, of_state: int | None, of_group: int | None, expected: float
+    tmp_path: Path, of_state: dict[str, int], of_group: dict[str, int], expected: float
 ) -> None:
     """Counts of steps are numbers of Python. An optimizer that counts in its state can have an old count in the
     group."""
-    fake = example(2, 2)
-    for rank in range(2):
-        saved = optimizer(fake, rank)
+    fake = Fake(2, 2)
+    for saved in (optimizer(fake, rank) for rank in range(2)):
         del saved["state"][0]["step"]
-        if of_state is not None:
-            saved["state"][0]["step"] = of_state
-        if of_group is not None:
-            saved["param_groups"][0]["step"] = of_group
+        saved["state"][0] |= of_state
+        saved["param_groups"][0] |= of_group
     fake.write(tmp_path)
     found = read_deepspeed(tmp_path).state["optimizer"]
-    assert {name: float(step) for name, step in found["scalars"]["step"].items()} == dict.fromkeys(
-        fake.trained, expected
-    )
-    assert all(isinstance(step, torch.Tensor) and step.shape == () for step in found["scalars"]["step"].values())
+    assert_equal(found["scalars"]["step"], dict.fromkeys(fake.trained, torch.tensor(expected)))
     assert "step" not in found["groups"][0]["values"]
 
 
@@ -187,7 +184,7 @@ def test_the_loss_scale_grows_when_it_would_have_grown(tmp_path: Path, window: i
     }  # fmt: skip
     for step in range(12):
         theirs = deepspeed_step(theirs, overflow=step == 4)
-        fake = example(2, 1, scaler=theirs)
+        fake = Fake(2, 1, scaler=theirs)
         for name in fake.trained:
             fake.heads[0]["module"][name] = fake.heads[0]["module"][name].half()
         fake.write(tmp_path / str(step))
@@ -239,7 +236,7 @@ BROKEN_FILES: dict[str, tuple[int, Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("name", BROKEN_FILES)
 def test_missing_damaged_and_foreign_files_are_named(tmp_path: Path, name: str) -> None:
     stage, breaks, message = BROKEN_FILES[name]
-    path = example(stage, 3).write(tmp_path)
+    path = Fake(stage, 3).write(tmp_path)
     breaks(path)
     with pytest.raises(CheckpointError, match=message) as caught:
         read_deepspeed(tmp_path)
@@ -299,44 +296,46 @@ BROKEN_CONTENT: dict[str, tuple[int, Callable[[Fake], Any], str]] = {
 @pytest.mark.parametrize("name", BROKEN_CONTENT)
 def test_contents_that_do_not_fit_together_are_refused(tmp_path: Path, name: str) -> None:
     stage, breaks, message = BROKEN_CONTENT[name]
-    fake = example(stage, 3)
+    fake = Fake(stage, 3)
     breaks(fake)
     fake.write(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         read_deepspeed(tmp_path)
 
 
+def flip_a_bit(path: Path) -> None:
+    """Flip a bit of the last element of b.bias."""
+    content = path.read_bytes()
+    flip(path, content.index(struct.pack("<2f", 3.0, 4.0)) - 2)
+
+
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    path = example(2, 2).write(tmp_path) / OPTIM(1)
-    content = bytearray(path.read_bytes())
-    content[content.index(struct.pack("<2f", 3.0, 4.0)) - 2] ^= 16  # of the last element of b.bias
-    path.write_bytes(content)
+    flip_a_bit(Fake(2, 2).write(tmp_path) / OPTIM(1))
     with pytest.raises(CheckpointError, match="does not have the checksum that was written with it"):
         read_deepspeed(tmp_path)
-    assert not torch.equal(
-        values_of(read_deepspeed(tmp_path, verify=False))["parameters/b.bias"], torch.linspace(-1, 1, 7)
-    )
+    unverified = values_of(read_deepspeed(tmp_path, verify=False))
+    assert not torch.equal(unverified["parameters/b.bias"], torch.linspace(-1, 1, 7))
 
 
 # -------------------------------------------------------------------- what is written
 
 
 def test_wrappers_are_no_part_of_names(tmp_path: Path) -> None:
-    fake = example(2, 2)
+    fake = Fake(2, 2)
     for mapping in (fake.heads[0]["module"], fake.heads[0]["param_shapes"][0]):
         for name in list(mapping):
             mapping[f"_orig_mod.{name}"] = mapping.pop(name)
     fake.heads[0]["shared_params"] = {"_orig_mod.head.weight": "_orig_mod.a.weight"}
     fake.heads[0]["buffer_names"] = [f"_orig_mod.{name}" for name in fake.buffers]
     fake.write(tmp_path / "wrapped")
-    example(2, 2).write(tmp_path / "plain")
+    Fake(2, 2).write(tmp_path / "plain")
     wrapped, plain = read_deepspeed(tmp_path / "wrapped"), read_deepspeed(tmp_path / "plain")
     assert wrapped.state == plain.state
     assert sorted(shard.key for shard in wrapped.tensors) == sorted(shard.key for shard in plain.tensors)
 
 
 def test_without_frozen_parameters_the_checkpoint_says_so(tmp_path: Path) -> None:
-    fake = example(2, 1)
+    fake = Fake(2, 1)
     del fake.heads[0]["module"]["c.weight"]
     fake.write(tmp_path / "theirs")
     path = import_deepspeed(tmp_path / "theirs", tmp_path / "ours")
@@ -344,7 +343,7 @@ def test_without_frozen_parameters_the_checkpoint_says_so(tmp_path: Path) -> Non
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
-    path = example(2, 1).write(tmp_path)
+    path = Fake(2, 1).write(tmp_path)
     before = sorted(path.iterdir())
     with pytest.raises(CheckpointError, match="is there already, and is no checkpoint of zerolite"):
         import_deepspeed(tmp_path, tmp_path)
@@ -359,17 +358,14 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
 def test_the_command_says_what_it_did_and_what_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    example(2, 2, client_state={"where": Path("/x")}).write(tmp_path / "theirs", "one")
-    example(2, 2).write(tmp_path / "theirs", "two")
+    Fake(2, 2, client_state={"where": Path("/x")}).write(tmp_path / "theirs", "one")
+    Fake(2, 2).write(tmp_path / "theirs", "two")
     assert main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--tag", "one"]) == 0
     assert capsys.readouterr().out == f"imported '{tmp_path}/theirs' to '{tmp_path}/ours/one'\n"
     assert "left out: client_state['where'], a pathlib.PosixPath" in caplog.text
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "ours")]) == 1
     assert capsys.readouterr().err.startswith("zerolite import-deepspeed: ")
-    optimizer = tmp_path / "theirs" / "two" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    content = bytearray(optimizer.read_bytes())
-    content[content.index(struct.pack("<2f", 3.0, 4.0))] ^= 1
-    optimizer.write_bytes(content)
+    flip_a_bit(tmp_path / "theirs" / "two" / OPTIM(1))
     assert main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 1
     assert "checksum" in capsys.readouterr().err
     assert main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--no-verify"]) == 0
@@ -377,7 +373,7 @@ def test_the_command_says_what_it_did_and_what_is_left_out(
 
 def test_one_tensor_at_a_time_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is put together before it is asked for, and nothing is kept; the rest are views of mapped files."""
-    example(3, 2).write(tmp_path)
+    Fake(3, 2).write(tmp_path)
     made: list[weakref.ref[torch.Tensor]] = []
     gather = deepspeed_reader.gather
 

@@ -34,18 +34,18 @@ FROZEN = {"blocks.1.linear.weight", "blocks.1.linear.bias"}
 EMPTY = {"nothing", "nothing_either"}
 
 
-def interpreter() -> str | None:
+def interpreter() -> str:
+    """The Python that has DeepSpeed. Without one the test is skipped."""
     named = os.environ.get("ZEROLITE_DEEPSPEED_PYTHON")
-    return named or (sys.executable if importlib.util.find_spec("deepspeed") else None)
+    if not named and not importlib.util.find_spec("deepspeed"):
+        pytest.skip("DeepSpeed is not installed, and ZEROLITE_DEEPSPEED_PYTHON names no interpreter that has it")
+    return named or sys.executable
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `<world size>/<case>`."""
-    python = interpreter()
-    if python is None:
-        pytest.skip("DeepSpeed is not installed, and ZEROLITE_DEEPSPEED_PYTHON names no interpreter that has it")
-    directory = tmp_path_factory.mktemp("deepspeed")
+    python, directory = interpreter(), tmp_path_factory.mktemp("deepspeed")
     for world_size in WORLD_SIZES:
         command = [python, str(WRITER), str(directory / str(world_size)), str(world_size)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=directory)
@@ -91,7 +91,6 @@ def check_consolidated(
     consolidated: dict[str, torch.Tensor],
     case: dict[str, Any],
 ) -> None:
-    """The weights are those that DeepSpeed's own script finds."""
     kept = {alias: name for name, about in imported.state["parameters"].items() for alias in about["aliases"]}
     kept |= {name: name for name in imported.state["parameters"]}
     for name, value in consolidated.items():

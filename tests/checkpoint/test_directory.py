@@ -49,18 +49,21 @@ def test_tags_of_the_users(saved: Path, tag: str) -> None:
     assert (saved / "latest").read_text() == f"{tag}\n"
 
 
-def test_what_is_no_checkpoint_is_not_replaced(saved: Path) -> None:
-    (saved / "src").mkdir(parents=True)
-    (saved / "src" / "work.py").write_text("x")
+def test_what_is_no_checkpoint_is_neither_replaced_nor_pruned(saved: Path) -> None:
+    for path in (saved / "src" / "work.py", saved / "global_step1" / "precious"):
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
     (saved / "notes").write_text("y")
     for tag in ("src", "notes"):
         with pytest.raises(CheckpointError, match=f"{tag}' is there, and is no checkpoint"):
             faults.save(saved, 1, tag)
-    assert (saved / "src" / "work.py").read_text() == "x" and (saved / "notes").read_text() == "y"
     (saved / "empty").mkdir()
     faults.save(saved, 1, "empty")
-    assert faults.load(saved) == 1
-    assert faults.hidden(saved) == []
+    for step in (2, 3):
+        faults.save(saved, step, keep_last=1)
+    assert (saved / "src" / "work.py").read_text() == "x" and (saved / "notes").read_text() == "y"
+    assert (saved / "global_step1" / "precious").exists()
+    assert tags(saved) == {"empty", "global_step3"} and faults.hidden(saved) == []
 
 
 # -------------------------------------------------------------------- pruning
@@ -100,15 +103,6 @@ def test_older_checkpoints_are_pruned(saved: Path, case: str) -> None:
     for step, tag, arguments in saves:
         faults.save(saved, step, tag, **arguments)
     assert tags(saved) == stay and faults.load(saved) == latest and faults.hidden(saved) == []
-
-
-def test_other_directories_are_left_alone(saved: Path) -> None:
-    (saved / "global_step1").mkdir(parents=True)
-    (saved / "global_step1" / "precious").touch()
-    (saved / ".git").mkdir()
-    for step in (2, 3):
-        faults.save(saved, step, keep_last=1)
-    assert (saved / "global_step1" / "precious").exists() and (saved / ".git").exists()
 
 
 def test_what_cannot_be_removed_does_not_matter(
@@ -169,17 +163,10 @@ def test_processes_forked_meanwhile_do_not_keep_the_lock(saved: Path) -> None:
         os.waitpid(process, 0)
 
 
-def test_file_systems_without_locks(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(descriptor: int, operation: int) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(directories.fcntl, "flock", none)
-    faults.save(saved, 1)
-    assert faults.load(saved) == 1
-
-
 @pytest.mark.parametrize("kind", [errno.EINVAL, errno.ENOTSUP])
-def test_file_systems_that_cannot_sync_directories(saved: Path, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+def test_file_systems_that_can_neither_lock_nor_sync_directories(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
     original = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -187,7 +174,11 @@ def test_file_systems_that_cannot_sync_directories(saved: Path, monkeypatch: pyt
             raise OSError(kind, os.strerror(kind))
         original(descriptor)
 
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
     monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(directories.fcntl, "flock", flock)
     faults.save(saved, 1)
     assert faults.load(saved) == 1
 
@@ -266,19 +257,17 @@ def test_other_manifests_do_not_matter(saved: Path) -> None:
 REMEDIES = 'call engine.load_checkpoint on that directory before the first save.*another directory.*"overwrite": true'
 
 
-@pytest.mark.parametrize(
-    ("more", "harm"),
-    [
-        ({"tag": "best", "save_latest": False}, "replace checkpoint 'best'"),
-        ({}, "move 'latest' away from checkpoint 'best'"),
-        ({"tag": "mine", "save_latest": False, "keep_last": 1}, "remove, because of keep_last, .* 'global_step1'"),
-    ],
-    ids=["replace", "latest", "prune"],
-)
+HARMS: list[tuple[dict[str, Any], str]] = [
+    ({"tag": "best", "save_latest": False}, "replace checkpoint 'best'"),
+    ({}, "move 'latest' away from checkpoint 'best'"),
+    ({"tag": "mine", "save_latest": False, "keep_last": 1}, "remove, because of keep_last, .* 'global_step1'"),
+]
+
+
+@pytest.mark.parametrize(("more", "harm"), HARMS, ids=["replace", "latest", "prune"])
 def test_another_run_is_not_harmed(ram: Path, more: dict[str, Any], harm: str) -> None:
-    for step in (1, 2):
-        faults.save(ram, step)
-    faults.save(ram, 3, "best")
+    for step, tag in ((1, None), (2, None), (3, "best")):
+        faults.save(ram, step, tag)
     before = {known.tag: known.saved_at for known in complete_checkpoints(ram)}
     with pytest.raises(CheckpointError, match=f"(?s)this save would {harm}.*of another run .*{REMEDIES}"):
         faults.save(ram, 4, run=TrainingRun(), **more)

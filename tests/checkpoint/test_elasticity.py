@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 import zerolite
-from tests.checkpoint.runs import keep, kept, of_all
+from tests.checkpoint.runs import keep, kept
+from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.faults import Warnings
 from tests.toolkit.pool import Pools
 from tests.toolkit.training import snapshot
@@ -22,33 +23,23 @@ SIZES = {1: (BATCH, 3, 8), 2: (BATCH, 3, 4), 3: (BATCH, 2, 4), 4: (BATCH, 3, 2)}
 ELASTICITY = {"enabled": True, "max_train_batch_size": 25, "micro_batch_sizes": [1, 2, 3], "max_gpus": 6}
 
 
-class Rows(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
-    """Rows that know their number."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(BATCH * (STEPS + 1), 5, generator=generator)
-        self.y = torch.randn(BATCH * (STEPS + 1), 1, generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        return index, self.x[index], self.y[index]
+def numbered_rows() -> TensorDataset:
+    generator, count = torch.Generator().manual_seed(1), BATCH * (STEPS + 1)
+    x, y = torch.randn(count, 5, generator=generator), torch.randn(count, 1, generator=generator)
+    return TensorDataset(torch.arange(count), x, y)
 
 
-def elastic_engine(stage: int, seed: int, sizes: dict[str, Any] | None = None, **elasticity: Any) -> Any:
+def elastic_engine(stage: int, seed: int, sizes: dict[str, Any] | None = None) -> Any:
     """sizes: instead of the elasticity block."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
     config = {
-        **({"elasticity": ELASTICITY | elasticity} if sizes is None else sizes),
+        **({"elasticity": ELASTICITY} if sizes is None else sizes), "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
-        "gradient_clipping": 0.5,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    return zerolite.initialize(model, config, training_data=Rows())
+    }  # fmt: skip
+    return zerolite.initialize(model, config, training_data=numbered_rows())
 
 
 def take_steps(engine: Any, batches: Iterator[Any], steps: int) -> list[tuple[list[int], float]]:
@@ -64,7 +55,7 @@ def take_steps(engine: Any, batches: Iterator[Any], steps: int) -> list[tuple[li
             engine.step()
             rows += index.tolist()
             losses.append(float(loss.detach()))
-        parts = of_all((rows, sum(losses) / len(losses)))
+        parts = from_all_ranks((rows, sum(losses) / len(losses)))
         result.append((sorted(sum((rows for rows, _ in parts), [])), sum(loss for _, loss in parts) / len(parts)))
     return result
 
@@ -100,7 +91,6 @@ def load(directory: Path, stage: int) -> None:
 
 
 def load_with_smaller_steps(directory: Path) -> None:
-    """The first rank says that steps become smaller, once."""
     engine = elastic_engine(2, 0, {"train_micro_batch_size_per_gpu": 3})
     with Warnings() as warnings:
         engine.load_checkpoint(directory)

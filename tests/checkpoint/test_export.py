@@ -25,9 +25,9 @@ from tests.checkpoint.recipes import RECIPES
 from tests.checkpoint.runs import assert_equal
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import BATCHES, LOSSES, make_engine, raised
+from tests.toolkit.training import make_engine, raised, run_steps
 from zerolite.checkpoint import export
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import plan_files
@@ -96,10 +96,11 @@ def test_frozen_parameters_that_were_not_saved_are_asked_about(tmp_path: Path) -
 
 
 def test_an_earlier_export_is_replaced_whatever_its_files_and_others_stay(checkpoint: Path, tmp_path: Path) -> None:
+    """And the leftovers of one that was killed."""
     out = tmp_path / "out"
     out.mkdir()
     foreign = ("config.json", "model-00001-of-00077.safetensors", "pytorch_model.bin", "model.safetensors.bak")
-    for name in foreign:
+    for name in (*foreign, ".model-00001-of-00002.safetensors.incomplete", ".model.safetensors.incomplete"):
         (out / name).write_text(name)
     for size in ("60B", "100B", "5GB", "100B", "100B", "5GB"):
         exported = export.export_checkpoint(checkpoint, out, torch.bfloat16, size)
@@ -116,10 +117,10 @@ def test_a_failure_at_any_point_leaves_a_whole_model_or_none(
 ) -> None:
     out = tmp_path / "out"
     outcomes = []
-    for at in range(200):
+    for number in range(200):
         export.export_checkpoint(checkpoint, out, torch.float32, first)
         try:
-            with faults.failing(at, errno.EIO, always=True):
+            with faults.failing(number, errno.EIO, always=True):
                 export.export_checkpoint(checkpoint, out, torch.bfloat16, second)
         except CheckpointError as error:
             assert f"'{out}" in str(error) and "Input/output error" in str(error)
@@ -128,23 +129,15 @@ def test_a_failure_at_any_point_leaves_a_whole_model_or_none(
         if (out / "model.safetensors").exists() or (out / "model.safetensors.index.json").exists():
             found = read_model(out)[0]
             outcomes.append(str(found["gain"].dtype))
-            assert_equal(found, expected(found["gain"].dtype), f"operation {at}")
+            assert_equal(found, expected(found["gain"].dtype), f"operation {number}")
         else:
             outcomes.append("none")
         assert not list(out.glob(".model*incomplete"))
-    assert at > 5
+    assert number > 5
     assert outcomes[0] == "torch.float32"
     assert_equal(read_model(out)[0], expected(torch.bfloat16), "at last")
     if first == second == "5GB":
         assert "none" not in outcomes
-
-
-def test_leftovers_of_a_killed_export_are_removed(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / ".model-00001-of-00002.safetensors.incomplete").write_text("half")
-    (tmp_path / ".model.safetensors.incomplete").write_text("half")
-    before = listing(tmp_path)
-    export.export_checkpoint(checkpoint, tmp_path)
-    assert listing(tmp_path) == ["checkpoints", "model.safetensors"] and len(before) == 3
 
 
 def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(checkpoint: Path, tmp_path: Path) -> None:
@@ -168,9 +161,8 @@ def test_the_command_says_what_it_wrote(checkpoint: Path, tmp_path: Path, capsys
 
 
 def test_values_beyond_fp16_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    about = {"shape": [2], "dtype": "BF16", "trained": True, "aliases": []}
     values = {"parameters/large": torch.tensor([1e5, 1.0]), "parameters/small": torch.tensor([6e4, 1.0])}
-    make_checkpoint(tmp_path / "c", values, {"large": about, "small": about})
+    make_checkpoint(tmp_path / "c", values, dict.fromkeys(("large", "small"), faults.describe([2])))
     for dtype, told in (("bf16", False), ("fp16", True)):
         assert export.main([str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", dtype]) == 0
         assert ("'large' has values beyond what fp16 holds" in caplog.text) == told
@@ -195,8 +187,7 @@ print("peak", status("VmHWM") - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     tensors = {f"parameters/{i}": torch.full((1 << 21,), float(i)) for i in range(12)}  # 8 MiB each
-    about = {"shape": [1 << 21], "dtype": "BF16", "trained": True, "aliases": []}
-    make_checkpoint(tmp_path / "c", tensors, {str(i): about for i in range(12)})
+    make_checkpoint(tmp_path / "c", tensors, {str(i): faults.describe([1 << 21]) for i in range(12)})
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", "bf16"]
     # Freed memory goes back at once, as that of tensors above 32 MiB always does.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -206,64 +197,39 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     assert peak < 8 * 1.5 + 6  # MiB: the tensor, half of it as it is stored, and what reading itself takes
 
 
-def make_hugging_face_checkpoint(path: Path, model: Any) -> dict[str, torch.Tensor]:
-    """Make a Hugging Face checkpoint of fp32 masters that bf16 does not hold. Gives them."""
+@pytest.mark.parametrize(("kind", "size"), [(models.hugging_face_gpt2, "2KB"), (models.hugging_face_llama, "5GB")])
+def test_from_pretrained_loads_it(tmp_path: Path, kind: Any, size: str) -> None:
+    """A model whose fp32 masters bf16 does not hold, in either dtype."""
+    pytest.importorskip("transformers")
+    model, out = models.build(kind), tmp_path / "out"
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     masters = {n: p.detach() + torch.randn(p.shape) * 1e-4 for n, p in model.named_parameters()}
-    about = {
-        name: {"shape": list(p.shape), "dtype": "BF16", "trained": True, "aliases": names[id(p)][1:]}
-        for name, p in model.named_parameters()
-    }
-    make_checkpoint(path, {f"parameters/{name}": value for name, value in masters.items()}, about)
-    return masters
-
-
-@pytest.mark.parametrize(("kind", "size"), [(models.hugging_face_gpt2, "2KB"), (models.hugging_face_llama, "5GB")])
-def test_from_pretrained_loads_it(tmp_path: Path, kind: Any, size: str) -> None:
-    pytest.importorskip("transformers")
-    model = models.build(kind)
-    masters = make_hugging_face_checkpoint(tmp_path / "c", model)
-    out = tmp_path / "out"
+    about = {n: faults.describe(p.shape, aliases=names[id(p)][1:]) for n, p in model.named_parameters()}
+    make_checkpoint(tmp_path / "c", {f"parameters/{name}": value for name, value in masters.items()}, about)
     for dtype in (torch.float32, torch.bfloat16):
         export.export_checkpoint(tmp_path / "c", out, dtype, size)
         model.config.save_pretrained(out)
         loaded, told = type(model).from_pretrained(out, dtype=dtype, output_loading_info=True)
         assert not any(told.values()), told
-        assert_equal(
-            {name: p.detach() for name, p in loaded.named_parameters()},
-            {name: value.to(dtype) for name, value in masters.items()},
-            "what from_pretrained has loaded",
-        )
+        found = {name: p.detach() for name, p in loaded.named_parameters()}
+        assert_equal(found, {name: value.to(dtype) for name, value in masters.items()}, f"loaded in {dtype}")
 
 
-STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {"0": (0, None), "2": (2, None), "3": (3, PARTITIONED["moving"])}
-
-
-def settings(stage: str, precision: str = "bf16") -> dict[str, Any]:
-    number, zero = STAGES[stage]
-    return config(number, precision, 1, 0.0, ADAMW, zero)
-
-
-def trained(config: dict[str, Any], model: str = "OddModel") -> Any:
+def trained(stage: int, precision: str = "bf16", model: str = "OddModel") -> Any:
     """An engine after one step."""
-    engine = make_engine(config, model)
-    take_step(engine, model)
+    engine = make_engine(at(stage, precision, 1, 0.0, ADAMW), model)
+    run_steps(engine, model=model)
     return engine
-
-
-def take_step(engine: Any, model: str = "OddModel") -> None:
-    engine.backward(LOSSES[model](engine, BATCHES[model](engine.global_steps, 0, engine.rank)))
-    engine.step()
 
 
 @pytest.mark.fast("0-2")
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_whole_states_in_any_dtype_and_the_model_in_files(stage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_whole_states_in_any_dtype_and_the_model_in_files(stage: int, tmp_path: Path) -> None:
     for precision, model in (("bf16", "OddModel"), ("fp16", "OddModel"), ("fp32", "ConvNet")):
-        engine, directory = trained(settings(stage, precision), model), tmp_path / precision
+        engine, directory = trained(stage, precision, model), tmp_path / precision
         half = torch.float16 if precision == "fp16" else torch.bfloat16
         states = {dtype: engine.full_state_dict(dtype=dtype) for dtype in FLOATS.values()}
         fp32 = states[torch.float32]
@@ -316,8 +282,8 @@ def test_adapters_are_written_alone(tmp_path: Path) -> None:
     adapted = peft.get_peft_model(
         models.build(models.hugging_face_llama), peft.LoraConfig(r=2, init_lora_weights=False)
     )
-    engine = zerolite.initialize(adapted, settings("3"))
-    take_step(engine, "hugging_face_llama")
+    engine = zerolite.initialize(adapted, at(3, "bf16", 1, 0.0, ADAMW))
+    run_steps(engine, model="hugging_face_llama")
     engine.save_16bit_model(tmp_path / "all")
     engine.save_16bit_model(tmp_path / "adapters", exclude_frozen_parameters=True)
     engine.save_checkpoint(tmp_path / "checkpoints", exclude_frozen_parameters=True)
@@ -334,16 +300,16 @@ def test_adapters_are_written_alone(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(tmp_path: Path) -> None:
-    engine = trained(settings("3"))
+    engine = trained(3)
 
     def save() -> None:
         engine.save_16bit_model(tmp_path, max_shard_size="500B")
 
     save()
     before = read_model(tmp_path)[0]
-    take_step(engine)
-    for at in (0, 1, 2, 5):  # operations called "write": header, first tensors, another file
-        with faults.failing(at if engine.rank == 0 else 10**6, errno.ENOSPC, always=True, only="write"):
+    run_steps(engine, model="OddModel")
+    for number in (0, 1, 2, 5):  # operations called "write": header, first tensors, another file
+        with faults.failing(number if engine.rank == 0 else 10**6, errno.ENOSPC, always=True, only="write"):
             told = raised(save)
         own = told.removeprefix("CheckpointError: ").removeprefix("engine.save_16bit_model: rank 0: ")
         assert own.startswith(f"'{tmp_path}/model") and own.endswith("could not be written: No space left on device")
@@ -354,7 +320,7 @@ def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(tmp_path: Path) -> No
     save()
     state = engine.full_state_dict()
     assert_same_on_ranks(state, "after the failures")
-    take_step(engine)
+    run_steps(engine, model="OddModel")
     tensors = read_model(tmp_path)[0]
     assert_equal(tensors, {name: state[name] for name in tensors}, "written at last")
 
@@ -362,7 +328,7 @@ def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(tmp_path: Path) -> No
 @on_ranks(2)
 def test_an_engine_writes_one_tensor_at_a_time(tmp_path: Path) -> None:
     """No whole tensor that was gathered for a file is alive when the next one is asked for."""
-    engine = trained(settings("3"))
+    engine = trained(3)
     gathered: list[Any] = []
     original = FullModel.get
 
@@ -379,11 +345,10 @@ def test_an_engine_writes_one_tensor_at_a_time(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_names_are_those_of_the_model_inside_wrappers(tmp_path: Path) -> None:
-    """torch's checkpoint_wrapper is not part of the state dict's names."""
     model = models.build(models.Mlp)
     plain = models.build(models.Mlp).state_dict()
     model.first = checkpoint_wrapper(model.first)
-    engine = zerolite.initialize(model, settings("3", "fp32"))
+    engine = zerolite.initialize(model, at(3))
     engine.save_16bit_model(tmp_path)
     for dtype in (None, torch.float32):
         assert_equal(engine.full_state_dict(dtype=dtype), plain, "whole state")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 import zerolite
 from tests.checkpoint.cut_model import CANONICAL, Block, Net, cut_for, keep_stage
 from tests.checkpoint.exported import read_model
-from tests.checkpoint.runs import keep, kept, of_all
+from tests.checkpoint.runs import keep, kept
+from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.grids import Grid
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
@@ -61,20 +61,16 @@ def make_engine(
             mark_partial(parameter)
     model.settle()
     settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 1_000_000,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 60},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-        "steps_per_print": 1_000_000,
-        **config,
-    }
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, **config,
+    }  # fmt: skip
     resolved = load_config(settings).resolve(topology.data.world_size)
-    decays = [p for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
-    others = [p for name, p in model.named_parameters() if p.requires_grad and p.dim() <= 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decays, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     groups = [{"params": decays, "weight_decay": 0.1 * seed}, {"params": others, "weight_decay": 0.0}]
     made = getattr(torch.optim, optimizer)(groups) if isinstance(optimizer, str) else optimizer(groups)
-    arguments = Arguments(optimizer=made)
-    return build_engine(model, resolved, arguments, topology, CPU)
+    return build_engine(model, resolved, Arguments(optimizer=made), topology, CPU)
 
 
 def train(engine: Any, first: int, last: int) -> None:
@@ -82,15 +78,6 @@ def train(engine: Any, first: int, last: int) -> None:
     for step in range(first, last):
         engine.backward(engine(step))
         engine.step()
-
-
-@contextlib.contextmanager
-def nan_for_new_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def check_padding(engine: Any) -> None:
@@ -111,14 +98,12 @@ def check_padding(engine: Any) -> None:
 
 def snapshot(engine: Any) -> dict[str, Any]:
     """Return what the ranks together know of the whole model: what several say must be the same."""
-    names = {id(p): CANONICAL.get(name, name) for name, p in engine.module.named_parameters()}
-    trained = [p for p in engine.module.parameters() if p.requires_grad]
-    states = {}
+    trained = {CANONICAL.get(name, name): p for name, p in engine.module.named_parameters() if p.requires_grad}
+    parameters = list(trained.values())
+    states = {f"master/{n}": v for n, v in zip(trained, zerolite.get_full_master(parameters), strict=True)}
     for kind in ("exp_avg", "exp_avg_sq", "step"):
-        values = zerolite.get_full_optimizer_state(trained, kind)
-        states |= {f"{kind}/{names[id(p)]}": value for p, value in zip(trained, values, strict=True) if p.numel()}
-    masters = zerolite.get_full_master(trained)
-    states |= {f"master/{names[id(p)]}": value for p, value in zip(trained, masters, strict=True)}
+        values = zip(trained.items(), zerolite.get_full_optimizer_state(parameters, kind), strict=True)
+        states |= {f"{kind}/{name}": value for (name, p), value in values if p.numel()}
     own = {
         "values": engine.full_state_dict(),
         "fp32": engine.full_state_dict(dtype=torch.float32),
@@ -129,7 +114,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
         del own[kind][f"blocks.{block}.seen"]
     parts = {"states": states, "notes": {n: m.note for n, m in engine.module.named_modules() if isinstance(m, Block)}}
     whole: dict[str, Any] = {"states": {}, "notes": {}, **own}
-    for of_rank in of_all({**own, **parts}):
+    for of_rank in from_all_ranks({**own, **parts}):
         for kind in parts:
             for name, value in of_rank[kind].items():
                 assert_same(whole[kind].setdefault(name, value), value, name)
@@ -149,13 +134,7 @@ def assert_same(found: Any, wanted: Any, where: str = "", rtol: float = 0.0) -> 
         assert found == wanted, where
 
 
-def seen_in(engine: Any) -> list[list[float]]:
-    state = engine.full_state_dict()
-    return [state[f"blocks.{block}.seen"].tolist() for block in (0, 1)]
-
-
 def mark(engine: Any) -> None:
-    """Change what training would have changed beside parameters."""
     for name, module in engine.module.named_modules():
         if isinstance(module, Block):
             module.note = f"saved in {name}"
@@ -169,7 +148,7 @@ def save(grid: Grid, stage: int, directory: Path, **config: Any) -> None:
     mark(engine)
     torch.manual_seed(50 + engine.topology.data.rank)
     engine.save_checkpoint(directory, client_state={"saved at": list(grid)})
-    numbers = of_all(torch.rand(3))
+    numbers = from_all_ranks(torch.rand(3))
     first = snapshot(engine)
     train(engine, 4, 8)
     keep(directory, grid=grid, first=first, second=snapshot(engine), numbers=numbers)
@@ -183,14 +162,16 @@ def load(places: list[tuple[Grid, int]], directory: Path, **config: Any) -> None
         engine = make_engine(there, stage, seed=2, **config)
         if stage % 2:  # also over states that there are
             train(engine, 0, 2)
-        with nan_for_new_memory():
-            _, client = engine.load_checkpoint(directory)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is NaN
+        _, client = engine.load_checkpoint(directory)
+        torch.use_deterministic_algorithms(False)
         numbers = torch.rand(3)
         assert client == {"saved at": list(grid)}
         check_padding(engine)
         data = engine.rank // there[2] % there[1]
         seen = 100.0 + (data if there == grid else 0)  # buffers that differ between ranks
-        assert seen_in(engine) == [[0.0, seen], [1.0, seen]]
+        state = engine.full_state_dict()
+        assert [state[f"blocks.{block}.seen"].tolist() for block in (0, 1)] == [[0.0, seen], [1.0, seen]]
         if data < grid[1]:
             source = engine.rank if there == grid else data * grid[2]
             assert torch.equal(numbers, wanted["numbers"][source])
@@ -214,27 +195,31 @@ ALL = [grid for grids in GRIDS.values() for grid in grids]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("grid", "stage"), [(grid, stages_of(grid)[number % len(stages_of(grid))]) for number, grid in enumerate(ALL)]
-)
-def test_every_grid_loads_every_other(pools: Pools, tmp_path: Path, grid: Grid, stage: int) -> None:
+@pytest.mark.parametrize("grid", ALL)
+def test_every_grid_loads_every_other(pools: Pools, tmp_path: Path, grid: Grid) -> None:
+    """The grids take turns in the stages at which they save and load."""
     turn = itertools.count(ALL.index(grid))
-    into = {
-        other: [(there, stages_of(there)[next(turn) % len(stages_of(there))]) for there in grids]
-        for other, grids in GRIDS.items()
-    }
+
+    def staged(there: Grid, number: int) -> tuple[Grid, int]:
+        return there, stages_of(there)[number % len(stages_of(there))]
+
+    _, stage = staged(grid, ALL.index(grid))
+    into = {world: [staged(there, next(turn)) for there in grids] for world, grids in GRIDS.items()}
     check(pools, grid, stage, tmp_path, into)
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "an optimizer without a kernel": {"optimizer": "RAdam"},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [{"optimizer": "RAdam"}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}],
-    ids=["an optimizer without a kernel", "bf16", "fp16"],
-)
-def test_other_updates_and_precisions(pools: Pools, tmp_path: Path, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", OTHERS)
+def test_other_updates_and_precisions(pools: Pools, tmp_path: Path, how: str) -> None:
     into = {2: [((1, 1, 2), 0), ((1, 1, 2), 2), ((2, 1, 1), 1)], 4: [((2, 1, 2), 1), ((1, 2, 2), 3)]}
-    check(pools, (1, 1, 4), 1, tmp_path, into, **how)
+    check(pools, (1, 1, 4), 1, tmp_path, into, **OTHERS[how])
 
 
 # -------------------------------------------------------------------- refusals
@@ -252,11 +237,10 @@ def test_what_only_the_whole_can_do(tmp_path: Path, grid: Grid, partial: bool, w
     engine.save_checkpoint(tmp_path / "within an accumulation")
     train(engine, 1, 2)
     forbid_partial_state_dicts(engine.module, engine.topology)
-    for call, instead in (
-        ("state_dict", "engine.full_state_dict()"),
-        ("load_state_dict", "load_full_state_dict(state)"),
-    ):
-        said = raised(getattr(engine.module, call), *[{}] * (call == "load_state_dict"))
+    for call, given, instead in (
+        ("state_dict", [], "engine.full_state_dict()"), ("load_state_dict", [{}], "load_full_state_dict(state)"),
+    ):  # fmt: skip
+        said = raised(getattr(engine.module, call), *given)
         assert said.startswith(f"RuntimeError: {call}: this rank has ") and why in said and instead in said
     engine.load_full_state_dict(engine.full_state_dict())
     engine.save_checkpoint(tmp_path / "after the step")
@@ -336,24 +320,19 @@ def whole(places: list[tuple[Grid, int]], directory: Path) -> None:
         engine.save_16bit_model(out / "all", max_shard_size="1KB")
         engine.save_16bit_model(out / "trained", exclude_frozen_parameters=True)
         if engine.rank == 0:
-            assert_same_files(out, state)
+            tensors = {n: value for n, value in state.items() if isinstance(value, Tensor) and n not in CANONICAL}
+            assert len(list((out / "all").glob("model-*.safetensors"))) > 1
+            assert_same(read_model(out / "all")[0], {name: value.bfloat16() for name, value in tensors.items()})
+            trained = {name for name in tensors if not name.endswith(("table", "bounds"))}
+            assert read_model(out / "trained")[0].keys() == trained
         for name, tensors in set_all(engine).items():
-            assert tensors[1].shape == state[name].shape
+            assert tensors[2].shape == state[name].shape
             for one, other in zip(tensors, wanted.setdefault("set", {}).setdefault(name, tensors), strict=False):
                 torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
     keep(directory, **wanted)
 
 
-def assert_same_files(directory: Path, values: dict[str, Any]) -> None:
-    tensors = {n: value for n, value in values.items() if isinstance(value, Tensor) and n not in CANONICAL}
-    assert len(list((directory / "all").glob("model-*.safetensors"))) > 1
-    assert_same(read_model(directory / "all")[0], {name: value.bfloat16() for name, value in tensors.items()})
-    trained = {name for name in tensors if not name.endswith(("table", "bounds"))}
-    assert read_model(directory / "trained")[0].keys() == trained
-
-
 def set_all(engine: Any) -> dict[str, list[Tensor]]:
-    """Full gradients, masters and states that were set, as they are read."""
     names = {n: p for n, p in engine.module.named_parameters() if p.requires_grad and p.numel()}
     staged = engine.topology.pipe.world_size > 1
     train(engine, 0, 2)
@@ -371,12 +350,8 @@ def set_all(engine: Any) -> dict[str, list[Tensor]]:
             grads.append(zerolite.get_full_grad(parameter))
         zerolite.set_full_optimizer_state(parameter, "exp_avg", values + 2)
         zerolite.set_full_master(parameter, values + 3)
-        found[CANONICAL.get(name, name)] = [
-            zerolite.get_full_optimizer_state(parameter, "exp_avg"),
-            zerolite.get_full_master(parameter),
-            zerolite.get_full_optimizer_state(parameter, "step"),
-            *(grads if not staged else []),
-        ]
+        states = [zerolite.get_full_optimizer_state(parameter, kind) for kind in ("exp_avg", "step")]
+        found[CANONICAL.get(name, name)] = [*states, zerolite.get_full_master(parameter), *([] if staged else grads)]
     engine.zero_grad()
     return found
 

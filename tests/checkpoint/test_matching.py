@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,26 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.recipes import BF16, FP16, RECIPES, Mixture, Recipe, adapted, by, scheduler, three_groups
-from tests.checkpoint.runs import (
-    ADAM,
-    assert_equal,
-    expect_words,
-    facts,
-    into,
-    loaded,
-    make_engine,
-    own_seeds,
-    saved_by,
-    scatter_seeds,
-    states,
-    train,
-    trained,
-)
+from tests.checkpoint.recipes import BF16, FP16, RECIPES, Recipe, adapted, by, mlp_with, scheduler, three_groups
+from tests.checkpoint.runs import assert_equal, facts, into, loaded, saved_by, states, train, trained
 from tests.toolkit import models
 from tests.toolkit.configs import SGD
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import raised
+from tests.toolkit.training import expect_words, raised
 from zerolite.checkpoint.reader import CheckpointReader
 
 
@@ -41,26 +28,24 @@ def reversed_groups(model: nn.Module) -> dict[str, Any]:
 
 
 DECAYING = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "WarmupDecayLR": {"config": scheduler("WarmupDecayLR", warmup_num_steps=3, total_num_steps=9)},
-    "LambdaLR": {"engine": DECAYING},
-    "SequentialLR": {"engine": RECIPES["SequentialLR"].engine},
+WARMUP = scheduler("WarmupDecayLR", warmup_num_steps=3, total_num_steps=9)
+SCHEDULES: dict[str, tuple[int, dict[str, Any], Callable[[nn.Module], Any]]] = {  # stage, of the config, of the engine
+    "LambdaLR": (3, {}, DECAYING),
+    "SequentialLR": (1, {}, RECIPES["SequentialLR"].engine),
+    "WarmupDecayLR": (2, WARMUP, lambda model: {}),
 }
 
 
 @on_ranks(2)
 @pytest.mark.fast("LambdaLR-*")
-@pytest.mark.parametrize(("schedule", "stage"), [("LambdaLR", 3), ("SequentialLR", 1), ("WarmupDecayLR", 2)])
-def test_param_groups_in_another_order(directory: str, stage: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_param_groups_in_another_order(directory: str, schedule: str) -> None:
     """Their hyperparameters and schedule follow their parameters."""
-    own = SCHEDULES[schedule]
-    extra = own.get("engine", lambda model: {})
-
-    def with_groups(groups: Callable[[nn.Module], Any]) -> Recipe:
-        engine = lambda model: {**groups(model), **extra(model)}  # noqa: E731
-        return Recipe(model=RECIPES["mixture"].model, config=own.get("config", {}), engine=engine)
-
-    straight, turned = with_groups(three_groups), with_groups(reversed_groups)
+    stage, config, extra = SCHEDULES[schedule]
+    straight, turned = (
+        Recipe(RECIPES["mixture"].model, config=config, engine=lambda model, of=of: {**of(model), **extra(model)})
+        for of in (three_groups, reversed_groups)
+    )
     source = trained(straight, stage)
     source.save_checkpoint(directory)
     target = loaded(directory, turned, stage)
@@ -90,19 +75,12 @@ def test_param_groups_of_other_parameters(directory: str) -> None:
     assert raised(engine.load_checkpoint, directory, tag="schedule", load_lr_scheduler_states=False) == ""
 
 
-class Wrapped(nn.Module):
+def wrapped() -> nn.Module:
     """Wrapper with peft's names: ``base_model.model.…``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.base_model = nn.Module()
-        self.base_model.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_model.model(x)
+    return nn.Sequential(OrderedDict(base_model=nn.Sequential(OrderedDict(model=adapted()))))
 
 
-PLAIN, ADAPTED, WRAPPED = Recipe(), Recipe(adapted), Recipe(lambda: Wrapped(adapted()))
+PLAIN, ADAPTED, WRAPPED = Recipe(), Recipe(adapted), Recipe(wrapped)
 
 
 @pytest.mark.slow
@@ -142,7 +120,7 @@ def test_frozen_parameters_are_left_out(directory: str, stage: int, other: int) 
     assert reader.manifest.about.exclude_frozen_parameters
     kept = {key for key in reader.tensors if key.startswith("parameters/")}
     assert kept == {f"parameters/{name}" for name in own["masters"]}, kept
-    engine = make_engine(recipe, other, seed=5)
+    engine = trained(recipe, other, 0, seed=5)
     frozen = {n: p for n, p in facts(engine, ())["parameters"].items() if "base_layer" in n}
     engine.load_checkpoint(directory)
     after = facts(engine)
@@ -172,18 +150,17 @@ def test_compiled_modules_have_the_names_inside(directory: str) -> None:
         assert_equal(own, facts(loaded(f"{directory}/{number}", plain, stage)))
 
 
-class Untied(Mixture):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout)
-        self.again.weight = nn.Parameter(torch.randn(13, 13))
+def untied() -> nn.Module:
+    model = RECIPES["mixture"].model()
+    model.again.weight = nn.Parameter(torch.randn(13, 13))
+    return model
 
 
-class Turned(Mixture):
-    """The other name comes first."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout)
-        self._modules = {"again": self.again, **self._modules}
+def turned() -> nn.Module:
+    """The other name of the tied weight comes first."""
+    model = RECIPES["mixture"].model()
+    model._modules = {"again": model.again, **model._modules}
+    return model
 
 
 @on_ranks(2)
@@ -191,22 +168,18 @@ def test_weights_that_are_tied_elsewhere(directory: str) -> None:
     """A tied weight goes into two that are not, and is found by any of its names."""
     tied = replace(RECIPES["mixture"], engine=lambda model: {})
     own = saved_by(directory, tied, 3)
-    after = facts(loaded(directory, replace(tied, model=Untied), 3))
-    for kind in ("masters", *ADAM):
+    after = facts(loaded(directory, replace(tied, model=untied), 3))
+    for kind in states(own):
         assert set(after[kind]) == set(own[kind]) | {"again.weight"}
         assert_equal(own[kind]["tied.weight"], after[kind]["again.weight"], kind)
-    after = facts(loaded(directory, replace(tied, model=Turned), 3))
-    for kind in ("masters", *ADAM):
+    after = facts(loaded(directory, replace(tied, model=turned), 3))
+    for kind in states(own):
         assert_equal(own[kind].pop("tied.weight"), after[kind].pop("again.weight"), kind)
         assert_equal(own[kind], after[kind])
 
 
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": BF16,
-    "fp16": FP16,
-    "fp32 modules": {**BF16, "fp32_modules": ["tied", "again", "last"]},
-}
+MODULES = {**BF16, "fp32_modules": ["tied", "again", "last"]}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": BF16, "fp16": FP16, "fp32 modules": MODULES}
 
 
 @pytest.mark.slow
@@ -234,28 +207,24 @@ def test_masters_and_states_go_into_other_precisions(directory: str, stage: int,
     train(engine, replace(recipe, config=PRECISIONS[target]), 2, 4)
 
 
-HALVING = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_parts_that_are_not_asked_for(directory: str) -> None:
     stage = 3
-    engine = lambda model: {**three_groups(model), **HALVING(model)}  # noqa: E731
+    engine = lambda model: {**three_groups(model), **DECAYING(model)}  # noqa: E731
     recipe = replace(RECIPES["mixture"], config={}, engine=engine)
     own = saved_by(directory, recipe, stage)
     here = replace(recipe, optimizer=("AdamW", {"lr": 1e-3, "betas": [0.5, 0.6], "weight_decay": 0.3}))
     model = ("masters", "parameters", "buffers")
     for arguments, parts in (
-        ({}, (*model, *ADAM, "groups", "lr_scheduler", "counters")),
+        ({}, (*model, *recipe.states, "groups", "lr_scheduler", "counters")),
         ({"load_optimizer_states": False}, (*model, "lr_scheduler", "counters")),
-        ({"load_lr_scheduler_states": False}, (*model, *ADAM, "groups", "counters")),
+        ({"load_lr_scheduler_states": False}, (*model, *recipe.states, "groups", "counters")),
         ({"load_optimizer_states": False, "load_lr_scheduler_states": False}, (*model, "counters")),
         ({"load_module_only": True}, model),
     ):
         engine = trained(here, stage, 1, seed=5)
         before = facts(engine)
-        scatter_seeds(engine.rank)
         state = torch.get_rng_state()
         engine.load_checkpoint(directory, **arguments)
         assert torch.equal(state, torch.get_rng_state()) == bool(arguments.get("load_module_only"))
@@ -270,25 +239,8 @@ def test_parts_that_are_not_asked_for(directory: str) -> None:
             assert_equal(expected, after[key], f"{arguments} {key}")
 
 
-class Wider(models.Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(7, 15), nn.Linear(15, 3)
-
-
-class Deeper(models.Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.third = nn.Linear(3, 3)
-
-
-class Counting(models.Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("counted", torch.zeros(2))
-
-
-WIDER, DEEPER, COUNTING = (Recipe(kind) for kind in (Wider, Deeper, Counting))
+WIDER = Recipe(lambda: mlp_with(first=nn.Linear(7, 15), second=nn.Linear(15, 3)))
+DEEPER, COUNTING = Recipe(lambda: mlp_with(third=nn.Linear(3, 3))), Recipe(lambda: mlp_with(counted=torch.zeros(2)))
 SOURCES = {
     "mlp": PLAIN, "deeper": DEEPER, "counting": COUNTING, "AdamW": RECIPES["groups"],
     **{name: RECIPES[name] for name in ("amsgrad", "NAdam", "LambdaLR")},
@@ -356,8 +308,7 @@ def test_entries_that_both_have(directory: str) -> None:
 def test_a_checkpoint_without_states(directory: str, stage: int) -> None:
     """The engine is as if it had never been updated."""
     recipe = RECIPES["mixture"]
-    engine = make_engine(recipe, stage)
-    own_seeds(engine.rank)
+    engine = trained(recipe, stage, 0)
     engine.save_checkpoint(directory)
     first = facts(engine)
     losses = train(engine, recipe, 0, 3)

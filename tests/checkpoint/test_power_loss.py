@@ -16,8 +16,8 @@ import pytest
 
 from tests.checkpoint import faults
 from tests.checkpoint.block_layer import Change, Disk, Recorder, crashes, read_tree, write_tree
-from tests.checkpoint.runs import of_all
 from tests.checkpoint.test_crashes import about_to_save
+from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import NoCheckpoint, find
@@ -26,22 +26,20 @@ from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.training_run import TrainingRun
 
 Save = Callable[[Path], Any]
+
+
+def save(step: int, *arguments: Any, **options: Any) -> Save:
+    return lambda path: faults.save(path, step, *arguments, **options)
+
+
 SCENARIOS: dict[str, tuple[Save, Save, set[int]]] = {
     # What is there, the save that comes to grief, and the steps of the checkpoints that may be found then (0: none).
-    "first": (lambda path: None, lambda path: faults.save(path, 3), {0, 3}),
-    "second": (lambda path: faults.save(path, 2), lambda path: faults.save(path, 3), {2, 3}),
-    "overwrite": (lambda path: faults.save(path, 2, "best"), lambda path: faults.save(path, 3, "best"), {2, 3}),
-    "overwrite without latest": (
-        lambda path: faults.save(path, 2, "best", save_latest=False),
-        lambda path: faults.save(path, 3, "best", save_latest=False),
-        {2, 3},
-    ),
-    "pruning": (
-        lambda path: [faults.save(path, step) for step in (1, 2)],
-        lambda path: faults.save(path, 3, keep_last=1),
-        {2, 3},
-    ),
-    "after crashes": (lambda path: overwritten_halfway(path), lambda path: faults.save(path, 3, "best"), {2, 3}),
+    "first": (lambda path: None, save(3), {0, 3}),
+    "second": (save(2), save(3), {2, 3}),
+    "overwrite": (save(2, "best"), save(3, "best"), {2, 3}),
+    "overwrite without latest": (save(2, "best", save_latest=False), save(3, "best", save_latest=False), {2, 3}),
+    "pruning": (lambda path: [faults.save(path, step) for step in (1, 2)], save(3, keep_last=1), {2, 3}),
+    "after crashes": (lambda path: overwritten_halfway(path), save(3, "best"), {2, 3}),
 }
 
 
@@ -105,8 +103,7 @@ def check_crashes(
         if deep and (after / "saved").exists() and faults.hidden(after / "saved"):
             run = faults.resumed(after / "saved") if found else TrainingRun()
             shutil.copytree(after, after.with_name("again"))
-            again = lambda path, run=run: faults.save(path, 5, "best", run=run)  # noqa: E731
-            count += check_crashes(after.with_name("again"), again, {found, 5}, 5, 12, 4)
+            count += check_crashes(after.with_name("again"), save(5, "best", run=run), {found, 5}, 5, 12, 4)
         if count % saves == 0:
             check_next_save(after / "saved", found)
         shutil.rmtree(after)
@@ -148,20 +145,19 @@ class LeavesOut:
             os.fsync(descriptor)
 
 
+SKIPPED: dict[str, Callable[[Path], bool]] = {
+    "files": lambda path: path.is_file(),
+    "latest": lambda path: path.name == ".latest.new",
+    "the directory": lambda path: path.name == "saved",
+    "the checkpoint's directory": lambda path: path.name.startswith(".incomplete"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "skipped",
-    [
-        lambda path: path.is_file(),
-        lambda path: path.name == ".latest.new",
-        lambda path: path.name == "saved",
-        lambda path: path.name.startswith(".incomplete"),
-    ],
-    ids=["files", "latest", "the directory", "the checkpoint's directory"],
-)
-def test_a_missing_fsync_is_found(ram: Path, monkeypatch: pytest.MonkeyPatch, skipped: Callable[[Path], bool]) -> None:
+@pytest.mark.parametrize("skipped", SKIPPED)
+def test_a_missing_fsync_is_found(ram: Path, monkeypatch: pytest.MonkeyPatch, skipped: str) -> None:
     """The simulation loses what a file system may lose."""
-    monkeypatch.setattr(filesystem, "os", LeavesOut(skipped))
+    monkeypatch.setattr(filesystem, "os", LeavesOut(SKIPPED[skipped]))
     with pytest.raises((AssertionError, CheckpointError)) as caught:
         crash_scenario(ram, "overwrite", most=12, saves=100)
     assert "all changes were recorded" not in str(caught.value)
@@ -172,11 +168,11 @@ def recorded_save(root: Path, background: bool) -> list[tuple[int, Change]]:
     engine = about_to_save(root / "saved")
     if engine.rank == 0:
         shutil.copytree(root, root.with_suffix(".before"))
-    of_all(None)
+    from_all_ranks(None)
     with Recorder(root) as recorder:
         engine.save_checkpoint(root / "saved", async_save=background)
         engine.wait_for_checkpoint()
-    of_all(None)
+    from_all_ranks(None)
     return list(zip(recorder.times, recorder.changes, strict=True))
 
 
@@ -233,14 +229,12 @@ def check_errors(ram: Path, scenario: str, kind: int, always: bool) -> int:
     raise AssertionError("not reached")
 
 
+ONCE = [(name, errno.EIO, False) for name in SCENARIOS]
+
+
 @pytest.mark.fast("first-*")
 @pytest.mark.parametrize(
-    ("scenario", "kind", "always"),
-    [
-        *((name, errno.EIO, False) for name in SCENARIOS),
-        ("overwrite", errno.EIO, True),
-        ("pruning", errno.ENOSPC, True),
-    ],
+    ("scenario", "kind", "always"), [*ONCE, ("overwrite", errno.EIO, True), ("pruning", errno.ENOSPC, True)]
 )
 def test_a_system_call_that_fails_leaves_a_whole_checkpoint(ram: Path, scenario: str, kind: int, always: bool) -> None:
     assert check_errors(ram, scenario, kind, always) >= 20

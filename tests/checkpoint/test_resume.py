@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.recipes import RECIPES, Recipe
-from tests.checkpoint.runs import assert_equal, facts, keep, kept, make_engine, of_all, own_seeds, scatter_seeds, train
+from tests.checkpoint.runs import assert_equal, facts, keep, kept, make_engine, train
+from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.memory import two_memories
 from tests.toolkit.pool import Pools
 
@@ -38,10 +39,9 @@ def save(directory: str, name: str, stage: int, **more: Any) -> None:
     """Train, save, go on. What was saved, and what came then, is kept."""
     recipe = RECIPES[name]
     engine = engine_at(recipe, stage, **more)
-    own_seeds(engine.rank)
     train(engine, recipe, 0, SAVED * recipe.micros)
     assert os.path.isdir(engine.save_checkpoint(directory))
-    keep(directory, stage=stage, ranks=of_all(rest_of_the_run(engine, recipe)))
+    keep(directory, stage=stage, ranks=from_all_ranks(rest_of_the_run(engine, recipe)))
 
 
 def load(directory: str, name: str, stage: int, **more: Any) -> None:
@@ -50,10 +50,9 @@ def load(directory: str, name: str, stage: int, **more: Any) -> None:
     engine = engine_at(recipe, stage, seed=5, **more)
     for step in range(SAVED):  # what the user's program does before it resumes
         recipe.change(engine, step)
-    scatter_seeds(engine.rank)
     path, client = engine.load_checkpoint(directory)
     assert client == {} and path is not None
-    assert_goes_on(recipe, stage, kept(directory), of_all(rest_of_the_run(engine, recipe)), engine.rank)
+    assert_goes_on(recipe, stage, kept(directory), from_all_ranks(rest_of_the_run(engine, recipe)), engine.rank)
 
 
 def rest_of_the_run(engine: Any, recipe: Recipe) -> dict[str, Any]:
@@ -80,7 +79,6 @@ def assert_goes_on(recipe: Recipe, stage: int, wanted: dict[str, Any], found: Ra
 
 
 def mean_losses(ranks: Ranks) -> Tensor:
-    """Return the losses of the joint batches."""
     of_ranks = zip(*(rank["losses"] for rank in ranks), strict=True)
     return torch.tensor([sum(x * n for x, n in parts if n) / sum(n for _, n in parts) for parts in of_ranks])
 
@@ -97,39 +95,28 @@ def at(world: int, *stages: int) -> list[Place]:
     return [(world, {"stage": stage}) for stage in stages]
 
 
-def rotated() -> Iterator[Any]:
-    """Every recipe with the stages at which it is saved and loaded."""
-    for number, name in enumerate(RECIPES):
-        stages = RECIPES[name].stages
-        saved, loaded = stages[number % len(stages)], stages[(number + 1 + number // 4 % 3) % len(stages)]
-        yield pytest.param(name, saved, [loaded, saved] if RECIPES[name].micros > 1 else [loaded], id=name)
-
-
 @pytest.mark.fast("mixture", "Lion")
-@pytest.mark.parametrize(("name", "saved", "loaded"), list(rotated()))
-def test_a_run_goes_on_with_as_many_ranks(
-    pools: Pools, tmp_path: Path, name: str, saved: int, loaded: list[int]
-) -> None:
-    check(pools, tmp_path, name, at(2, saved), [at(2, *loaded)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_goes_on_with_as_many_ranks(pools: Pools, tmp_path: Path, name: str) -> None:
+    """The recipes take turns in the stages at which they are saved and loaded."""
+    number, stages = list(RECIPES).index(name), RECIPES[name].stages
+    saved, other = stages[number % len(stages)], stages[(number + 1 + number // 4 % 3) % len(stages)]
+    loads = [other, saved] if RECIPES[name].micros > 1 else [other]
+    check(pools, tmp_path, name, at(2, saved), [at(2, *loads)])
 
 
-SAMPLE: list[Any] = [
-    ("mixture", at(3, 2), at(2, 3, 1)),
-    ("NAdam", at(2, 0), at(2, 3)),
-    ("normed", at(2, 3), at(3, 1)),
-    ("accumulation", at(2, 1), at(3, 2, 1)),
-    ("Adafactor", at(2, 0), at(3, 0)),
-    ("adapters in bf16", at(2, 3), at(3, 2)),
-    ("moments in bf16", at(3, 1), at(2, 3)),
-]
+OTHER_RANKS: dict[str, tuple[list[Place], list[Place]]] = {
+    "mixture": (at(3, 2), at(2, 3, 1)), "NAdam": (at(2, 0), at(2, 3)), "normed": (at(2, 3), at(3, 1)),
+    "accumulation": (at(2, 1), at(3, 2, 1)), "Adafactor": (at(2, 0), at(3, 0)),
+    "adapters in bf16": (at(2, 3), at(3, 2)), "moments in bf16": (at(3, 1), at(2, 3)),
+}  # fmt: skip
 
 
 @pytest.mark.fast("mixture", "NAdam")
-@pytest.mark.parametrize(("name", "saves", "loads"), SAMPLE, ids=[name for name, *_ in SAMPLE])
-def test_a_run_goes_on_with_other_numbers_of_ranks(
-    pools: Pools, tmp_path: Path, name: str, saves: list[Place], loads: list[Place]
-) -> None:
-    check(pools, tmp_path, name, saves, [loads] * len(saves))
+@pytest.mark.parametrize("name", OTHER_RANKS)
+def test_a_run_goes_on_with_other_numbers_of_ranks(pools: Pools, tmp_path: Path, name: str) -> None:
+    saves, loads = OTHER_RANKS[name]
+    check(pools, tmp_path, name, saves, [loads])
 
 
 EVERYWHERE = ("mixture", "mixture in bf16", "mixture in fp16", "accumulation with weights in fp16")
@@ -146,20 +133,18 @@ def test_every_stage_and_world_size_into_every_other(pools: Pools, tmp_path: Pat
     check(pools, tmp_path, name, [at(*save)[0] for save in saves], [[at(*p)[0] for p in places] for places in loads])
 
 
+OTHER_SIZES: list[tuple[int, int, dict[str, int]]] = [
+    (1, 2, {"reduce_bucket_size": 37}),
+    (2, 0, {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}),
+    (3, 3, {"stage3_param_persistence_threshold": 1_000_000}),
+    (0, 3, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 50}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "loaded", "zero"),
-    [
-        (1, 2, {"reduce_bucket_size": 37}),
-        (2, 0, {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}),
-        (3, 3, {"stage3_param_persistence_threshold": 1_000_000}),
-        (0, 3, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 50}),
-    ],
-)
-def test_a_run_goes_on_with_other_buckets_and_thresholds(
-    pools: Pools, tmp_path: Path, saved: int, loaded: int, zero: dict[str, Any]
-) -> None:
-    check(pools, tmp_path, "mixture", at(2, saved), [[(2, {"stage": loaded, "zero": zero})]])
+def test_a_run_goes_on_with_other_buckets_and_thresholds(pools: Pools, tmp_path: Path) -> None:
+    saves = [at(2, saved)[0] for saved, _, _ in OTHER_SIZES]
+    check(pools, tmp_path, "mixture", saves, [[(2, {"stage": to, "zero": zero})] for _, to, zero in OTHER_SIZES])
 
 
 # -------------------------------------------------------------------- placements

@@ -10,24 +10,12 @@ import torch
 from zerolite.checkpoint.file_model import validated
 from zerolite.checkpoint.state import SavedState
 
+COUNTS = {"micro_steps": 8, "global_steps": 2**53, "skipped_steps": 0, "skipped_in_a_row": 0}
 STATE: dict[str, Any] = {
-    "parameters": {},
-    "buffers": {},
-    "extra": {},
-    "optimizer": {"type": "SGD", "groups": [], "scalars": {}},
-    "lr_scheduler": None,
-    "loss_scaler": None,
-    "counters": {
-        "micro_steps": 8,
-        "global_steps": 2**53,
-        "skipped_steps": 0,
-        "skipped_in_a_row": 0,
-        "last_norm": 1.0,
-        "weight_unit": 1.0,
-    },
-    "loaders": None,
-    "client_state": {},
-}
+    "parameters": {}, "buffers": {}, "extra": {}, "optimizer": {"type": "SGD", "groups": [], "scalars": {}},
+    "lr_scheduler": None, "loss_scaler": None, "counters": {**COUNTS, "last_norm": 1.0, "weight_unit": 1.0},
+    "loaders": None, "client_state": {},
+}  # fmt: skip
 
 
 def said(state: dict[str, Any]) -> str:

@@ -3,41 +3,29 @@ is saved is the state at the call, failures come to light."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.checkpoint import faults
-from tests.checkpoint.recipes import BF16, RECIPES, Recipe, adapted
-from tests.checkpoint.runs import (
-    assert_equal,
-    assert_reloads,
-    expect_words,
-    facts,
-    loaded,
-    make_engine,
-    own_seeds,
-    scatter_seeds,
-    tags_in,
-    train,
-    trained,
-)
+from tests.checkpoint.recipes import BF16, RECIPES, Recipe, adapted, mlp_with
+from tests.checkpoint.runs import assert_equal, assert_reloads, facts, loaded, make_engine, tags_in, train, trained
 from tests.toolkit import models
 from tests.toolkit.faults import Warnings
 from tests.toolkit.pool import ROOT
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import raised
+from tests.toolkit.training import expect_words, raised
 from zerolite.checkpoint import saving
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.zero import GatheredParameters
@@ -49,8 +37,7 @@ MIXTURE = RECIPES["mixture"]
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_between_backward_update_and_publish(directory: str, stage: int) -> None:
-    recipe = MIXTURE
-    engine = trained(recipe, stage, 2)
+    recipe, engine = MIXTURE, trained(MIXTURE, stage, 2)
     engine.backward(recipe.loss(engine, recipe.batch(2, 0)))
     engine.save_checkpoint(directory, tag="before")  # all gradients of the step are there
     assert_reloads(facts(engine, recipe.states), directory, recipe, stage, tag="before")
@@ -84,23 +71,32 @@ def test_an_engine_goes_back(directory: str, stage: int) -> None:
         train(engine, recipe, 9, 10)
 
 
+WITHIN: dict[str, tuple[Recipe, int, Callable[[nn.Module], Any]]] = {
+    "gathered parameters": (Recipe(adapted), 3, lambda model: GatheredParameters(model, check=False)),
+    "an evaluation": (MIXTURE, 2, lambda model: torch.inference_mode()),
+    "an evaluation, with torch's update": (RECIPES["NAdam"], 2, lambda model: torch.inference_mode()),
+}
+
+
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_save_or_load_while_parameters_are_gathered(directory: str) -> None:
-    """Frozen and trained parameters are whole at the time."""
-    recipe, stage = Recipe(adapted), 3
-    engine = trained(recipe, stage, 2)
-    own = facts(engine)
-    with GatheredParameters(engine.module, check=False):
-        engine.save_checkpoint(directory)
-    assert_reloads(own, directory, recipe, stage)
-    other = make_engine(recipe, stage, seed=5)
-    with GatheredParameters(other.module, check=False):
-        other.load_checkpoint(directory)
+@pytest.mark.parametrize("what", WITHIN)
+def test_a_save_or_load_within(directory: str, what: str) -> None:
+    recipe, stage, context = WITHIN[what]
+    engine, other = trained(recipe, stage, 1), make_engine(recipe, stage, seed=5)
+    with context(engine.module):
+        engine.save_checkpoint(directory, async_save=True)
+    own = facts(engine, recipe.states)
+    losses = train(engine, recipe, 1, 2)
+    engine.save_checkpoint(directory, tag="later", async_save=True)
+    engine.wait_for_checkpoint()
+    with context(other.module):
+        other.load_checkpoint(directory, tag="global_step1")
         found = {name: p.detach().clone() for name, p in other.module.named_parameters()}
     assert_equal(own["parameters"], found)
-    assert_equal(own, facts(other))
-    assert train(engine, recipe, 2, 4) == train(other, recipe, 2, 4)
+    assert_equal(own, facts(other, recipe.states))
+    assert train(other, recipe, 1, 2) == losses
+    assert_equal(facts(engine, recipe.states), facts(other, recipe.states))
 
 
 @pytest.mark.slow
@@ -112,7 +108,6 @@ def test_in_the_middle_of_an_accumulation(directory: str, stage: int) -> None:
         recipe = RECIPES[name]
         engine, other = make_engine(recipe, stage), make_engine(recipe, stage)
         for one in (engine, other):
-            own_seeds(one.rank)
             train(one, recipe, 0, 4)
         for tag in ("first", "second"):
             with Warnings() as warnings:
@@ -122,8 +117,6 @@ def test_in_the_middle_of_an_accumulation(directory: str, stage: int) -> None:
                 expect_words(said, "in the middle of a gradient accumulation", "holds no gradients", "returned True")
         engine.wait_for_checkpoint()
         saved = facts(engine)
-        for one in (engine, other):
-            own_seeds(one.rank)
         assert train(engine, recipe, 4, 6) == train(other, recipe, 4, 6)
         assert_equal(facts(engine), facts(other))
         assert_reloads(saved, f"{directory}/{name}", recipe, stage)
@@ -134,51 +127,30 @@ def test_in_the_middle_of_an_accumulation(directory: str, stage: int) -> None:
             assert_reloads(facts(engine), f"{directory}/{name}", recipe, stage, tag="now")
 
 
-class Odd(models.Mlp):
-    """Has something that cannot be saved, or not as it is."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-        if what == "complex128":
-            self.register_buffer("odd", torch.zeros(3, dtype=torch.complex128))
-
+class Extra(models.Mlp):
     def get_extra_state(self) -> Any:
-        return {"thing": object()} if self.what == "extra" else {}
-
-    def set_extra_state(self, state: Any) -> None:
-        """Nothing is kept."""
+        return {"thing": object()}
 
 
 @on_ranks(2)
 def test_what_cannot_be_saved_is_named(directory: str) -> None:
-    """Objects that a checkpoint cannot hold are named, on all ranks."""
-    for what, words in (
-        ("complex128", ["CheckpointError", "odd", "complex128"]),
-        ("extra", ["thing", "object"]),
-        ("group", ["groups", "function"]),
-    ):
-        engine = make_engine(Recipe(lambda what=what: Odd(what)), 3)
-        if what == "group":
-            engine.optimizer.param_groups[0]["rule"] = lambda: 0
-        expect_words(raised(engine.save_checkpoint, f"{directory}/{what}"), *words)
+    odd = lambda: mlp_with(odd=torch.zeros(3, dtype=torch.complex128))  # noqa: E731
+    buffer, extra, group = (make_engine(Recipe(model), 3) for model in (odd, Extra, models.Mlp))
+    group.optimizer.param_groups[0]["rule"] = lambda: 0
+    for engine, words in ((buffer, "odd complex128"), (extra, "thing object"), (group, "groups function")):
+        expect_words(raised(engine.save_checkpoint, directory), *words.split())
         train(engine, Recipe(), 0, 1)
-
-
-class Overlapping(models.Mlp):
-    """Buffers that share memory with each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("all", torch.zeros(6))
-        self.register_buffer("middle", self.all[2:4])
-        self.register_buffer("turned", self.all.view(2, 3).t())
 
 
 @on_ranks(2)
 def test_buffers_that_share_memory_with_each_other(directory: str) -> None:
     """Each has its values, and they still share them."""
-    recipe = Recipe(Overlapping)
+
+    def overlapping() -> nn.Module:
+        values = torch.zeros(6)
+        return mlp_with(all=values, middle=values[2:4], turned=values.view(2, 3).t())
+
+    recipe = Recipe(overlapping)
     engine = trained(recipe, 2, 1)
     engine.module.all.copy_(torch.arange(6.0))
     engine.save_checkpoint(directory, async_save=True)
@@ -220,42 +192,7 @@ def test_values_that_the_user_has_written(directory: str, stage: int) -> None:
     assert_equal(facts(other), facts(engine))
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_save_or_load_within_an_evaluation(directory: str) -> None:
-    for name in ("mixture", "NAdam"):
-        recipe = RECIPES[name]
-        engine = trained(recipe, 2, 1)
-        with torch.inference_mode():
-            engine.save_checkpoint(f"{directory}/{name}", async_save=True)
-        own = facts(engine, recipe.states)
-        losses = train(engine, recipe, 1, 2)
-        engine.save_checkpoint(f"{directory}/{name}", tag="later", async_save=True)
-        engine.wait_for_checkpoint()
-        other = make_engine(recipe, 1, seed=5)
-        with torch.inference_mode():
-            other.load_checkpoint(f"{directory}/{name}", tag="global_step1")
-        assert_equal(own, facts(other, recipe.states))
-        assert train(other, recipe, 1, 2) == losses
-        assert_equal(facts(engine, recipe.states), facts(other, recipe.states))
-
-
 # -------------------------------------------------------------------- in the background
-
-
-@contextlib.contextmanager
-def held_back() -> Iterator[threading.Event]:
-    """No save writes anything until the event is set."""
-    event = threading.Event()
-
-    def wait(operation: str, path: Path) -> None:
-        assert event.wait(30), "the save was not let go on"
-
-    with faults.hooked(wait):
-        try:
-            yield event
-        finally:
-            event.set()
 
 
 HELD_BACK = [
@@ -272,12 +209,12 @@ def test_training_goes_on_at_once(directory: str, stage: int, name: str, offload
     recipe = RECIPES[name]
     zero = {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 100} if offload else {}
     engine = make_engine(recipe, stage, zero=zero)
-    own_seeds(engine.rank)
     start, end = 2 * recipe.micros, 4 * recipe.micros
     train(engine, recipe, 0, start)
     client = {"tensor": torch.arange(3), "list": [1]}
     at_the_call = facts(engine, recipe.states)
-    with held_back() as event:
+    event = threading.Event()
+    with faults.hooked(lambda operation, path: event.wait(30)):
         path = engine.save_checkpoint(directory, client_state=client, async_save=True)
         client["tensor"].zero_()
         client["list"].append(2)
@@ -286,12 +223,11 @@ def test_training_goes_on_at_once(directory: str, stage: int, name: str, offload
         with torch.no_grad():
             for buffer in engine.module.buffers():
                 buffer.zero_()
-        assert not os.path.exists(path)
+        assert not os.path.exists(path)  # nothing is written until the event is set
         event.set()
         engine.wait_for_checkpoint()
     assert os.path.exists(path)
     other = make_engine(recipe, 3 - stage if recipe.micros == 1 else stage, seed=5, zero=zero if stage < 3 else {})
-    scatter_seeds(other.rank)
     _, found = other.load_checkpoint(directory)
     assert_equal({"tensor": torch.arange(3), "list": [1]}, found)
     assert_equal(at_the_call, facts(other, recipe.states))
@@ -334,16 +270,15 @@ def test_saves_and_a_load_wait_for_the_save_before(directory: str) -> None:
         assert_reloads(expected, directory, recipe, stage, tag=f"global_step{step}")
 
 
+FOLLOWING = [("wait", 0, 3), ("load", 1, 1), ("save", 1, 2), ("async", 0, 0)]
+
+
 @on_ranks(2)
 @pytest.mark.fast("wait-*")
-@pytest.mark.parametrize(
-    ("following", "failing", "stage"), [("wait", 0, 3), ("load", 1, 1), ("save", 1, 2), ("async", 0, 0)]
-)
+@pytest.mark.parametrize(("following", "failing", "stage"), FOLLOWING)
 def test_the_next_call_says_what_has_failed(directory: str, stage: int, failing: int, following: str) -> None:
     """An error in the background is raised by the next call, on all ranks, once."""
-    recipe = MIXTURE
-    engine = make_engine(recipe, stage)
-    train(engine, recipe, 0, 1)
+    recipe, engine = MIXTURE, trained(MIXTURE, stage, 1)
     engine.save_checkpoint(directory)
     own = facts(engine, recipe.states)
     with faults.failing(0 if engine.rank == failing else 10**6, errno.ENOSPC, always=True, only="write"):
@@ -369,27 +304,12 @@ def test_the_next_call_says_what_has_failed(directory: str, stage: int, failing:
     assert_reloads(before, directory, recipe, stage)
 
 
-@on_ranks(2)
-def test_ranks_that_have_finished_save_too(directory: str) -> None:
-    recipe, stage = RECIPES["groups"], 3
-    engine = make_engine(recipe, stage)
-    with engine.join():
-        train(engine, recipe, 0, 1)
-        if engine.rank == 0:
-            engine.save_checkpoint(directory, async_save=True)
-            engine.save_checkpoint(directory, tag="second", async_save=True)
-    own = facts(engine, recipe.states)
-    engine.wait_for_checkpoint()
-    assert_reloads(own, directory, recipe, stage)
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_an_engine_that_is_gone(directory: str) -> None:
     """The engine goes out of scope while its checkpoint is being written; what is waited for is the checkpoint."""
     recipe, stage = MIXTURE, 3
-    engine = make_engine(recipe, stage)
-    train(engine, recipe, 0, 1)
+    engine = trained(recipe, stage, 1)
     own = facts(engine, recipe.states)
     engine.save_checkpoint(directory, async_save=True)
     del engine
@@ -410,17 +330,15 @@ def test_two_engines_save_at_the_same_time(directory: str) -> None:
     def wait(operation: str, path: Path) -> None:  # the ranks are at different places
         slow.wait(0.005 * (engines[0].rank + 1))
 
-    own = []
     with faults.hooked(wait):
         for round_ in range(3):
             for number, engine in enumerate(engines):
                 train(engine, recipe, round_, round_ + 1)
                 engine.save_checkpoint(f"{directory}/{number}", tag="last", async_save=True)
         for engine in engines:
-            own.append(facts(engine, recipe.states))
             engine.wait_for_checkpoint()
-    for number, expected in enumerate(own):
-        assert_reloads(expected, f"{directory}/{number}", recipe, stage)
+    for number, engine in enumerate(engines):
+        assert_reloads(facts(engine, recipe.states), f"{directory}/{number}", recipe, stage)
 
 
 PROGRAM = """

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite.compat.deepspeed as deepspeed
-from tests.checkpoint.deepspeed_fakes import example
+from tests.checkpoint.deepspeed_fakes import Fake
 from tests.toolkit import models, pipes
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.ranks import on_ranks
@@ -161,7 +161,7 @@ def test_a_checkpoint_continues_and_is_exported(stage: int, tmp_path: Path) -> N
 
 
 class Theirs(nn.Module):
-    """The model of :func:`tests.checkpoint.deepspeed_fakes.example`."""
+    """The model of :func:`tests.checkpoint.deepspeed_fakes.Fake`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Theirs(nn.Module):
 @on_ranks(2)
 def test_a_checkpoint_of_deepspeed_is_loaded(stage: int, tmp_path: Path) -> None:
     """A checkpoint of DeepSpeed's stage 2 is loaded into another stage, and exported."""
-    fake = example(2, 2, client_state={"epoch": 3})
+    fake = Fake(2, 2, client_state={"epoch": 3})
     if dist.get_rank() == 0:
         fake.write(tmp_path)
     dist.barrier()

@@ -134,6 +134,11 @@ def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return ""
 
 
+def expect_words(text: str, *words: str) -> None:
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+
+
 @contextlib.contextmanager
 def raises(kind: type[BaseException] | tuple[type[BaseException], ...], *texts: str) -> Iterator[None]:
     try:
