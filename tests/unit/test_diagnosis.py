@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from zerolite.diagnostics.diagnosis import Absent, diagnose, first_difference
 from zerolite.diagnostics.stack_report import StackReport
 
@@ -11,19 +9,12 @@ NAME = "gathers of parameters"
 
 
 def at(rank: int, **fields: object) -> StackReport:
-    base = StackReport(
-        rank=rank,
-        host=f"host{rank}",
-        process=100 + rank,
-        call="engine.backward()",
-        line="train.py:40, in main",
-        inside="",
-        module="",
-        step=3,
-        waits_for="all_gather for parameters 'a' (4 float32 on each rank)",
-        stack="  File train.py\n",
-    )
-    return dataclasses.replace(base, **fields)  # type: ignore[arg-type]
+    base = {
+        "host": f"host{rank}", "process": 100 + rank, "call": "engine.backward()", "line": "train.py:40, in main",
+        "inside": "", "module": "", "step": 3, "stack": "  File train.py\n",
+        "waits_for": "all_gather for parameters 'a' (4 float32 on each rank)",
+    }  # fmt: skip
+    return StackReport(rank, **{**base, **fields})  # type: ignore[arg-type]
 
 
 def test_ranks_in_the_same_place_share_a_line_and_a_stack() -> None:
@@ -45,20 +36,16 @@ def test_the_first_difference_is_the_first_even_if_ranks_remember_other_lengths(
 
 def test_what_has_not_come_yet_is_no_entry() -> None:
     ahead, behind = [(1, "c1"), (2, "c2")], [(1, "c1")]
-    reports = [at(0, collectives={NAME: ahead}), at(1, collectives={NAME: behind}), at(2, collectives={NAME: ahead})]
-    assert "number 2 of the gathers of parameters: ranks 0 and 2: c2; rank 1: nothing so far" in diagnose(
-        "", reports, {}
-    )
+    text = diagnose("", [at(rank, collectives={NAME: seen}) for rank, seen in enumerate((ahead, behind, ahead))], {})
+    assert "number 2 of the gathers of parameters: ranks 0 and 2: c2; rank 1: nothing so far" in text
 
 
 def test_equal_sequences_and_uses_of_different_steps_have_no_difference() -> None:
     same = {NAME: [(1, "c1"), (2, "c2")]}
     assert first_difference([at(0, collectives=same), at(1, collectives=same)]) == []
     assert first_difference([at(0), at(1)]) == []
-    one, other = (
-        at(0, executions=[(1, "'a' entered")], schedule_step=7),
-        at(1, executions=[(1, "'b' entered")], schedule_step=8),
-    )
+    one = at(0, executions=[(1, "'a' entered")], schedule_step=7)
+    other = at(1, executions=[(1, "'b' entered")], schedule_step=8)
     assert first_difference([one, other]) == []
     assert "leaf_modules" not in diagnose("Why.", [one, other], {})
 

@@ -58,16 +58,9 @@ VALUES: dict[str, Any] = {
     "sizes": [torch.Size([]), torch.Size([2, 3])],
     "tensors": [torch.arange(6.0).view(2, 3), torch.empty(0, 4), torch.ones(3, dtype=torch.bfloat16)],
     "scalars": [
-        torch.tensor(0.1),
-        torch.tensor(0.1, dtype=torch.float64),
-        torch.tensor(-0.0),
-        torch.tensor(3),
-        torch.tensor(2**62),
-        torch.tensor(True),
-        torch.tensor(1.5, dtype=torch.bfloat16),
-        torch.tensor(65504.0, dtype=torch.float16),
-        torch.tensor(math.inf),
-        torch.tensor(-math.inf, dtype=torch.float16),
+        *(torch.tensor(value) for value in (0.1, -0.0, 3, 2**62, True, math.inf)),
+        *(torch.tensor(0.1, dtype=torch.float64), torch.tensor(1.5, dtype=torch.bfloat16)),
+        *(torch.tensor(value, dtype=torch.float16) for value in (65504.0, -math.inf)),
     ],
     "in a tensor's place": {"$tensor": torch.ones(2)},
 }
@@ -94,26 +87,12 @@ def test_parameters_and_numpy_come_back_as_pythons_and_torchs() -> None:
         assert equal(through_json(given), back)
 
 
-class Thing:
-    pass
-
-
-class Text(str):
-    pass
-
-
-class Stateful:
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
-Pair = namedtuple("Pair", "a b")
+Pair, Thing, Text = namedtuple("Pair", "a b"), type("Thing", (), {}), type("Text", (str,), {})
 
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "object": ({"a": [1, {"b": Thing()}]}, ["client_state['a'][1]['b']", "Thing"]),
     "lambda": ({"f": lambda: 0}, ["client_state['f']", "function"]),
     "module": ({"m": torch.nn.Linear(1, 1)}, ["client_state['m']", "Linear", "save its state_dict()"]),
-    "with a state_dict": ({"s": Stateful()}, ["client_state['s']", "save its state_dict()"]),
     "namespace": ({"args": argparse.Namespace(a=1)}, ["client_state['args']", "save vars(...) of it"]),
     "path": ({"p": Path("x")}, ["client_state['p']", "save str(...) of it"]),
     "in a set": ({1, Pair}, ["an element of client_state"]),

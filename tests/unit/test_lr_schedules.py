@@ -41,7 +41,8 @@ def momentum(optimizer):
     return optimizer.param_groups[0]["betas"][0]
 
 
-# --------------------------------------------------------------------------------- literal numbers (DeepSpeed 0.19.8)
+def rate_and_momentum(optimizer):
+    return optimizer.param_groups[0]["lr"], momentum(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +88,9 @@ def test_one_cycle_moves_the_momentum_too():
     optimizer = make_optimizer(betas=(0.95, 0.98))
     assert run(build_scheduler("OneCycle", params, optimizer), 11, momentum) == pytest.approx(expected)
     assert optimizer.param_groups[0]["betas"][1] == 0.98
-
     sgd = make_optimizer(torch.optim.SGD, momentum=0.5)
     scheduler = build_scheduler("OneCycle", params, sgd)
     assert run(scheduler, 11, lambda o: o.param_groups[0]["momentum"]) == pytest.approx(expected)
-
     steep = build_scheduler("OneCycle", {**params, "decay_mom_rate": 1.0}, make_optimizer())
     assert max(run(steep, 20, momentum)) == 0.9999
 
@@ -119,9 +118,6 @@ def test_no_warmup_starts_at_the_top(kind):
     assert run(cosine, 4) == pytest.approx([0.01, 0.005, 0.0, 0.0])
 
 
-# -------------------------------------------------------------------------------------------------------- any optimizer
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_a_tensor_learning_rate_is_filled_in_place(name):
     optimizer = make_optimizer(lr=torch.tensor(0.01), foreach=False)
@@ -139,23 +135,20 @@ def test_a_tensor_learning_rate_is_filled_in_place(name):
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("cut", [1, 4])
 def test_state_continues_a_run_and_sets_the_rates(name, cut):
-    def both(optimizer):
-        return optimizer.param_groups[0]["lr"], momentum(optimizer)
-
-    whole = run(build_scheduler(name, OURS[name], make_optimizer()), 12, both)
+    whole = run(build_scheduler(name, OURS[name], make_optimizer()), 12, rate_and_momentum)
     first = build_scheduler(name, OURS[name], make_optimizer())
-    begin = run(first, cut, both)
+    begin = run(first, cut, rate_and_momentum)
     second = build_scheduler(name, OURS[name], make_optimizer())
     second.load_state_dict(first.state_dict())
     assert second.get_last_lr() == [whole[cut][0]]
-    assert begin + run(second, 12 - cut, both) == whole
+    assert begin + run(second, 12 - cut, rate_and_momentum) == whole
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_step_with_a_number_sets_deepspeeds_count(name):
     """DeepSpeed's step(n) gives the rate that n + 1 calls of step() give, forwards and backwards."""
     counted = build_scheduler(name, OURS[name], make_optimizer())
-    updates = run(counted, 13, lambda optimizer: (optimizer.param_groups[0]["lr"], momentum(optimizer)))
+    updates = run(counted, 13, rate_and_momentum)
     optimizer = make_optimizer()
     scheduler = build_scheduler(name, OURS[name], optimizer)
     for iteration in (7, 3, 11, -1, 0):
@@ -163,7 +156,7 @@ def test_step_with_a_number_sets_deepspeeds_count(name):
             warnings.simplefilter("error")
             scheduler.step(iteration)
         assert scheduler.last_batch_iteration == iteration
-        assert (optimizer.param_groups[0]["lr"], momentum(optimizer)) == updates[iteration + 1]
+        assert rate_and_momentum(optimizer) == updates[iteration + 1]
         assert scheduler.get_last_lr() == [updates[iteration + 1][0]]
     optimizer.step()
     scheduler.step()
@@ -174,15 +167,12 @@ def test_step_with_a_number_sets_deepspeeds_count(name):
         scheduler.step(-2)
 
 
-@pytest.mark.parametrize("state", [{}, {"last_epoch": -1}, {"last_epoch": 1.5}, {"last_epoch": 1, "more": 2}])
-def test_refuses_a_broken_state(state):
+def test_refuses_a_broken_state():
     scheduler = WarmupLR(make_optimizer())
-    with pytest.raises(ValueError, match="last_epoch"):
-        scheduler.load_state_dict(state)
-    assert scheduler.last_epoch == 0
-
-
-# ------------------------------------------------------------------------------------------------------------- by name
+    for state in ({}, {"last_epoch": -1}, {"last_epoch": 1.5}, {"last_epoch": 1, "more": 2}):
+        with pytest.raises(ValueError, match="last_epoch"):
+            scheduler.load_state_dict(state)
+        assert scheduler.last_epoch == 0
 
 
 def test_torch_schedulers_by_name():
@@ -191,9 +181,8 @@ def test_torch_schedulers_by_name():
     assert run(scheduler, 4) == [0.01, 0.01, 0.005, 0.005]
     several = build_scheduler("MultiStepLR", {"milestones": [1, 2], "gamma": 0.1}, make_optimizer())
     assert run(several, 3) == pytest.approx([0.01, 0.001, 0.0001])
-    build_scheduler(
-        "OneCycleLR", {"max_lr": [0.1, 0.2], "total_steps": 9, "anneal_strategy": "linear"}, make_optimizer(groups=2)
-    )
+    two = {"max_lr": [0.1, 0.2], "total_steps": 9, "anneal_strategy": "linear"}
+    build_scheduler("OneCycleLR", two, make_optimizer(groups=2))
     build_scheduler("LambdaLR", {"lr_lambda": lambda step: 1.0}, make_optimizer())
     build_scheduler("CosineAnnealingLR", {"T_max": 5, "eta_min": "auto"}, make_optimizer())
 

@@ -45,15 +45,8 @@ def test_what_is_no_pair(batch: Any) -> None:
 def test_the_models_own_loss() -> None:
     micro = MicroBatch.of(X, None, CPU)
     loss = torch.tensor(2.0)
-    for outputs in (
-        loss,
-        loss.reshape(1),
-        (loss, X),
-        (X, loss),
-        (loss, torch.tensor(3.0)),
-        {"loss": loss},
-        SimpleNamespace(loss=loss, logits=X),
-    ):
+    pairs = [(loss, X), (X, loss), (loss, torch.tensor(3.0))]
+    for outputs in (loss, loss.reshape(1), *pairs, {"loss": loss}, SimpleNamespace(loss=loss, logits=X)):
         assert float(micro.loss(outputs, None)) == 2.0
 
 

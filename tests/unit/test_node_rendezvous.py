@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -52,10 +52,6 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def results(coming: list[Future[NodeRendezvous]]) -> list[NodeRendezvous]:
-    return [future.result(30) for future in coming]
-
-
 def test_two_nodes_with_one_number(nodes: list[NodeJob], threads: ThreadPoolExecutor) -> None:
     store, _ = node_rendezvous.open_store(nodes[0])
     store.set("zerolite/attempt", "0")
@@ -68,9 +64,8 @@ def test_two_nodes_with_one_number(nodes: list[NodeJob], threads: ThreadPoolExec
 
 
 def test_nodes_that_do_not_come(nodes: list[NodeJob]) -> None:
-    with pytest.raises(
-        NodeRendezvousError, match=r"of 3 nodes, number 1, 2 did not come within 0 s\. Start `zerolite` on"
-    ):
+    words = r"of 3 nodes, number 1, 2 did not come within 0 s\. Start `zerolite` on"
+    with pytest.raises(NodeRendezvousError, match=words):
         come(dataclasses.replace(nodes[0], join_s=0.3))
 
 
@@ -79,7 +74,7 @@ def test_an_elastic_job_takes_who_comes_later(
 ) -> None:
     monkeypatch.setattr(node_rendezvous, "LAST_CALL_S", 1.0)
     jobs = [dataclasses.replace(job, min_nodes=2) for job in nodes]
-    first, last = results([threads.submit(come, job) for job in (jobs[0], jobs[2])])
+    first, last = (future.result(30) for future in [threads.submit(come, job) for job in (jobs[0], jobs[2])])
     assert first.hosts == last.hosts == ["host0", "host2"] and last.node == 1
     late = threads.submit(come, jobs[1])
     wait_until(lambda: first.num_nodes_waiting() and last.num_nodes_waiting())
@@ -91,7 +86,6 @@ def test_an_elastic_job_takes_who_comes_later(
 
 def test_the_first_node_is_not_reached(nodes: list[NodeJob]) -> None:
     job = dataclasses.replace(nodes[1], master_addr="127.0.0.1", other_addresses=["127.0.0.2"], join_s=0.5)
-    with pytest.raises(
-        NodeRendezvousError, match=r"cannot reach .*127\.0\.0\.1:\d+: Connection refused; 127\.0\.0\.2:"
-    ):
+    words = r"cannot reach .*127\.0\.0\.1:\d+: Connection refused; 127\.0\.0\.2:"
+    with pytest.raises(NodeRendezvousError, match=words):
         NodeRendezvous(job, "host1")

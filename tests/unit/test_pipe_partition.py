@@ -50,9 +50,6 @@ def test_what_cannot_be_divided(call: Any, said: str) -> None:
     assert said in str(raised.value)
 
 
-# -------------------------------------------------------------------- one process
-
-
 def head(embedding: nn.Embedding, x: Tensor) -> Tensor:
     return x @ embedding.weight.t()
 

@@ -39,11 +39,7 @@ def test_the_table_holds_the_numbers_of_the_plan() -> None:
     rows = rows_of(render(plan, WIDE), "memory ")
     assert rows["memory"] == ["at rest", "in a step", "at the peak", "host", "share"]
     shown = [item for item in ITEMS if any(held[item] for held in (plan.at_rest, plan.states, plan.peak.items))]
-    assert [name for name in rows if name != "memory"] == [
-        *(item.replace("_", " ") for item in shown),
-        "model states",
-        "all",
-    ]
+    assert list(rows) == ["memory", *(item.replace("_", " ") for item in shown), "model states", "all"]
     assert rows["optimizer states"][:4] == ["937.50 MB", "937.50 MB", "937.50 MB", "7.00 GB"]
     assert rows["activations"][:5] == ["-", "-", "10.00 GB", "-", "36.2 %"]
     assert rows["model states"][:2] == ["16.41 GB", format_size(plan.model_states)]
@@ -144,11 +140,7 @@ def test_advice_of_more_ranks_where_the_shards_are_what_is_large() -> None:
 def test_advice_where_only_the_start_is_too_large() -> None:
     peak = make_peak(make_items(compute_parameters=30 * GB), "initialize")
     (sentence,) = advise(make_plan(peak=peak, device_memory=28 * GB))
-    start = "Only the construction of the engine needs that much. A step needs 27.64 GB, which fits."
-    assert sentence.startswith(start)
-
-
-# -------------------------------------------------------------------- side by side
+    assert sentence.startswith("Only the construction of the engine needs that much. A step needs 27.64 GB, which fits")
 
 
 def test_settings_side_by_side() -> None:
@@ -179,9 +171,6 @@ def test_settings_side_by_side_with_host_and_disk() -> None:
     assert unknown in told(beside(offloaded(nodes=None))) and unknown not in known
 
 
-# -------------------------------------------------------------------- where it is shown
-
-
 LONG = {"model": "x" * 150, "batch": "y" * 200, "notes": ["z" * 130], "parameters": 10**18}
 
 
@@ -200,9 +189,6 @@ def test_no_line_is_wider_than_the_screen(width: int, memory: int | None) -> Non
 def test_the_width_of_a_terminal(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert Screen.of_terminal() == Screen(width)
-
-
-# -------------------------------------------------------------------- pictures
 
 
 @pytest.mark.parametrize("shown", [make_plan(), make_comparison()], ids=["plan", "comparison"])

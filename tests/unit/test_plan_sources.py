@@ -92,9 +92,6 @@ def test_what_makes_no_model(package: str, name: str, sentence: str) -> None:
         load_function(f"{package}.good:number", "--loss")
 
 
-# -------------------------------------------------------------------- batches
-
-
 def test_inputs_by_name_and_in_order() -> None:
     named = parse_input_spec("input_ids:int64[4,8]  mask:bool[4, 8],pixels:bfloat16[2,3]")()
     assert isinstance(named, dict)
@@ -131,8 +128,6 @@ def test_inputs_that_cannot_be_read(text: str, sentence: str) -> None:
         parse_input_spec(text)
     assert str(raised.value).startswith("--input-spec") and str(raised.value).endswith(sentence)
 
-
-# -------------------------------------------------------------------- Hugging Face
 
 TINY_LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 TINY_LLAMA |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 50}

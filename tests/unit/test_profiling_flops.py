@@ -110,15 +110,8 @@ def test_compiled_regions_run_as_compiled() -> None:
     weight = nn.Parameter(torch.randn(8, 8))
     compiled = torch.compile(lambda x: torch.sin(x @ weight) * 2, backend="aot_eager")
 
-    class Compiled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return compiled(x)
-
-    module, x, product = Compiled(), batch(), 2 * BATCH * 8 * 8
+    module, x, product = nn.Module(), batch(), 2 * BATCH * 8 * 8
+    module.weight, module.forward = weight, compiled
     engine = Engine(module)
     plain = engine(x)
     with count_flops(engine, module) as count:
@@ -130,27 +123,19 @@ def test_compiled_regions_run_as_compiled() -> None:
         assert type(plain.grad_fn).__name__ == type(counted.grad_fn).__name__ == "CompiledFunctionBackward"
 
 
-# ------------------------------------------------------------------ the profiler
-
-
 class Told:
     """A profiler over a Net, and what it has said."""
 
-    def __init__(self, module: nn.Module | None = None, every: int = 5, **block: Any) -> None:
-        self.module = module if module is not None else Net("plain")
+    def __init__(self, every: int = 5, **block: Any) -> None:
+        self.module = Net("plain")
         self.engine = Engine(self.module)
         self.said: list[str] = []
         self.written: list[tuple[int, dict[str, float]]] = []
         config = load_config({"flops_profiler": {"enabled": True, **block}}).flops_profiler
-        self.profiler = FlopsProfiler(
-            config,
-            self.engine,
-            self.module,
-            CPU,
-            every,
-            self.said.append,
-            lambda step, values: self.written.append((step, dict(values))),
-        )
+        self.profiler = FlopsProfiler(config, self.engine, self.module, CPU, every, self.said.append, self.write)
+
+    def write(self, step: int, values: Any) -> None:
+        self.written.append((step, dict(values)))
 
     def steps(self, first: int, last: int, device: Device | None = None, ms: float = 0.0) -> None:
         for step in range(first, last + 1):
@@ -169,10 +154,8 @@ def test_one_step_is_counted(profile_step: int) -> None:
     assert told.engine.call_module is told.module and len(told.said) >= 1
     assert told.said[0].startswith(f"step {profile_step + 1}: FLOPs of matrix products")
     expected = {"forward": FORWARD, "backward": 2 * FORWARD, "recomputed": 2 * LINEAR, "model": 3 * FORWARD}
-    assert told.written[0] == (
-        profile_step + 1,
-        {f"{name}_tflop_per_step": flops / 1e12 for name, flops in expected.items()},
-    )
+    tflops = {f"{name}_tflop_per_step": flops / 1e12 for name, flops in expected.items()}
+    assert told.written[0] == (profile_step + 1, tflops)
 
 
 def test_speed_is_of_the_steps_that_follow(device: Device) -> None:
