@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -159,13 +160,10 @@ def assert_same_facts(one: dict[str, Any], other: dict[str, Any], what: str) -> 
 @contextlib.contextmanager
 def without_kernels(ranks: Sequence[int], reason: str = "they are not wanted. Want them.") -> Iterator[None]:
     """These ranks cannot have the kernels, for this reason."""
-    load = library._load
-    if dist.get_rank() in ranks:
-        library._load = lambda *_: reason  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() in ranks:
+            patch.setattr(library, "_load", lambda *_: reason)
         yield
-    finally:
-        library._load = load
 
 
 @contextlib.contextmanager
@@ -182,8 +180,7 @@ def counted() -> Iterator[dict[str, list[int]]]:
         calls["squares"].append(len(values))
         squares(self, sums, values, table)
 
-    CpuKernels.update, CpuKernels.squares = counting_update, counting_squares  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuKernels, "update", counting_update)
+        patch.setattr(CpuKernels, "squares", counting_squares)
         yield calls
-    finally:
-        CpuKernels.update, CpuKernels.squares = update, squares  # type: ignore[method-assign]

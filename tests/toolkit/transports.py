@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,18 +34,12 @@ UNITS: dict[str, list[tuple[int, torch.dtype]]] = {
 def transport(name: str) -> Iterator[None]:
     """``shared memory``, ``messages``, ``little memory`` (files of at most 20000 bytes), or ``native``."""
     create = host_memory._create
-    if name == "little memory":
-        host_memory._create = lambda path, size: size <= 20000 and create(path, size)
-    os.environ["ZEROLITE_SHARED_MEMORY"] = "0" if name == "messages" else "1"
-    with contextlib.ExitStack() as stack:
-        if name == "native":  # gloo knows the calls that NCCL gets
-            stack.enter_context(
-                use_communicator(lambda r, w: NativeCommunicator(ProcessGroupTransport(dist.group.WORLD)))
-            )
-        try:
-            yield
-        finally:
-            host_memory._create = create
+    native = use_communicator(lambda rank, world: NativeCommunicator(ProcessGroupTransport(dist.group.WORLD)))
+    with pytest.MonkeyPatch.context() as patch, native if name == "native" else contextlib.nullcontext():
+        if name == "little memory":
+            patch.setattr(host_memory, "_create", lambda path, size: size <= 20000 and create(path, size))
+        patch.setenv("ZEROLITE_SHARED_MEMORY", "0" if name == "messages" else "1")
+        yield  # with "native", gloo knows the calls that NCCL gets
 
 
 def pair() -> tuple[Communicator, Communicator]:
