@@ -38,11 +38,17 @@ def counting() -> Iterator[list[int]]:
         yield waits
 
 
-def waits_of_training(config: dict[str, Any], loop: str) -> list[int]:
-    """For each step behind the first ones. In the loop "unused" no rank uses the second weight of layer 0 before the
-    last steps, and rank 1 alone that of layer 1 in every second step; in "phases" those of a step are called one by
-    one."""
-    engine = make_engine(config, on_device=True)
+@pytest.mark.fast("2-1-schedule", "2-2-weight", "2-3-engine", "2-2-unused")
+@pytest.mark.parametrize(
+    ("stage", "loop"),
+    [(0, "unused"), (1, "schedule"), (2, "weight"), (3, "engine"), (3, "schedule"), (2, "phases"), (2, "unused")],
+)
+@on_ranks(2)
+def test_a_steady_step_waits_for_nothing(stage: int, loop: str) -> None:
+    """In the loop "unused" no rank uses the second weight of layer 0 before the last steps, and rank 1 alone that of
+    layer 1 in every second step; in "phases" those of a step are called one by one."""
+    made = at("3 defaults" if stage == 3 else stage, clip=0.4, optimizer=ADAMW)
+    engine = make_engine(made, on_device=True)
     schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5) if loop == "schedule" else None
     with counting() as waits:
         for step in range(STEPS):
@@ -64,15 +70,4 @@ def waits_of_training(config: dict[str, Any], loop: str) -> list[int]:
                 engine.zero_grad()
             else:
                 engine.step()
-    return waits[STEADY:]
-
-
-@pytest.mark.fast("2-1-schedule", "2-2-weight", "2-3-engine", "2-2-unused")
-@pytest.mark.parametrize(
-    ("stage", "loop"),
-    [(0, "unused"), (1, "schedule"), (2, "weight"), (3, "engine"), (3, "schedule"), (2, "phases"), (2, "unused")],
-)
-@on_ranks(2)
-def test_a_steady_step_waits_for_nothing(stage: int, loop: str) -> None:
-    made = at("3 defaults" if stage == 3 else stage, clip=0.4, optimizer=ADAMW)
-    assert waits_of_training(made, loop) == [0] * 4
+    assert waits[STEADY:] == [0] * 4
