@@ -226,46 +226,31 @@ def test_the_first_collective_may_be_in_inference_mode(kind: str) -> None:
             Reduction(first, 5000, salt).check()
 
 
-def lifetime() -> list[Any]:
-    """On a worker without a process group: start, make a second group, end, start again."""
-    answers: list[Any] = []
-    for seconds in (77.0, 88.0):
-        zerolite.init_distributed(timeout=seconds)
-        parent = dist.group.WORLD  # a user may hold it longer
-        assert parent is not None
-        group = process_group.second_group(parent, "gloo")
-        timeout = process_group.timeout_of(group)
-        alive = weakref.ref(group)
-        del group
-        zerolite.destroy()
-        answers.append((timeout.total_seconds(), alive() is None, len(process_group._second_groups)))
-    return answers
-
-
-def test_destroy_ends_the_second_group_too() -> None:
-    with Pool(1, init_group=False) as pool:
-        assert pool.run(lifetime) == [[(77.0, True, 0), (88.0, True, 0)]]
-
-
 def native_threads() -> list[str]:
     """The names of this process's threads as the kernel sees them, also those that Python does not know."""
     return sorted(Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task"))
 
 
-def threads_after_destroy(directory: str) -> None:
-    """For workers without a process group: zerolite starts one, trains, ends it."""
+def start_and_end_twice(directory: str) -> None:
+    """For workers without a process group: zerolite starts one and a second one beside it, trains, and ends both."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     before = native_threads()
-    zerolite.init_distributed("gloo", f"file://{directory}/store", rank, world_size)
-    zerolite.init_distributed()
-    assert len(native_threads()) > len(before), "the test sees no thread of the process group"
-    engine = make_engine(config(optimizer=ADAMW), "Mlp")
-    assert engine.world_size == 2
-    engine_window(engine, "Mlp", 0, 1)
-    del engine
-    zerolite.destroy()
-    zerolite.destroy()
-    assert not dist.is_initialized()
+    for seconds in (77.0, 88.0):
+        zerolite.init_distributed("gloo", f"file://{directory}/{seconds}", rank, world_size, timeout=seconds)
+        zerolite.init_distributed()
+        assert len(native_threads()) > len(before), "the test sees no thread of the process group"
+        parent = dist.group.WORLD  # a user may hold it longer
+        second = process_group.second_group(parent, "gloo")
+        assert process_group.timeout_of(second).total_seconds() == seconds
+        alive = weakref.ref(second)
+        engine = make_engine(config(optimizer=ADAMW), "Mlp")
+        assert engine.world_size == 2
+        engine_window(engine, "Mlp", 0, 1)
+        del engine, second
+        zerolite.destroy()
+        zerolite.destroy()
+        assert alive() is None and not process_group._second_groups and not dist.is_initialized()
+        del parent
     ends = time.monotonic() + 5  # a thread that has been joined is in /proc until the kernel gets to it
     while native_threads() != before:
         assert time.monotonic() < ends, (native_threads(), before)
@@ -273,6 +258,6 @@ def threads_after_destroy(directory: str) -> None:
     assert {thread.name for thread in threading.enumerate()} == {"MainThread", "parent-watch"}
 
 
-def test_destroy_leaves_no_thread(tmp_path: Path) -> None:
+def test_destroy_ends_the_second_group_too_and_leaves_no_thread(tmp_path: Path) -> None:
     with Pool(2, init_group=False) as pool:
-        pool.run(threads_after_destroy, {"directory": str(tmp_path)})
+        pool.run(start_and_end_twice, {"directory": str(tmp_path)})
