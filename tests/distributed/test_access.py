@@ -72,6 +72,7 @@ def replace(engine: Any, trained: dict[str, nn.Parameter]) -> dict[str, Any]:
         zerolite.set_full_optimizer_state(parameter, "exp_avg", values * 1e-2)
         zerolite.set_full_optimizer_state([parameter], "step", [7])
         assert torch.equal(zerolite.get_full_master(parameter), values)
+        assert torch.equal(zerolite.get_full_optimizer_state(parameter, "exp_avg"), values * 1e-2)
         assert torch.equal(snapshot(engine)[name], values.to(parameter.dtype))
     run_steps(engine, 1, STEPS + 1, "OddModel")
     assert {float(zerolite.get_full_optimizer_state(p, "step")) for p in trained.values()} == {8.0}
