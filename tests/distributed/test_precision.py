@@ -224,11 +224,12 @@ def corner(stage: int, precision: str = "bf16", **more: Any) -> dict[str, Any]:
 
 
 class Headed(nn.Module):
-    """``x [B, 7]`` -> ``[B, 3]`` through a trunk in 16 bits and a head that is to be in fp32. ``fails``: it
-    raises."""
+    """``x [B, 7]`` -> ``[B, 3]`` through a trunk in 16 bits and a head that is to be in fp32. ``widen``: the head is
+    called with fp32. ``fails``: it raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, widen: bool = False) -> None:
         super().__init__()
+        self.widen = widen
         self.trunk = nn.Linear(7, 7)
         self.head = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
         self.head[1].bias.requires_grad_(False)
@@ -242,7 +243,28 @@ class Headed(nn.Module):
             raise ArithmeticError("as the test wants it")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.trunk(x)))
+        hidden = torch.tanh(self.trunk(x))
+        return self.head(hidden.float() if self.widen else hidden)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp16"), (3, "bf16")])
+def test_outputs_where_an_fp32_module_comes_last(stage: int, precision: str) -> None:
+    """By how the head is called and by the mode torch is in."""
+    half, x, outputs = reference.DTYPES[precision], models.float_batch(0, 0, 0)[0], []
+    for widen in (False, True):
+        engine = zerolite.initialize(models.build(Headed, widen=widen), corner(stage, precision))
+        wanted = engine(x).detach()
+        assert wanted.dtype is torch.float32
+        with torch.no_grad():
+            assert torch.equal(engine(x), wanted)
+            direct = engine.module(x.to(half))
+        with torch.inference_mode():
+            assert torch.equal(engine(x), wanted)
+        assert direct.dtype is (torch.float32 if widen else half) and torch.equal(direct.float(), wanted)
+        outputs.append(wanted)
+    rounded, exact = outputs
+    assert torch.equal(rounded, exact.to(half).float()) and not torch.equal(rounded, exact)
 
 
 @pytest.mark.fast("bf16-0-2")
