@@ -75,10 +75,8 @@ def test_after_a_later_backward_has_failed(how: str, stage: int, fails: int, dro
     if drops:
         model.zero_grad()
         plain.zero_grad()
-        for number in range(2, 5):
-            micro_batch(number)
-    else:
-        micro_batch(2)
+    for number in range(2, 5 if drops else 3):
+        micro_batch(number)
     engine.optimizer.step()
     optimizer.step()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):

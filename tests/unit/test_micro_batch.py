@@ -28,18 +28,14 @@ def test_without_a_loss_function_a_batch_is_the_models_arguments(batch: Any, arg
     assert made.kwargs.keys() == kwargs.keys() and made.target is None
 
 
-@pytest.mark.parametrize("batch", [((X,), Y), [X, Y], (X, Y), ({"x": X}, Y)])
-def test_with_a_loss_function_a_batch_is_a_pair(batch: Any) -> None:
-    made = MicroBatch.of(batch, F.mse_loss, CPU)
-    assert made.target is Y
-    assert len(made.args) + len(made.kwargs) == 1
-    assert float(made.loss(X, F.mse_loss)) == 1.0
-
-
-@pytest.mark.parametrize("batch", [X, (X,), (X, Y, Y), {"x": X, "y": Y}])
-def test_what_is_no_pair(batch: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected a micro-batch to be a pair \(inputs, targets\), got"):
-        MicroBatch.of(batch, F.mse_loss, CPU)
+def test_with_a_loss_function_a_batch_is_a_pair() -> None:
+    for pair in (((X,), Y), [X, Y], (X, Y), ({"x": X}, Y)):
+        made = MicroBatch.of(pair, F.mse_loss, CPU)
+        assert made.target is Y and len(made.args) + len(made.kwargs) == 1
+        assert float(made.loss(X, F.mse_loss)) == 1.0
+    for batch in (X, (X,), (X, Y, Y), {"x": X, "y": Y}):
+        with pytest.raises(ValueError, match=r"expected a micro-batch to be a pair \(inputs, targets\), got"):
+            MicroBatch.of(batch, F.mse_loss, CPU)
 
 
 def test_the_models_own_loss() -> None:

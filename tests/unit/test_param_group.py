@@ -78,8 +78,7 @@ BLOCKS = [f"blocks.{index}" for index in range(6)]
 
 
 def test_a_repeated_block_is_one_group() -> None:
-    model = Stack()
-    groups = groups_of(model)
+    groups = groups_of(Stack())
     assert names(groups) == ["embed", *BLOCKS, "head"]
     assert [type(module) for module in groups[2].inside] == [nn.Linear, Feed, nn.Linear, nn.Linear]
     assert names(groups_of(nn.Sequential(*(Block() for _ in range(5))))) == ["0", "1", "2", "3", "4"]
@@ -115,8 +114,7 @@ def test_experts_stay_together_as_long_as_they_fit_once() -> None:
 
 
 def test_what_is_asked_for_inside_a_block_is_a_group_of_its_own() -> None:
-    model = Stack()
-    groups = groups_of(model, leaves=["Feed"])
+    groups = groups_of(Stack(), leaves=["Feed"])
     assert names(groups)[1:3] == ["blocks.0", "blocks.0.feed"]
     assert [type(module) for module in groups[2].inside] == [nn.Linear]
 

@@ -65,12 +65,12 @@ def test_what_was_not_saved_by_us_is_refused_before_anything_changes(entries: di
 
 @pytest.mark.slow
 def test_numpy_is_saved_only_where_it_is_used() -> None:
-    program = (
-        "import json, sys, torch\n"
-        "sys.modules.pop('numpy', None)\n"
-        "from zerolite.checkpoint.random_state import save_random_state, load_random_state\n"
-        "saved = save_random_state(torch.device('cpu'))\n"
-        "assert 'numpy' not in json.loads(bytes(saved.tolist()))\n"
-        "load_random_state(saved, torch.device('cpu'))\n"
-    )
+    program = """
+import json, sys, torch
+sys.modules.pop("numpy", None)
+from zerolite.checkpoint.random_state import save_random_state, load_random_state
+saved = save_random_state(torch.device("cpu"))
+assert "numpy" not in json.loads(bytes(saved.tolist()))
+load_random_state(saved, torch.device("cpu"))
+"""
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
