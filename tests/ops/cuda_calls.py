@@ -71,7 +71,8 @@ def make_call(
 ) -> UpdateCall:
     """offset(array, tensor): elements before the tensor-th array of list 0 (parameters), 1 (gradients), 2 and 3
     (states), 4 (outs). table: by default a segment for each tensor, with the rows in turn."""
-    rows = torch.tensor([[*row, *[0.0] * (COLUMNS - len(row))] for row in ROWS[rule]])
+    rows = torch.tensor([[*row, *[0.0] * (COLUMNS - len(row))] for row in ROWS[rule]]).reshape(-1, COLUMNS)
+    assert len(rows) == len(ROWS[rule])  # kernels read them by this width
 
     def arrays(place: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [flat(numel, offset(place, i), dtype, 1000 * place + i) for i, numel in enumerate(lengths)]
