@@ -44,7 +44,7 @@ def said_of(name: str, **others: Any) -> str:
     """Compare the model cut by its plan with the whole one; or return why it is refused."""
     found: dict[str, Any] = {}
     made = ALL[name]
-    said = raised(lambda: found.update(compare(built(made), partial(loss_of, made), made.plan, **others)))
+    said = raised(lambda: found.update(compare(built(made), partial(loss_of, made), plan=made.plan, **others)))
     assert_same_on_ranks({"said": said})
     assert said or (found["loss"] <= LOSS and max(found["gradients"].values()) <= GRADIENTS), found
     return said
