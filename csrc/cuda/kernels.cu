@@ -55,6 +55,9 @@ int64_t chunks_of(const zl_norm& call) {
   return chunks;
 }
 
+// One double per chunk, one per piece, one counter per piece, and one more.
+int64_t partials_of(const zl_norm& call) { return chunks_of(call) + call.segments + call.segments / 2 + 1; }
+
 }  // namespace
 
 ZL_EXPORT int32_t zl_abi() { return ZL_ABI; }
@@ -93,11 +96,8 @@ ZL_EXPORT int32_t zl_cuda_update(const zl_update* call, const void* filled, cons
   return zl::launch_here(zl::UpdateMaker{*call}, call->segments, a.table, launch_one);
 }
 
-// Number of doubles in `partial`: one per chunk, one per piece, one counter per piece, and one more; 0 for a call that is
-// refused, whose table may have any numbers.
-ZL_EXPORT int64_t zl_cuda_norm_partials(const zl_norm* call) {
-  return check(*call) ? 0 : chunks_of(*call) + call->segments + call->segments / 2 + 1;
-}
+// Number of doubles in `partial`; 0 for a call that is refused, whose table may have any numbers.
+ZL_EXPORT int64_t zl_cuda_norm_partials(const zl_norm* call) { return check(*call) ? 0 : partials_of(*call); }
 
 ZL_EXPORT int32_t zl_cuda_norm_fill(const zl_norm* call, void* table) {
   const int32_t code = check(*call);
@@ -108,7 +108,7 @@ ZL_EXPORT int32_t zl_cuda_norm_fill(const zl_norm* call, void* table) {
 ZL_EXPORT int32_t zl_cuda_norm(const zl_norm* call, const void* filled, const void* copied, int32_t device,
                                void* stream) {
   if (const int32_t code = check(*call)) return code;
-  if (call->partials < zl_cuda_norm_partials(call)) return ZL_BAD_TABLE;
+  if (call->partials < partials_of(*call)) return ZL_BAD_TABLE;
   if (const cudaError_t error = cudaSetDevice(device)) return code_of(error);
   const zl::NormKernel kernel = zl::norm_kernel_for(call->dtype);
   double* const total = call->partial + chunks_of(*call);

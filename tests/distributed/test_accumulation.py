@@ -237,3 +237,25 @@ def test_a_step_that_raises_counts_no_micro_batch(stage: int) -> None:
             engine.step()
     assert flushed.global_steps == plain.global_steps == 1
     assert_same_bits(snapshot(flushed), snapshot(plain), "after a step that has raised")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_flush_that_raises_in_the_update_leaves_no_factor_behind() -> None:
+    flushed, plain = (make_engine(at(1, "fp32", 4), "Mlp") for _ in range(2))
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("as the test wants it")
+
+    for engine in (flushed, plain):
+        for micro in range(4):
+            backward(engine, 0, micro)
+            if engine is flushed and micro == 0:
+                handle = engine.optimizer.register_step_pre_hook(fail)
+                with pytest.raises(ArithmeticError, match="as the test wants it"):
+                    engine.step(flush=True)
+                handle.remove()
+            else:
+                engine.step()
+    assert flushed.global_steps == plain.global_steps == 1
+    assert_same_bits(snapshot(flushed), snapshot(plain), "after a flush that has raised")

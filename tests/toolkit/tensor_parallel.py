@@ -26,7 +26,7 @@ def communicator() -> Communicator:
 
 
 def settings(ranks: int, plan: Any = "auto", **others: Any) -> Any:
-    """What ``tensor_parallel`` of a config would say."""
+    """The section ``tensor_parallel`` of a config."""
     return SimpleNamespace(ranks=ranks, plan=plan, **{"sequence_parallel": False, "divide": "auto", **others})
 
 

@@ -174,7 +174,7 @@ def test_the_previous_inputs_come_while_these_are_used(monkeypatch: pytest.Monke
 
 
 def test_backwards_in_another_order_than_forwards() -> None:
-    """What was fetched with the last one's inputs is not the next one's."""
+    """Inputs that are fetched with those of the last forward do not belong to the next backward."""
     checkpointing.configure(checkpoint_in_cpu=True)
     results = []
     for call in (of_torch, checkpointing.checkpoint):

@@ -162,7 +162,7 @@ def chain_case(layers):
 
 
 def entered(layers, limits, disk=()):
-    """What a plan of the chain fetches at each ENTER."""
+    """The fetches of a plan of the chain at each ENTER."""
     fetches = plan_step(chain(layers), *chain_case(layers), limits, dict(disk)).fetches
     return [fetch for event, fetch in zip(chain(layers), fetches, strict=True) if event >= 0]
 
