@@ -24,6 +24,7 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import engine_window, make_engine
 from tests.toolkit.transports import CPU, F32, UNITS, pair, transport
 from zerolite.comm import Communicator, create_communicator, process_group, record, second_communicator
+from zerolite.comm.flight_recorder import WAIT
 from zerolite.comm.shared_memory import SharedMemoryCommunicator
 
 
@@ -89,6 +90,11 @@ def test_every_full_is_the_concatenation_of_the_shards(kind: str) -> None:
             flights = [Gather(comms[1], name, salt) for salt in range(3) for name in UNITS]
             for flight in reversed(flights):
                 flight.check()
+        recorded = [weakref.ref(shard) for flight in flights for shard in flight.shards]
+        del flights, flight
+        WAIT.forget()  # where the device waits, it knows the works of the last one
+        # The flight recorder has their sizes alone: shards of activations would be gigabytes.
+        assert not any(alive() is not None for alive in recorded)
     assert [type(comm).__name__ for comm in comms] == [KINDS[kind]] * 2
     world, wanted = dist.get_world_size(), []
     for unit in UNITS.values():

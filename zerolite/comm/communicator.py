@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm import recorder
-from zerolite.comm.flight_recorder import WAIT, FlightRecorder, Raw, wait_for
+from zerolite.comm.flight_recorder import WAIT, FlightRecorder, Raw, ShardSize, wait_for
 from zerolite.comm.process_group import keep_track
 from zerolite.comm.transport import DryTransport, Work
 from zerolite.utils.accelerator import address
@@ -232,7 +232,8 @@ class Communicator:
             shards: flat, contiguous, not part of ``fulls[i]``, unchanged until then. A pair has one dtype; pairs may
                 differ. Lengths may be 0.
             key: says which parameter is gathered. Over shared memory, ranks with different keys raise RuntimeError.
-            lasting: tensors that the flight recorder keeps in place of ``shards``, if these are copies for this launch.
+            lasting: ``shards``, or tensors like them, that live on anyway, so that the flight recorder may keep them and
+                needs no time for their sizes. None: it notes the sizes.
         """
         if self._launch_hook is not None:
             self._launch_hook("gather_shards")
@@ -241,7 +242,7 @@ class Communicator:
         if recorder.active:
             recorder.note_gather(fulls, shards, tag, self.dimension, self.world_size, key)
         # As in _launch, but written out: stage 3 calls this for every layer, twice in a step, and a call costs time.
-        entry: Raw = ("all_gather", tag, shards if lasting is None else lasting, None, key)
+        entry: Raw = ("all_gather", tag, [ShardSize(s) for s in shards] if lasting is None else lasting, None, key)
         flight_recorder = self.flight_recorder
         flight_recorder.count += 1
         flight_recorder.latest.append(entry)

@@ -23,25 +23,41 @@ class Mismatch(RuntimeError):
     """The ranks have launched different collectives at the same place."""
 
 
+class ShardSize:
+    """Number of elements and dtype of a shard, in place of a tensor that the record would keep alive."""
+
+    __slots__ = ("_numel", "dtype")
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self._numel, self.dtype = shard.numel(), shard.dtype
+
+    def numel(self) -> int:
+        return self._numel
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
 class Entry(NamedTuple):
     """One logical collective.
 
     Attributes:
         op: such as "all_reduce".
         tag: purpose, such as "gradients".
-        what: elements of the tensor, or the shards [numel / world_size] of one launch, which are kept alive anyway.
+        what: elements of the tensor; or the shards [numel / world_size] of one launch, as tensors if they are kept
+            alive anyway.
         dtype: None if ``what`` has it.
         key: which tensors: number of a parameter or bucket from 1 (depending on the tag); 0 if there is none.
     """
 
     op: str
     tag: str
-    what: int | Sequence[torch.Tensor]
+    what: int | Sequence[torch.Tensor | ShardSize]
     dtype: torch.dtype | None
     key: int = 0
 
 
-Raw = tuple[str, str, int | Sequence[torch.Tensor], torch.dtype | None, int]
+Raw = tuple[str, str, int | Sequence[torch.Tensor | ShardSize], torch.dtype | None, int]
 """An :class:`Entry` as the hot path makes it."""
 
 

@@ -136,7 +136,7 @@ def _gathered_parts(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     part = x.detach()
     full = part.new_empty((size, *part.shape))
     full[comm.rank].copy_(part)
-    if sends(full, comm):  # not gather_shards: the flight recorder would keep its tensors, here activations, alive
+    if sends(full, comm):
         comm.all_gather(full.view(-1), TAG).wait()
     return full.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
 

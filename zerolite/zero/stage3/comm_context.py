@@ -228,7 +228,7 @@ class CommContext:
         shards, key = [member.shard for member in to_gather], members[0].index + 1
         with undispatched():
             if self.reader is None:
-                return AllGather(members, self.comm.gather_shards(fulls, shards, "parameters", key), None)
+                return AllGather(members, self.comm.gather_shards(fulls, shards, "parameters", key, shards), None)
             staged = self.reader.stage_in(to_gather, fulls if self.comm.world_size == 1 else None)
             try:
                 with staged.copy_stream():
