@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from zerolite.data.dataloader import EpochSampler, Loaders, Rows, build_dataloader
 
@@ -45,6 +48,41 @@ def test_each_pass_is_shuffled_anew_and_alike_on_all_ranks():
         assert parts[0] == list(reference)
     assert passes[0] != passes[1] != passes[2] != passes[0]
     assert samples(build_dataloader(data, 4, 0, 2, seed=6)) != passes[0][0]
+
+
+class Noise(Dataset):
+    """What a worker draws."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return random.getrandbits(60), int(torch.randint(2**60, ())), get_worker_info().seed
+
+
+def drawn(rank, make):
+    """What the workers of a rank draw for their first samples, where the script has seeded all ranks alike."""
+    torch.manual_seed(0)
+    return [list(sample) for sample in zip(*[[int(x) for x in part] for part in next(iter(make(rank)))], strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["own", pytest.param("users", marks=pytest.mark.slow)])
+def test_workers_of_ranks_that_are_seeded_alike_draw_other_numbers(kind):
+    def users(rank):
+        return DataLoader(Noise(), 2, sampler=DistributedSampler(Noise(), 2, rank), num_workers=1)
+
+    def own(rank):
+        return build_dataloader(Noise(), 2, rank, 2, num_workers=1)
+
+    make = own if kind == "own" else lambda rank: Loaders(rank, 2, "cpu", 2, False).prepare(users(rank))
+    first, second = drawn(0, make), drawn(1, make)
+    assert first == drawn(0, users), "rank 0 draws what it draws in plain PyTorch"
+    assert second == drawn(1, make) and all(
+        a != b for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    fixed = users(1)
+    fixed.worker_init_fn = random.seed
+    assert Loaders(1, 2, "cpu", 2, False).prepare(fixed).worker_init_fn is random.seed
 
 
 def test_a_wrong_batch_size_or_no_data_is_refused():

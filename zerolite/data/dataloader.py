@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import random
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from zerolite.data.position import DataPosition, EpochSampler, position_from
 from zerolite.data.tracked_loader import LoaderPass, Rows, TrackedLoader, share_of
@@ -113,10 +117,15 @@ class Loaders:
 
     def prepare(self, loader: Any) -> TrackedLoader:
         """Return `loader` as one whose batches are known. Raises ValueError if they cannot be: see
-        :func:`share_of`."""
+        :func:`share_of`.
+
+        Its workers draw other random numbers on each rank, unless it has a `worker_init_fn`.
+        """
         if isinstance(loader, TrackedLoader):
             return loader
         share = share_of(loader, self._rank, self._world_size)
+        if loader.worker_init_fn is None:
+            loader.worker_init_fn = _worker_init_of(self._rank)
         tracked = TrackedLoader(loader, share, self._rank, self._running)
         number = next(self._numbers)
         self._made[number] = tracked
@@ -207,7 +216,8 @@ def build_dataloader(
             workers), because no other code can. A DataLoader is refused, because it has batches already.
         collate_fn: makes a batch of a list of samples; default: torch's.
         device_type: "cuda" pins the host memory of batches.
-        num_workers: processes that load; 0 loads in this one.
+        num_workers: processes that load; 0 loads in this one. They draw other random numbers on each rank, also if all
+            ranks have the same seed.
         drop_last: False: each pass has every sample. If the ranks' shares would differ, the first samples are repeated
             at the end. The last batch may be smaller, on all ranks alike. True: all batches are full, no sample is
             repeated, and the remainder is left out.
@@ -244,7 +254,29 @@ def build_dataloader(
         collate_fn=collate_fn,
         pin_memory=device_type == "cuda",
         drop_last=drop_last,
+        # An IterableDataset may split itself by an order that it draws, which then must be equal on all ranks.
+        worker_init_fn=None if isinstance(dataset, IterableDataset) else _worker_init_of(rank),
     )
+
+
+def _worker_init_of(rank: int) -> Callable[[int], None] | None:
+    """Return the `worker_init_fn` of a loader of this rank: None on rank 0, whose workers keep torch's seeds."""
+    return functools.partial(_seed_by_rank, rank) if rank else None
+
+
+def _seed_by_rank(rank: int, worker: int) -> None:
+    """Seed a worker so that no other worker of any rank draws the same random numbers.
+
+    torch seeds worker w with a base seed + w. Ranks that a script seeds alike draw the same base seed.
+    """
+    info: Any = get_worker_info()
+    seed = info.seed + rank * info.num_workers
+    object.__setattr__(info, "seed", seed)  # data sets make generators of their own from it; the class is frozen
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed([seed % 2**32, seed >> 32])
 
 
 def _check_size(name: str, value: int | None, least: int) -> int:
