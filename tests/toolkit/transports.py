@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from zerolite.comm import Communicator, create_communicator, host_memory, second_communicator, use_communicator
 from zerolite.comm.communicator import NativeCommunicator
+from zerolite.comm.process_group import engine_group
 from zerolite.comm.transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ UNITS: dict[str, list[tuple[int, torch.dtype]]] = {
 def transport(name: str) -> Iterator[None]:
     """``shared memory``, ``messages``, ``little memory`` (files of at most 20000 bytes), or ``native``."""
     create = host_memory._create
-    native = use_communicator(lambda rank, world: NativeCommunicator(ProcessGroupTransport(dist.group.WORLD)))
+    native = use_communicator(lambda rank, world: NativeCommunicator(ProcessGroupTransport(engine_group())))
     with pytest.MonkeyPatch.context() as patch, native if name == "native" else contextlib.nullcontext():
         if name == "little memory":
             patch.setattr(host_memory, "_create", lambda path, size: size <= 20000 and create(path, size))

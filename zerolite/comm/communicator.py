@@ -116,9 +116,11 @@ class Communicator:
 
     Attributes:
         dimension: dimension of the grid of ranks, for the record: see :class:`~zerolite.comm.topology.Topology`.
+        launches_at_once: a launch waits for no other rank.
     """
 
     dimension = "data"
+    launches_at_once = True
 
     def __init__(self, transport: DryTransport | None = None) -> None:
         """

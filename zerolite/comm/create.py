@@ -11,6 +11,7 @@ import torch.distributed as dist
 from zerolite.comm.communicator import Communicator, NativeCommunicator
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.host_memory import same_host
+from zerolite.comm.process_group import engine_group
 from zerolite.comm.shared_memory import SharedMemoryCommunicator
 from zerolite.comm.transport import DryTransport, ProcessGroupTransport
 
@@ -18,12 +19,15 @@ _factories: list[Callable[[int, int], Communicator]] = []
 
 
 def create_communicator(device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
-    """Return the communicator of ``group`` (default: all processes) for tensors on ``device``. Called on all its
-    ranks."""
-    group = group or dist.group.WORLD
+    """Return the communicator of ``group`` for tensors on ``device``. Called on all its ranks.
+
+    Args:
+        group: default: all processes, in the group of :func:`~zerolite.comm.process_group.engine_group`.
+    """
     if _factories:
-        rank_and_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        return _factories[-1](*rank_and_size)
+        of = group or dist.group.WORLD
+        return _factories[-1](*((0, 1) if of is None else (dist.get_rank(of), dist.get_world_size(of))))
+    group = group or engine_group()
     assert group is not None, "create_communicator is called after init_distributed"
     transport = ProcessGroupTransport(group)
     if transport.world_size == 1:

@@ -27,6 +27,8 @@ class GlooCommunicator(Communicator):
     flight.
     """
 
+    launches_at_once = False  # an all-reduce waits for the first half of the one before it
+
     def __init__(self, transport: DryTransport) -> None:
         super().__init__(transport)
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]

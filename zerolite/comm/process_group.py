@@ -47,13 +47,38 @@ def keep_track(user: _Closable) -> None:
 
 SECOND_GROUP = "zerolite second group"  # description of the groups that second_group makes
 GATHERS = "gathers"  # default purpose of a second group
-_second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], dist.ProcessGroup]] = (
+_second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | None, str], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = GATHERS) -> dist.ProcessGroup:
-    """Return a process group of ``parent``'s ranks, with its timeout and one ``backend`` (a name such as "gloo").
+def engine_group() -> dist.ProcessGroup | None:
+    """Return the group of all processes on which engines communicate; None without torch.distributed.
+
+    A program may launch collectives of its own in a backward (SyncBatchNorm, an all-to-all) on torch's default group,
+    while reductions are launched when this rank's gradients have come. In one group the ranks would mix the two in
+    different orders. Called on all ranks, in the order of their collectives.
+    """
+    world = dist.group.WORLD
+    if world is None or dist.get_world_size() == 1:
+        return world
+    return second_group(world, None, "engines")
+
+
+def program_collectives() -> int:
+    """Return the number of collectives that this rank has launched on groups that are not zerolite's, if their backends
+    count. Messages between two ranks are not counted."""
+    launched = 0
+    for group in dist.distributed_c10d._world.pg_names:
+        if group.group_desc != SECOND_GROUP:
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                launched += group._get_sequence_number_for_group()
+    return launched
+
+
+def second_group(parent: dist.ProcessGroup, backend: str | None, purpose: str = GATHERS) -> dist.ProcessGroup:
+    """Return a process group of ``parent``'s ranks, with its timeout and one ``backend`` (a name such as "gloo"); None:
+    its backends.
 
     Every call with the same ``purpose`` returns the same group. It lives as long as ``parent``, not as its engine. The
     end of a group may wait for other ranks, but Python may collect an engine at different times on different ranks.
@@ -69,7 +94,7 @@ def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = GATHERS
     return known[key]
 
 
-def group_options(backend: str, purpose: str, timeout: timedelta) -> Any:
+def group_options(backend: str | None, purpose: str, timeout: timedelta) -> Any:
     """Return the options of the process group that :func:`second_group` makes; None for torch's own.
 
     NCCL's gathers run on a stream of high priority. The next layer waits for them, while they compete with the kernels

@@ -50,6 +50,11 @@ class ZeroConfig(Block):
     """Move each gradient into its bucket as soon as it is ready."""
     reduce_scatter: Bool = True
     """Stages 1 and 2: reduce-scatter gradients to the owner of each part. false: all-reduce, then keep a part."""
+    collectives_in_backward: Bool | None = None
+    """Stages 0 to 2: the model launches collectives of its own within backward (SyncBatchNorm, an all-to-all). true: no
+    reduction is waited for inside a backward, so full gradients need memory there. false: it does not. null: the first
+    backward shows it, if torch.distributed's process groups count them: name it for messages between two ranks, and for
+    libraries with communicators of their own. (zerolite's own key.)"""
     ignore_unused_parameters: Bool = True
     """Leave parameters without a gradient on any rank unchanged, as torch does. false: they are an error that names
     them."""

@@ -53,6 +53,7 @@ from zerolite.engine.local_runner import LocalRunner
 from zerolite.engine.monitoring import Monitoring
 from zerolite.engine.notices import LearningRateSchedule, PipelineLoss, Progress
 from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine, refuse
+from zerolite.engine.program_collectives import ProgramCollectives
 from zerolite.engine.state_offload import StateOffload
 from zerolite.engine.unfrozen_params import UnfrozenParams
 from zerolite.monitor.memory_report import TensorOwners
@@ -169,6 +170,7 @@ def _make_engine(
         pipeline, parts.reducer, parts.param_gatherer, parts.scaler, setup.precision, setup.model, observers
     )
     call = ModuleCall(setup.model)
+    _watch_program(parts, call)
     schedule = LearningRateSchedule(scheduler, pipeline.outcomes)
     attached, monitoring, hooks = _watch_model(parts, reference, call, schedule)
     coordinator = None
@@ -221,6 +223,16 @@ def _make_engine(
         check_collectives(reference, topology, coordinator)
     monitoring.watch_communication(topology, coordinator)
     return engine
+
+
+def _watch_program(parts: StepComponents, call: ModuleCall) -> None:
+    """Let the reducer know if the program communicates within backwards, where it waits for reductions inside them."""
+    setup, reducer = parts.setup, parts.reducer
+    communicates = setup.config.zero_optimization.collectives_in_backward
+    if communicates is not None:
+        reducer.program_communicates = communicates
+    elif setup.trains and parts.comm.group is not None and parts.comm.world_size > 1 and parts.partitioned is None:
+        parts.observers.add(ProgramCollectives(reducer, call, logs=parts.comm.main))
 
 
 def _engine_class(setup: Setup) -> type[Engine]:

@@ -103,6 +103,7 @@ class Backward:
         launches_by_group: a bucket is launched when the backward of a parameter group ends (stage 3), and not when its
             own gradients have come.
         learning: the launch plan does not know yet which of these ends is late enough.
+        launches_at_end: no bucket is launched before it has ended (stages 0 to 2).
         launched: number of buckets that it has launched, in launch order.
         unreduced: backwards since ``local`` was last reduced; equal on all ranks.
         accumulated: backwards since the last step.
@@ -114,6 +115,7 @@ class Backward:
     discards_gradients: bool = False
     launches_by_group: bool = False
     learning: bool = False
+    launches_at_end: bool = False
     launched: int = 0
     unreduced: int = 0
     accumulated: int = 0

@@ -5,6 +5,10 @@ launch the same collectives, whatever their graphs look like.
 
 - Stages 0 to 2 launch a bucket when its gradients have come. The first such backward launches in the order of the
   index. At its end all ranks take over the order in which rank 0's gradients have come.
+- A rank whose graph lacks a parameter launches its bucket, and those behind it, at the end of the backward only. So if
+  the program launches collectives of its own within the backward (SyncBatchNorm, an all-to-all), nothing in the
+  backward waits for a reduction: the peers' own collectives would wait for this rank's in a circle. If backwards of
+  several engines run at once, their launches wait for the end, or they would mix in different orders.
 - Stage 3 launches a bucket when the backward of a parameter group has ended. All ranks see these ends in the same order
   (:class:`LaunchPlan`).
 
@@ -22,6 +26,7 @@ reduce those once more. They also agree when to launch buckets from then on. Lat
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -40,6 +45,8 @@ from zerolite.zero.observers import Observers
 from zerolite.zero.shown_gradients import MakeGradient
 from zerolite.zero.stage3.launch_plan import LaunchPlan
 
+_reducers: weakref.WeakSet[GradReducer] = weakref.WeakSet()
+
 
 class GradReducer:
     """See the module. The hooks that run inside backward are :class:`GradientArrivals`.
@@ -57,6 +64,8 @@ class GradReducer:
         bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
         reduces_each_backward: True if every backward reduces its buckets, and not only the last one of a step.
         keeps_shards: True if this rank keeps its shard of the mean gradient, and not the whole.
+        program_communicates: True if the program launches collectives of its own within backwards. The ranks need not
+            agree on it: only a rank that waits there can hold up the others.
     """
 
     def __init__(
@@ -93,6 +102,8 @@ class GradReducer:
         self._plan: LaunchPlan | None = None
         self._new_buckets = False  # there are buckets that no backward has reduced yet; equal on all ranks
         self._late_error: RuntimeError | None = None  # for a late gradient, while the backward still matches its plan
+        self.program_communicates = False
+        _reducers.add(self)
         self.use(layout, parameters, strides)
 
     def use(
@@ -160,6 +171,7 @@ class GradReducer:
         if plan is not None:
             plan.begin_backward()
         self.current.begin(factor, reducing, weight == 0, plan is not None, plan is not None and not plan.is_learned)
+        self._postpone()
         if self.order.learning:
             self.order.begin_backward()
         self.arrivals.begin_backward()
@@ -170,6 +182,13 @@ class GradReducer:
             # This runs in a hook inside the user's backward. No hook can know that its gradient is the last one, but
             # autograd calls its queued callbacks when all gradients have come.
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _postpone(self) -> None:
+        """Leave all launches to the end of this backward where one of them could wait, or mix with another engine's."""
+        self.current.launches_at_end = self.program_communicates and not self._comm.launches_at_once
+        for other in _reducers:
+            if other is not self and other.current.open:
+                self.current.launches_at_end = other.current.launches_at_end = True
 
     @torch.no_grad()
     def _move_held(self) -> None:
@@ -211,7 +230,8 @@ class GradReducer:
         """Launch the buckets that are complete, after a gradient has come into ``bucket``.
 
         The order of the buckets is fixed, and nothing else is launched on this communicator before the backward has
-        ended. So each rank may launch at its own time, as in DDP.
+        ended: it is the engines' own, and backwards of several engines at once launch at their ends. So each rank may
+        launch at its own time, as in DDP.
         """
         if self._plan is not None:
             if self.current.learning:
@@ -222,6 +242,7 @@ class GradReducer:
             if (
                 self.current.reducing
                 and self._options.overlap
+                and not self.current.launches_at_end
                 and (self.arrivals.contributions_known or self._new_buckets)
             ):
                 self._launch_all(only_complete=True)
@@ -339,6 +360,7 @@ class GradReducer:
         # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
         # first, because the bucket has one mean.
         unbound = bucket.reduces_in_place and not bucket.is_offloaded
+        unbound |= self.program_communicates and self.current.open
         most = len(self._buckets) if unbound else 1 if bucket.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
             self._in_flight.pop(0).finish_reduction()

@@ -55,6 +55,31 @@ def unused_parameters(run: Run) -> None:
     run.train(4)
 
 
+class MeanOfRanks(torch.autograd.Function):
+    """The mean over ranks, of gradients too, on torch's default group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return MeanOfRanks.forward(ctx, gradient)
+
+
+class Synchronized(models.Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(MeanOfRanks.apply(torch.tanh(self.first(x))))
+
+
+@case("collectives of the model's own")
+def own_collectives(run: Run) -> None:
+    run.start(Synchronized)
+    run.train(3)
+
+
 LEAVES = "zero_optimization.leaf_modules"
 
 
