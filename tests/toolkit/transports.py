@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from zerolite.comm import Communicator, create_communicator, host_memory, second_communicator, use_communicator
 from zerolite.comm.communicator import NativeCommunicator
-from zerolite.comm.process_group import engine_group
+from zerolite.comm.process_group import engine_group, second_group
 from zerolite.comm.transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -45,3 +47,75 @@ def transport(name: str) -> Iterator[None]:
 def pair() -> tuple[Communicator, Communicator]:
     comm = create_communicator(CPU)
     return comm, second_communicator(comm, CPU)
+
+
+@contextlib.contextmanager
+def late() -> Iterator[None]:
+    """NCCL's calls over gloo, by a transport that delivers as late as NCCL may: see :class:`LateTransport`."""
+    with use_communicator(lambda rank, world: NativeCommunicator(LateTransport(engine_group()))):
+        yield
+
+
+class LateTransport(ProcessGroupTransport):
+    """Outputs are NaN until the work is waited for. By then its inputs must not have changed, and no memory of it may
+    have been freed."""
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        return _LateWork(super().all_reduce, [tensor], [tensor])
+
+    def all_reduce_max(self, tensor: Tensor) -> Any:
+        return _LateWork(super().all_reduce_max, [tensor], [tensor])
+
+    def broadcast(self, tensor: Tensor, source: int) -> Any:
+        return _LateWork(lambda copy: super(LateTransport, self).broadcast(copy, source), [tensor], [tensor])
+
+    def reduce_scatter(self, out: Tensor, full: Tensor) -> Any:
+        return _LateWork(super().reduce_scatter, [out], [full], (out, full))
+
+    def all_gather(self, full: Tensor, own: Tensor) -> Any:
+        return _LateWork(super().all_gather, [full], [own], (full, own))
+
+    def all_gather_several(self, fulls: list[Tensor], owns: list[Tensor]) -> Any:
+        started = super().all_gather_several
+        count = len(fulls)
+        return _LateWork(lambda *all: started(list(all[:count]), list(all[count:])), fulls, owns, (*fulls, *owns))
+
+    def second(self, backend: str) -> LateTransport:
+        assert self.group is not None
+        return LateTransport(second_group(self.group, backend))
+
+
+class _LateWork:
+    def __init__(
+        self, start: Any, outputs: list[Tensor], inputs: list[Tensor], arguments: tuple[Tensor, ...] | None = None
+    ) -> None:
+        """Start the collective on copies of ``arguments`` (default: the outputs)."""
+        arguments = tuple(outputs) if arguments is None else arguments
+        copies = {id(tensor): tensor.clone() for tensor in arguments}
+        self._results = [(tensor, copies[id(tensor)]) for tensor in outputs]
+        in_place = {id(tensor) for tensor in outputs}
+        self._sent = [(tensor, tensor.clone()) for tensor in inputs if id(tensor) not in in_place]
+        self._storages = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in (*outputs, *inputs)]
+        self._work = start(*(copies[id(tensor)] for tensor in arguments))
+        for tensor in outputs:
+            with torch.no_grad():
+                tensor.view(-1).view(torch.uint8).fill_(255)  # NaN in every floating dtype
+        for tensor, value in self._sent:  # an all-gather may send a part of its output
+            tensor.copy_(value)
+        self._done = False
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        self._work.wait()
+        for storage, nbytes in self._storages:
+            assert storage.nbytes() == nbytes, "memory of a collective in flight was freed"
+        for tensor, value in self._sent:
+            same = torch.equal(tensor.view(torch.uint8), value.view(torch.uint8))
+            assert same, "the input of a collective in flight was overwritten"
+        for tensor, result in self._results:
+            tensor.copy_(result)
+        self._done = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -91,9 +92,12 @@ class BucketDtypes:
         self.mean = (several if options.several_expected else own, several)
 
 
-@dataclass
+@dataclass(eq=False)
 class Backward:
-    """The current backward, or the last one, as the buckets see it. Only the reducer writes it, by these methods.
+    """The current backward, or the last one, as the buckets see it. Only the reducer writes it.
+
+    Backwards of several engines may be open at once, for a loss through all of them. Then none of them launches before
+    its end, because each rank would mix their launches in an order of its own.
 
     Attributes:
         factor: factor of gradients that are copied into a bucket.
@@ -125,11 +129,16 @@ class Backward:
     ) -> None:
         self.factor, self.open, self.reducing, self.discards_gradients = factor, True, reducing, discards_gradients
         self.launches_by_group, self.learning, self.launched = launches_by_group, learning, 0
+        self.launches_at_end = bool(_open)
+        for other in _open:
+            other.launches_at_end = True
+        _open.add(self)
         self.unreduced += 1
         self.accumulated += 1
 
     def end(self) -> None:
         self.open = False
+        _open.discard(self)
 
     def on_launch(self, buckets: int) -> None:
         """Note that this many buckets have been launched."""
@@ -140,6 +149,9 @@ class Backward:
         self.unreduced = 0
         if consumed:
             self.accumulated = 0
+
+
+_open: weakref.WeakSet[Backward] = weakref.WeakSet()  # backwards that have begun and not ended, of all engines
 
 
 class BucketMemory:

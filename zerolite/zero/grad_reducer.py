@@ -26,7 +26,6 @@ reduce those once more. They also agree when to launch buckets from then on. Lat
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -44,8 +43,6 @@ from zerolite.zero.layout import Fragment, PartitionLayout, Slot
 from zerolite.zero.observers import Observers
 from zerolite.zero.shown_gradients import MakeGradient
 from zerolite.zero.stage3.launch_plan import LaunchPlan
-
-_reducers: weakref.WeakSet[GradReducer] = weakref.WeakSet()
 
 
 class GradReducer:
@@ -103,7 +100,6 @@ class GradReducer:
         self._new_buckets = False  # there are buckets that no backward has reduced yet; equal on all ranks
         self._late_error: RuntimeError | None = None  # for a late gradient, while the backward still matches its plan
         self.program_communicates = False
-        _reducers.add(self)
         self.use(layout, parameters, strides)
 
     def use(
@@ -171,7 +167,8 @@ class GradReducer:
         if plan is not None:
             plan.begin_backward()
         self.current.begin(factor, reducing, weight == 0, plan is not None, plan is not None and not plan.is_learned)
-        self._postpone()
+        # A launch could wait for a peer that waits for a collective of the program's, in the backward of this rank.
+        self.current.launches_at_end |= self.program_communicates and not self._comm.launches_at_once
         if self.order.learning:
             self.order.begin_backward()
         self.arrivals.begin_backward()
@@ -182,13 +179,6 @@ class GradReducer:
             # This runs in a hook inside the user's backward. No hook can know that its gradient is the last one, but
             # autograd calls its queued callbacks when all gradients have come.
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-
-    def _postpone(self) -> None:
-        """Leave all launches to the end of this backward where one of them could wait, or mix with another engine's."""
-        self.current.launches_at_end = self.program_communicates and not self._comm.launches_at_once
-        for other in _reducers:
-            if other is not self and other.current.open:
-                self.current.launches_at_end = other.current.launches_at_end = True
 
     @torch.no_grad()
     def _move_held(self) -> None:

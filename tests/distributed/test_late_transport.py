@@ -1,0 +1,106 @@
+"""Collectives that deliver as late as NCCL may: nothing reads a result, overwrites an input or frees memory before the
+collective has been waited for."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerolite
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, at
+from tests.toolkit.lockstep import Layers, skipping_on_device
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import snapshot
+from tests.toolkit.transports import late, transport
+from zerolite.comm.communicator import Pending
+
+
+class Checkpointed(Layers):
+    """The middle layers recomputed in backward."""
+
+    def forward(self, x: Tensor, extras: tuple[bool, ...] = (True, True, True)) -> Tensor:
+        x = self.first(x)
+        for layer, use_extra in zip(self.layers, extras, strict=True):
+            x = checkpoint(layer, x, use_extra, use_reentrant=False)
+        return self.last(self.gain * x)
+
+
+def train(given: dict[str, Any], way: str, on_device: bool) -> dict[str, Tensor]:
+    """Three steps. way: what the loop does beside training."""
+    with skipping_on_device(on_device):
+        engine = zerolite.initialize(models.build(Checkpointed if way == "checkpointing" else Layers), given)
+    seen: dict[str, Tensor] = {}
+    for step in range(3):
+        for micro in range(engine.gradient_accumulation_steps):
+            x, y = models.float_batch(step, micro, engine.rank)
+            extras = (True, way != "unused" or engine.rank == 0, way != "unused")
+            loss = (engine(x, extras).float() - y).square().mean()
+            engine.backward(loss) if way != "clipping" else loss.backward()
+            seen[f"loss {step} {micro}"] = loss.detach()
+        if way == "clipping":
+            seen[f"norm {step}"] = nn.utils.clip_grad_norm_(engine.parameters(), 0.3)
+        engine.step()
+        if way == "between":
+            seen[f"norm {step}"] = engine.module.layers[1].weight.detach().norm()
+            seen |= {f"{name} {step}": value.clone() for name, value in engine.module.state_dict().items()}
+            with torch.no_grad():
+                engine.module.last.weight.mul_(0.9)
+                engine.module.layers[0].extra.clamp_(-0.3, 0.3)
+            with zerolite.zero.GatheredParameters(engine.module.first.weight, modifier_rank=0), torch.no_grad():
+                engine.module.first.weight.add_(0.01)
+            engine.eval()
+            with torch.no_grad():
+                seen[f"evaluated {step}"] = engine(x)
+            engine.train()
+    return seen | snapshot(engine)
+
+
+WAYS = ["plain", "checkpointing", "unused", "clipping", "between"]
+
+
+@pytest.mark.fast(every=4)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("precision", "accumulation", "overlap"), [("fp32", 1, None), ("bf16", 2, True)])
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3 tight", "3 defaults"])
+@on_ranks(2)
+def test_every_wait(
+    stage: str, precision: str, accumulation: int, overlap: bool | None, way: str, on_device: bool
+) -> None:
+    zero = {} if stage.startswith("3") else {"overlap_comm": overlap}
+    given = at(stage, precision, accumulation, 0.0, ADAMW, zero=zero)
+    with transport("native"):
+        expected = train(given, way, on_device)
+    with late():
+        assert_same_bits(train(given, way, on_device), expected, "in time and late")
+
+
+@pytest.mark.parametrize(
+    ("stage", "tag"), [("1", "gradients"), ("2", "parameters"), ("2", "stats"), ("3 tight", "gradients")]
+)
+@on_ranks(2)
+def test_a_wait_that_is_left_out_is_seen(stage: str, tag: str) -> None:
+    given = at(stage, "fp32", 1, 0.0, ADAMW)
+    with transport("native"):
+        expected = train(given, "plain", True)
+
+    wait = Pending.wait
+
+    def forgetful(self: Pending) -> Tensor:
+        if self.entry is not None and self.entry[1] == tag:
+            self._works = []
+        return wait(self)
+
+    with pytest.MonkeyPatch.context() as patch, late():
+        patch.setattr(Pending, "wait", forgetful)
+        found: dict[str, Tensor] = {}
+        with contextlib.suppress(RuntimeError, ValueError):  # NaN ends the run
+            found = train(given, "plain", True)
+    assert any(not torch.equal(found.get(name, torch.empty(0)), value) for name, value in expected.items())
