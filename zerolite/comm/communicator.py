@@ -234,8 +234,8 @@ class Communicator:
             shards: flat, contiguous, not part of ``fulls[i]``, unchanged until then. A pair has one dtype; pairs may
                 differ. Lengths may be 0.
             key: says which parameter is gathered. Over shared memory, ranks with different keys raise RuntimeError.
-            lasting: ``shards``, or tensors like them, that live on anyway, so that the flight recorder may keep them and
-                needs no time for their sizes. None: it notes the sizes.
+            lasting: ``shards``, or tensors like them, if they live on anyway. The flight recorder then keeps these, and
+                otherwise it notes the sizes of ``shards``, which takes longer.
         """
         if self._launch_hook is not None:
             self._launch_hook("gather_shards")

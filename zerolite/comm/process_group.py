@@ -69,7 +69,8 @@ def program_collectives() -> int:
     """Return the number of collectives that this rank has launched on groups that are not zerolite's, if their backends
     count. Messages between two ranks are not counted."""
     launched = 0
-    for group in dist.distributed_c10d._world.pg_names:
+    groups: Any = dist.distributed_c10d._world.pg_names
+    for group in groups:
         if group.group_desc != SECOND_GROUP:
             with contextlib.suppress(RuntimeError):  # a backend that does not count
                 launched += group._get_sequence_number_for_group()
