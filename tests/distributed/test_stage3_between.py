@@ -205,10 +205,12 @@ def test_refused() -> None:
         nn.Parameter(weight)
     with raises(ValueError, "read-only"):
         weight.detach().numpy()[0] = 1.0
-    handle = side.module.second.register_forward_pre_hook(lambda module, args: weight.sum())
-    with raises(RuntimeError, "'first.weight'", "forward or backward is under way", "GatheredParameters"):
-        side.train(1)
-    handle.remove()
+
+    for write in (lambda w: w.data, torch.no_grad()(lambda w: w.mul_(2))):
+        handle = side.module.second.register_forward_pre_hook(lambda module, args: (write(weight), None)[1])  # noqa: B023
+        with raises(RuntimeError, "'first.weight'", "inside a forward or backward would be lost", "between steps"):
+            side.train(1)
+        handle.remove()
     for question in (torch.numel, Tensor.storage_offset, Tensor.is_inference, Tensor.retain_grad, torch.zeros_like):
         with zerolite.comm.record() as record:
             question(weight)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
+import zerolite
+from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, Parts
+from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, Parts, batch
+from tests.toolkit.training import raises
 
 CASES = Cases()
 
@@ -265,6 +268,58 @@ class GradientInForward(Case):
         place = x if self.graph else x.detach().requires_grad_()
         (force,) = torch.autograd.grad(self.energy(place).sum(), place, create_graph=self.graph)
         return self.last(x + force) + self.energy(x)
+
+
+class Recomputed(torch.autograd.Function):
+    """A call of a module whose backward computes it again and touches its parameters, like the adjoint of an ODE."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *parameters)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, *parameters = ctx.saved_tensors
+        totals = [torch.zeros_like(parameter) for parameter in parameters]
+        x = x.detach().requires_grad_()
+        for _ in range(2):
+            with torch.enable_grad():
+                assert all(torch.as_strided(parameter, (), ()).shape == () for parameter in parameters)
+                found = torch.autograd.grad(ctx.module(x), (x, *parameters), gradient / 2)
+            totals = [total + part for total, part in zip(totals, found[1:], strict=True)]
+        return None, found[0] * 2, *totals
+
+
+class Solver(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputed.apply(self.block, x, *self.block.parameters())
+
+
+@CASES.add
+class Adjoint(Case):
+    """A function of autograd that is given a module and its parameters."""
+
+    zero = {"leaf_modules": ["*Solver"]}
+
+    def __init__(self) -> None:
+        super().__init__(first=nn.Linear(WIDTH, WIDTH), solver=Solver(block=Block()), last=nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.solver(self.first(x)))
+
+
+@on_ranks(2)
+def test_a_function_that_is_given_released_parameters() -> None:
+    """Autograd would refuse their gradients with torch's own words."""
+    engine = zerolite.initialize(Adjoint(), at("3 moving", optimizer=ADAMW))
+    with raises(
+        RuntimeError, "'solver.block.", "torch.autograd.Function", "leaf_modules", "register_external_parameter"
+    ):
+        engine(batch(0))
+    with raises(RuntimeError, "'solver.block.", "GatheredParameters"):
+        Recomputed.apply(engine.module.solver.block, batch(0), *engine.module.solver.block.parameters())
 
 
 @pytest.mark.fast("Frozen-middle-2")

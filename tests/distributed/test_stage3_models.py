@@ -3,7 +3,10 @@ stack of layers, and for the larger modules of torch.nn; nothing is left gathere
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -64,6 +67,53 @@ class Outputs(Case):
     def step(engine: Any, step: int) -> Tensor:
         a, b = engine(batch(step)).unpack()
         return loss_of(a) + loss_of(b).sqrt()
+
+
+class Slots:
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+
+class MoreSlots(Slots):
+    """A class that inherits its only attribute."""
+
+    __slots__ = ()
+
+
+@CASES.add
+class HiddenOutputs(Case):
+    """Modules whose output is inside objects that are neither containers nor have attributes."""
+
+    # A way to return a tensor, and the way to it.
+    WAYS: tuple[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], ...] = (
+        (lambda x: collections.deque([x]), lambda found: found[0]),
+        (lambda x: iter([x]), next),
+        (lambda x: (y for y in [x]), next),
+        (lambda x: map(torch.abs, [x]), next),
+        (lambda x: [[[[[[x]]]]]], lambda found: found[0][0][0][0][0][0]),
+        (lambda x: MoreSlots(x), lambda found: found._value),
+        (lambda x: lambda: x, lambda found: found()),
+        (lambda x: functools.partial(torch.mul, x), lambda found: found(0.5)),
+        (lambda x: x.sum, lambda found: found(-1, keepdim=True)),
+    )
+
+    class Hides(Parts):
+        def forward(self, x: Tensor) -> Any:
+            return HiddenOutputs.WAYS[self.way][0](self.block(x))
+
+    def __init__(self) -> None:
+        super().__init__(stack=nn.Sequential(*(self.Hides(block=Block(), way=way) for way in range(len(self.WAYS)))))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer, (_, show) in zip(self.stack, self.WAYS, strict=True):
+            x = x + show(layer(x))
+        return lambda: x
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        return loss_of(engine(batch(step))())
 
 
 @CASES.add
@@ -292,6 +342,47 @@ class GathersItself(Case):
         return self.second(torch.tanh(self.first(x))) * scale
 
 
+@CASES.add
+class UsedWhileGathered(Case):
+    """Weights that a graph uses inside a gather that ends before the backward: in a forward, where a module is called
+    too, after it, and from time to time before it."""
+
+    stable = False
+
+    def __init__(self) -> None:
+        super().__init__(first=nn.Linear(WIDTH, HIDDEN), second=nn.Linear(HIDDEN, WIDTH), extra=Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = list(self.extra.parameters())
+        with zero.GatheredParameters([self.second.weight, *own]):
+            x = x @ self.second.weight @ self.second.weight.t()[:, :WIDTH] + self.extra(x)
+            penalty = sum(parameter.square().mean() for parameter in own)
+        return self.second(torch.tanh(self.first(x))) * penalty
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        model = engine.module
+        before = torch.zeros(())
+        if step > 3:  # when a plan would have been followed
+            with zero.GatheredParameters(model.first):
+                before = model.first.weight.pow(3).sum()
+        loss = loss_of(engine(batch(step)))
+        with zero.GatheredParameters(model):
+            return loss + before + F.linear(batch(step), model.first.weight).square().mean()
+
+
+@CASES.add
+class UsedByOperations(Case):
+    """Parameters that a forward takes from ``parameters()``, of modules that are not called."""
+
+    def __init__(self) -> None:
+        super().__init__(first=nn.Linear(WIDTH, WIDTH), adapter=nn.Sequential(Block(), Block()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = [p for p in self.adapter.parameters() if p.ndim == 2 and p.shape[0] == WIDTH]
+        return self.first(x) @ weights[0] + 0 * sum(parameter.sum() for parameter in self.adapter.parameters())
+
+
 @CASES.variants(prime="PrimeMlp", encoder_decoder="EncoderDecoder", convnet="ConvNet")
 class Whole(Case):
     """A model of tests.toolkit.models, and an evaluation before each step."""
@@ -319,7 +410,7 @@ class Mixture(Whole):
     zero = {"leaf_modules": ["*MoeBlock"]}
 
 
-@pytest.mark.fast("TiedHead-called-2", "BorrowedWeight-2", "GathersItself-2", "Whole-prime-2")
+@pytest.mark.fast("TiedHead-called-2", "BorrowedWeight-2", "UsedWhileGathered-2", "HiddenOutputs-2", "Whole-prime-2")
 @on_ranks(2, timeout=90)
 @pytest.mark.parametrize("name", list(CASES))
 def test_stage_3_gives_the_bits_of_stage_2(name: str) -> None:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
+import gc
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -24,6 +27,11 @@ Arguments = Sequence[Any]
 """Its positional arguments; some are tensors."""
 Keywords = dict[str, Any]
 """Its arguments by keyword."""
+
+_CONTAINERS_PER_OBJECT = 16
+# Modules of the classes in C that have no attributes, and only refer to what is in them.
+_OPAQUE_MODULES = frozenset(["builtins", "collections", "functools", "itertools"])
+_WITHOUT_TENSORS = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 
 # Most values that are no tensor: asked for before abstract classes are, which takes longer.
 _LEAVES = (int, float, str, type(None), torch.dtype, torch.device, bytes, torch.nn.Module, torch.Tensor)
@@ -72,33 +80,36 @@ def find_tensors(value: object, kind: type | tuple[type, ...] = torch.Tensor) ->
 
 
 def find_in_objects(value: object, depth: int = 4) -> list[torch.Tensor]:
-    """Return the tensors in ``value``, including those in sets and in attributes of plain objects, down to ``depth``
-    levels.
+    """Return the tensors in ``value``, including those that plain objects, sets, iterators, closures and bound methods
+    refer to, through ``depth`` objects.
 
     The limit is needed because objects may refer to each other in a circle.
     """
     found: list[torch.Tensor] = []
-    _find(value, torch.Tensor, found, depth)
+    _find(value, torch.Tensor, found, depth * _CONTAINERS_PER_OBJECT)
     return found
 
 
 def _find(value: object, kind: type | tuple[type, ...], found: list[Any], levels: int) -> None:
-    """Append tensors of class ``kind`` to ``found``. ``levels``: levels to descend, objects included; below 0: all,
-    without objects."""
+    """Append tensors of class ``kind`` to ``found``. ``levels``: containers to descend, objects included, which count
+    for several; below 0: all, without objects."""
     if isinstance(value, kind):
         found.append(value)
         return
     inside: Iterable[object]
+    left = levels - 1
     if isinstance(value, (list, tuple)):
         inside = value
     elif isinstance(value, dict):
         inside = value.values()
     elif isinstance(value, _LEAVES):
         return
+    elif levels < 0:
+        inside = _items(value).values()
     else:
-        inside = _items(value).values() if levels < 0 else _attributes(value)
+        inside, left = _attributes(value), max(0, levels - _CONTAINERS_PER_OBJECT)
     for item in inside if levels else ():
-        _find(item, kind, found, levels - 1)
+        _find(item, kind, found, left)
 
 
 def named_leaves(value: object) -> list[tuple[str, Any]]:
@@ -132,12 +143,28 @@ def _items(value: object) -> Mapping[Any, object]:
     return {}
 
 
-def _attributes(value: object) -> Iterable[object]:
+def _attributes(value: Any) -> Iterable[object]:
+    """Return what an object refers to, as far as tensors may be behind it. Nothing is iterated or called."""
     if isinstance(value, (Mapping, set, frozenset)):
         return value.values() if isinstance(value, Mapping) else value
-    if hasattr(value, "__dict__"):
-        return vars(value).values()
-    return [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+    cls = type(value)
+    if cls is types.FunctionType:
+        return (value.__closure__, value.__defaults__, value.__kwdefaults__)
+    if cls.__module__ in _OPAQUE_MODULES and not isinstance(value, _WITHOUT_TENSORS):
+        return gc.get_referents(value)  # iterators, generators, cells, deques, partial functions, bound methods
+    inside = vars(value).values() if hasattr(value, "__dict__") else ()
+    slots = _slots(cls)  # type: ignore[arg-type]
+    return [*inside, *(getattr(value, slot, None) for slot in slots)] if slots else inside
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(cls: Any) -> tuple[str, ...]:
+    """Return the names of ``__slots__`` of a class and its bases."""
+    found: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _rebuilt_mapping(value: Mapping[object, object], items: dict[object, object]) -> object:

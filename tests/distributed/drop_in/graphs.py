@@ -203,3 +203,17 @@ def per_sample(run: Run, of_a_copy: bool = False) -> None:
     with run.gathered(not of_a_copy):
         values = {name: p.detach() for name, p in module.named_parameters()}
         run.see(vmap(grad(loss), (None, 0, 0))(values, x, y))
+
+
+@case("unused parameters in", settings=["moving"])
+def unused_kept_in_the_graph(run: Run) -> None:
+    class Keeps(models.Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adapter = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 0 * sum(p.sum() for p in self.adapter.parameters())
+
+    run.start(Keeps)
+    run.train(6)

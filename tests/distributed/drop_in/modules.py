@@ -244,3 +244,17 @@ def mixed_dtypes(run: Run) -> None:
 
     run.start(Mixed)
     run.train()
+
+
+@case("complex parameters", words=["'gain' is complex", "two real ones"], error=ValueError)
+def complex_parameters(run: Run) -> None:
+    class Phases(models.Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) * self.gain).abs()
+
+    run.start(Phases)
+    run.train()

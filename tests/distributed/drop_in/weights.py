@@ -83,8 +83,8 @@ def read(run: Run, what: str, gathered: bool = False) -> None:
                 run.train(1, start=step)
             else:
                 penalty = torch.stack([p.square().sum() for p in run.module.parameters()]).sum()
-                run.backward(run.loss(step) + 0.01 * penalty)
-        if what == "penalty":
+        if what == "penalty":  # the backward comes when the parameters are released again
+            run.backward(run.loss(step) + 0.01 * penalty)
             run.step()
 
 

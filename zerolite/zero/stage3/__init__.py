@@ -16,6 +16,7 @@ The files, in the order of a parameter's life, which is the order in which to re
     updated     persistent_parameters.py    available parameters get new values where they are
     read        released_parameter.py       p.shape, p.grad: operations that need no values
                 gathered_operations.py      p.norm(), p.data: operations that gather
+                saved_values.py             graphs whose backward comes when the values are gone
                 gathered_parameters.py      zero.GatheredParameters: full values for a block of code
                 metadata_reads.py           module.weight.dtype: a read that gathers nothing
 """

@@ -234,6 +234,11 @@ class FetchSchedule:
         return self._plan.serial, self._plan is not NO_PLAN and self._position == len(self._plan.order)
 
     @property
+    def kind(self) -> str | None:
+        """Kind of this step; None outside a step."""
+        return self._kind
+
+    @property
     def following(self) -> bool:
         """True if all events of this step agree with its plan; between steps, those of the last step."""
         return self._mode is StepMode.PLANNED

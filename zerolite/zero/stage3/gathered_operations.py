@@ -1,4 +1,4 @@
-"""Operations on released parameters outside of forward and backward: ``p.norm()``, averages, ``model.state_dict()``.
+"""Operations on released parameters: ``p.norm()``, averages, ``model.state_dict()``, a penalty in a forward.
 
 An operation such as ``p.data`` runs in three steps:
 
@@ -10,6 +10,9 @@ A write to a :class:`GatheredAlias` is copied into this rank's shard. A read aft
 Autograd saves which part of which parameter a tensor is, and gathers that again in the backward.
 
 All ranks run the same operations, so they make the same changes and a write needs no collective.
+
+Inside a forward or backward the parameter itself is gathered instead, until the step ends, and belongs to the group of
+the module that is executing (:func:`_run_in_execution`).
 """
 
 from __future__ import annotations
@@ -37,82 +40,34 @@ from zerolite.zero.stage3.released_parameter import (
     restore_class,
     set_released_class,
 )
+from zerolite.zero.stage3.saved_values import (
+    GatheredCopy,
+    check_graphs,
+    coordinator_of,
+    gathered_in,
+    prepare_accumulation,
+    save_sources,
+)
 
 _T = torch.Tensor
 # Functions in Python that treat subclasses of torch.Tensor in another way.
 _PLAIN_TENSOR_FUNCTIONS = frozenset([_T.__repr__, _T.__format__, _T.numpy, _T.__array__, _T.tolist])
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
-
-
-class _GatheredCopy:
-    """Copy of the full values of a parameter, gathered at one moment, whose memory several tensors may share.
-
-    Attributes:
-        full: the values, flat and with padding.
-        version: version of the parameter to which the values belong.
-        replacements_before: number of ``p.data = values`` before the gather. The next one gives the parameter other
-            values, and unlinks this copy from it.
-    """
-
-    __slots__ = ("full", "handle", "replacements_before", "version")
-
-    def __init__(self, handle: PartitionedParameter, full: torch.Tensor) -> None:
-        self.handle, self.full, self.version, self.replacements_before = (
-            handle,
-            full,
-            handle.version,
-            len(handle.replaced_at),
-        )
-
-    @property
-    def linked(self) -> bool:
-        """True if the copy still stands for the parameter, so that a change of one changes the other."""
-        return self.replacements_before == len(self.handle.replaced_at)
-
-    @property
-    def stale(self) -> bool:
-        """True if the parameter has changed since the gather, or may have, because a user holds it gathered.
-
-        Raises:
-            RuntimeError: for an unlinked copy that missed a change before it was unlinked.
-        """
-        if self.linked:
-            return self.version != self.handle.version or self.handle.holds > 0
-        if self.version != self.handle.replaced_at[self.replacements_before]:
-            raise RuntimeError(
-                f"a tensor that was taken from parameter '{self.handle.name}' before an update was not read between "
-                "that and p.data = values, which has replaced its values: they are gone; clone a tensor to keep it"
-            )
-        return False
-
-    def write(self) -> None:
-        """Copy changed values into this rank's shard, if the copy is still linked."""
-        if self.linked:
-            self.handle.write(self.full)
-            self.version = self.handle.version
-
-    def update_from(self, other: _GatheredCopy) -> None:
-        """Take over the values of a newer copy."""
-        self.full.copy_(other.full)
-        self.version = other.version
-
-
-def _gathered_in(tensor: torch.Tensor, by_storage: Mapping[int, _GatheredCopy]) -> _GatheredCopy | None:
-    """Return the copy whose memory ``tensor`` shares; None if there is none."""
-    return by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+_current_graph_task = torch._C._current_graph_task_id
+_GET_DATA, _SET_DATA = getattr(_T, "data").__get__, getattr(_T, "data").__set__  # noqa: B009
 
 
 class GatheredAlias(torch.Tensor):
     """Tensor that shares memory with a gathered copy of a parameter; see the module."""
 
-    gathered: _GatheredCopy
+    gathered: GatheredCopy
 
-    def _bind(self, gathered: _GatheredCopy) -> GatheredAlias:
+    def _bind(self, gathered: GatheredCopy) -> GatheredAlias:
         """Set the copy whose memory the tensor shares. Return the tensor."""
         self.gathered = gathered
         return self
 
-    def _move_to(self, gathered: _GatheredCopy) -> None:
+    def _move_to(self, gathered: GatheredCopy) -> None:
         """Point the tensor to the same elements of another copy."""
         start = self.storage_offset() - self.gathered.full.storage_offset() + gathered.full.storage_offset()
         self.data = gathered.full.as_strided(self.shape, self.stride(), start).as_subclass(GatheredAlias)
@@ -152,36 +107,14 @@ class GatheredAlias(torch.Tensor):
         return copied.requires_grad_(self.requires_grad)
 
 
-class _SavedView:
-    """View of gathered values that autograd saves: the backward gathers them again."""
-
-    __slots__ = ("handle", "shape", "start", "strides", "version")
-
-    def __init__(self, gathered: _GatheredCopy, tensor: torch.Tensor) -> None:
-        self.handle, self.version = gathered.handle, gathered.handle.version
-        self.shape, self.strides = tensor.shape, tensor.stride()
-        self.start = tensor.storage_offset() - gathered.full.storage_offset()
-
-    def unpack(self) -> torch.Tensor:
-        """Gather and return the values. Called on all ranks, in the order of the backward's nodes, which is the same
-        on all of them. Raises RuntimeError if the parameter has changed since the forward."""
-        if self.handle.version != self.version:
-            raise RuntimeError(
-                f"parameter '{self.handle.name}' has changed since it was used in the forward whose backward this is; "
-                "call backward before the step, or use a clone of it"
-            )
-        with as_plain_tensors(), torch.no_grad():
-            return gather_copies([self.handle])[self.handle].as_strided(self.shape, self.strides, self.start)
-
-
 def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Call ``function`` with released parameters and :class:`GatheredAlias` among its arguments.
 
     Called on all ranks, in the same order, if one of these must be gathered.
 
     Raises:
-        RuntimeError: inside a forward or backward, on another thread than the engine's, and for functions that hand
-            out memory.
+        RuntimeError: on another thread than the engine's, for functions that hand out memory, and for writes inside a
+            forward or backward.
     """
     if function is _T.__iter__:
         return iter(run_gathered(_T.unbind, args, kwargs))
@@ -198,6 +131,14 @@ def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
             return f"tensor(of parameter '{stale[0].handle.name}', which has changed since)"
         missing = list(dict.fromkeys([*used, *(gathered.handle for gathered in stale)]))
         _check_allowed(function, missing or [gathered.handle for gathered in shared], bool(missing))
+        executing = [handle for handle in missing if _is_executing(handle)]
+        if executing:
+            _check_reads(function, executing, stale)
+            for handle in executing:
+                coordinator_of(handle).on_read(handle)
+    if executing:
+        return _run_in_execution(function, args, kwargs, executing)
+    with as_plain_tensors():
         fulls = gather_copies(missing)
         _warn_of_gather(missing)
         with torch.no_grad():
@@ -205,15 +146,33 @@ def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
         return _call(function, args, kwargs, {handle: current[handle] for handle in used}, aliases)
 
 
+def _run_in_execution(
+    function: Function, args: Arguments, kwargs: Keywords, handles: Sequence[PartitionedParameter]
+) -> Any:
+    """Call ``function`` inside a forward or backward. The parameters of ``handles``, which it uses, are gathered.
+
+    Raises:
+        RuntimeError: ``function`` has changed one of them. The change would be lost with the release.
+    """
+    check_graphs(handles)
+    parameters = [handle.parameter for handle in handles]
+    versions = [parameter._version for parameter in parameters]
+    result = function(*args, **kwargs)
+    for handle, parameter, version in zip(handles, parameters, versions, strict=True):
+        if parameter._version != version:
+            raise _write_error(handle, function)
+    return result
+
+
 def _share_current_values(
     fulls: Mapping[PartitionedParameter, torch.Tensor], aliases: Sequence[GatheredAlias]
-) -> dict[PartitionedParameter, _GatheredCopy]:
+) -> dict[PartitionedParameter, GatheredCopy]:
     """Let all aliases of a parameter share one copy with its current values, so that a change of one changes all.
 
     Returns:
         The copy of each parameter in ``fulls`` or behind ``aliases``.
     """
-    current = {handle: _GatheredCopy(handle, full) for handle, full in fulls.items()}
+    current = {handle: GatheredCopy(handle, full) for handle, full in fulls.items()}
     for alias in aliases:
         own = alias.gathered
         if not own.linked:
@@ -232,7 +191,7 @@ def _call(
     function: Function,
     args: Arguments,
     kwargs: Keywords,
-    used: dict[PartitionedParameter, _GatheredCopy],
+    used: dict[PartitionedParameter, GatheredCopy],
     aliases: Sequence[GatheredAlias],
 ) -> Any:
     """Call ``function`` while the parameters in ``used`` have the values of their copies."""
@@ -248,8 +207,8 @@ def _call(
         args = [arg.detach() if isinstance(arg, GatheredAlias) else arg for arg in args]
     try:
         if torch.is_grad_enabled():
-            nodes = [_prepare_accumulation(handle) for handle in used]  # kept until a graph refers to them
-            with _save_sources(by_storage):
+            nodes = [prepare_accumulation(handle) for handle in used]  # kept until a graph refers to them
+            with save_sources(by_storage):
                 result = function(*args, **kwargs)
             del nodes
         else:
@@ -262,14 +221,14 @@ def _call(
 
 
 def _apply_changes(
-    used: dict[PartitionedParameter, _GatheredCopy],
+    used: dict[PartitionedParameter, GatheredCopy],
     parameters: dict[PartitionedParameter, torch.nn.Parameter],
     aliases: Sequence[GatheredAlias],
     versions: dict[int, float],
     in_place: set[int],
 ) -> None:
     """Release the parameters again, and copy what the function has changed into their shards."""
-    written: dict[int, _GatheredCopy] = {}
+    written: dict[int, GatheredCopy] = {}
     replaced: list[tuple[PartitionedParameter, torch.Tensor]] = []
     for handle, parameter in parameters.items():
         data, gathered = parameter.data, used[handle]
@@ -319,63 +278,12 @@ def _version(tensor: torch.Tensor, in_place: set[int]) -> float:
     return math.nan if id(tensor) in in_place or tensor.is_inference() else tensor._version
 
 
-def _save_sources(by_storage: Mapping[int, _GatheredCopy]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Context in which autograd saves parts of a copy as :class:`_SavedView`, without their memory."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedView:
-        gathered = _gathered_in(tensor, by_storage)
-        if gathered is None or not gathered.linked or tensor.dtype != gathered.full.dtype:
-            return tensor
-        return _SavedView(gathered, tensor)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
-
-
-def _unpack(saved: torch.Tensor | _SavedView) -> torch.Tensor:
-    return saved.unpack() if isinstance(saved, _SavedView) else saved
-
-
-_SHOWS_SHAPE = "zerolite shows the shape"
-
-
-def _prepare_accumulation(handle: PartitionedParameter) -> torch.autograd.graph.Node | None:
-    """Prepare a parameter for a gradient that comes when it is released again.
-
-    An AccumulateGrad node remembers the shape of its parameter at creation, and one created with the shape [0] would
-    refuse every gradient. So it is created now, while the parameter has its full shape. Its hook shows the full shape
-    again before the gradient is accumulated.
-
-    Returns:
-        The node, to be kept until a graph refers to it, because the parameter references it weakly. None if the
-        parameter requires no gradient.
-    """
-    parameter = handle.parameter
-    if not parameter.requires_grad:
-        return None
-    coordinator = handle.context.coordinator
-    if coordinator is not None:
-        coordinator.on_use_outside_groups()
-    accumulator: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    if _SHOWS_SHAPE not in accumulator.metadata:
-        accumulator.metadata[_SHOWS_SHAPE] = True
-
-        def show(gradients: object) -> None:
-            coordinator = handle.context.coordinator
-            if coordinator is None:
-                handle.show_full_shape()
-            else:
-                coordinator.show_full_shape(handle)
-
-        accumulator.register_prehook(show)
-    return accumulator
-
-
-def _as_aliases(result: Any, by_storage: Mapping[int, _GatheredCopy]) -> object:
+def _as_aliases(result: Any, by_storage: Mapping[int, GatheredCopy]) -> object:
     """Return ``result`` with a :class:`GatheredAlias` for each tensor in gathered memory. A numpy array there becomes
     read-only."""
 
     def mark(value: torch.Tensor) -> torch.Tensor:
-        gathered = _gathered_in(value, by_storage) if type(value) is torch.Tensor else None
+        gathered = gathered_in(value, by_storage) if type(value) is torch.Tensor else None
         if gathered is None:
             return value
         return value.as_subclass(GatheredAlias)._bind(gathered)
@@ -410,10 +318,36 @@ def _check_allowed(function: Function, handles: Sequence[PartitionedParameter], 
         )
     for handle in handles:
         coordinator = handle.context.coordinator
-        if coordinator is not None and coordinator.busy and handle.status is not AVAILABLE:
-            raise no_values_error(handle.name, "and a forward or backward is under way")
-        if coordinator is not None and threading.get_ident() != coordinator.thread:
+        if coordinator is None or _current_graph_task() != -1:  # autograd has threads of its own
+            continue
+        if threading.get_ident() != coordinator.thread:
             raise no_values_error(handle.name, "and this thread is not the one that trains")
+
+
+def _is_executing(handle: PartitionedParameter) -> bool:
+    """Return True if an operation on a released parameter is part of a forward or backward."""
+    coordinator = handle.context.coordinator
+    return coordinator is not None and coordinator.busy and handle.status is not AVAILABLE
+
+
+def _check_reads(function: Function, handles: Sequence[PartitionedParameter], stale: Sequence[GatheredCopy]) -> None:
+    """Raise RuntimeError where ``function``, inside a forward or backward, may write to a parameter, or reads a tensor
+    that was taken from one before its last change."""
+    if function == _GET_DATA or function == _SET_DATA:
+        raise _write_error(handles[0], function)
+    if stale:
+        name = stale[0].handle.name
+        raise no_values_error(name, "a tensor that was taken from it is older, and a forward or backward is under way")
+
+
+def _write_error(handle: PartitionedParameter, function: Function) -> RuntimeError:
+    name = getattr(function, "__name__", function)
+    what = ".data" if name in ("__get__", "__set__") else name
+    return no_values_error(
+        handle.name,
+        f"and what {what} writes inside a forward or backward would be lost with the release: change parameters "
+        "between steps. For a read use p.detach()",
+    )
 
 
 def _warn_of_gather(handles: Sequence[PartitionedParameter]) -> None:

@@ -14,6 +14,7 @@ from zerolite.zero.stage3.comm_context import group_by_context
 from zerolite.zero.stage3.partition_parameters import broadcast_flat, register_external_parameter, repartition_all
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import refresh
+from zerolite.zero.stage3.saved_values import graphs_outlive_gather
 
 _entered_contexts: list[GatheredParameters] = []  # the innermost last
 
@@ -31,8 +32,8 @@ class GatheredParameters:
 
     Contexts nest. Parameters that are not partitioned are left alone, so at stages 0 to 2 all ranks must make a change.
     If the block raises, the parameters are released and changes are dropped. A tensor that shares memory with a
-    parameter (``p.data``, a view) keeps that memory alive beyond the context. Entered and left on all ranks, in the
-    same order.
+    parameter (``p.data``, a view) keeps that memory alive beyond the context. A backward of what was computed inside
+    may come later: it gathers again what autograd has saved. Entered and left on all ranks, in the same order.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class GatheredParameters:
         self._digests: dict[PartitionedParameter, torch.Tensor] = {}
         # Copies of full values that the context does not release at its end, to undo changes.
         self._values_before: dict[PartitionedParameter, torch.Tensor] = {}
+        self._graphs = contextlib.ExitStack()  # context for graphs that are built inside
         if not enabled:
             return
         self._parameters = list(_parameters_in(params))  # handles reference them weakly
@@ -82,6 +84,8 @@ class GatheredParameters:
                     self._values_before = {handle: handle.full.clone() for handle in outliving}
                     if self._modifier is None:
                         self._digests = {handle: content_hash(handle.view) for handle in self._handles}
+                if torch.is_grad_enabled() and self._handles:
+                    self._graphs.enter_context(graphs_outlive_gather(self._handles))
                 undo.pop_all()  # entered without an error, such as out of memory
             _entered_contexts.append(self)
         return self
@@ -90,6 +94,7 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with torch._C.DisableTorchFunction():
+            self._graphs.close()
             _entered_contexts.remove(self)
             error_text: str | None = None
             changed: list[PartitionedParameter] = []

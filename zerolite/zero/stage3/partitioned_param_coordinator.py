@@ -33,6 +33,7 @@ from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import AvailableParameters, refresh
 from zerolite.zero.stage3.released_parameter import restore_class, set_released_class
+from zerolite.zero.stage3.saved_values import check_graphs
 
 _current_graph_task = torch._C._current_graph_task_id
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
@@ -89,6 +90,7 @@ class PartitionedParameterCoordinator:
         self._clock = 0
         self._tasks: list[int] = []  # autograd's graph tasks under way, the outermost first
         self._step_open = False
+        self._in_function = True  # a forward without gradients may be that of a torch.autograd.Function
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
         self.kept_for_backward: set[int] = set()
         self._shown_released: list[PartitionedParameter] = []  # those of them that look released to the user
@@ -155,6 +157,8 @@ class PartitionedParameterCoordinator:
                 return  # `reset` has ended it
             while forward[-1].group is not group:  # an exception has skipped their hooks
                 self._end_forward(forward.pop())
+        if self._in_function and not torch.is_grad_enabled():
+            self._check_graph(group)
         execution = forward.pop()
         hooked = False
         if torch.is_grad_enabled():
@@ -210,13 +214,12 @@ class PartitionedParameterCoordinator:
             self.reset()  # that backward ended with an exception
         if self._shown_released:
             self._show_available()
-        self._used_outside = False
         self.thread = threading.get_ident()
         if not self._step_open:
             if torch.is_grad_enabled():
                 for notify in self._observers.before_forward:
                     notify()
-            self._step_open = True
+            self._step_open = self._in_function = True
             self.schedule.begin_step("train" if torch.is_grad_enabled() else "eval")
 
     @contextlib.contextmanager
@@ -255,6 +258,14 @@ class PartitionedParameterCoordinator:
                 hooked = True
                 execution.hook(tensor)
         return hooked
+
+    def _check_graph(self, group: ParamGroup) -> None:
+        """Raise RuntimeError if a torch.autograd.Function, in whose forward ``group`` has run, was given a released
+        parameter. An evaluation is checked once: where one parameter was given, all were."""
+        trained = [index for index in self.schedule.groups[group.index] if index in self._trained]
+        if trained and not self._tasks:
+            check_graphs([self.handles[trained[0]]])
+            self._in_function = self.schedule.kind == "train"
 
     def _hold_if_returned(self, group: ParamGroup, tensor: torch.Tensor) -> None:
         """Keep a parameter gathered that the module of ``group`` returns, or a view of one: its caller will use it."""
@@ -415,8 +426,9 @@ class PartitionedParameterCoordinator:
     # ---------------------------------------------------------------- uses that no hook sees
 
     def on_read(self, handle: PartitionedParameter) -> None:
-        """Gather a released parameter that was read from its module inside a forward or backward, and add it to the
-        group under way. Called on all ranks: all of them read it, whatever they do with it then."""
+        """Gather a released parameter that was read from its module, or used by an operation, inside a forward or
+        backward, and add it to the group under way. Called on all ranks: all of them read it, whatever they do with it
+        then."""
         task = _current_graph_task()
         if task != -1 and not self._tasks:  # in a hook of the user, which runs before those on outputs
             self._begin_task(task)
@@ -430,9 +442,12 @@ class PartitionedParameterCoordinator:
         Another module that reads it now needs it in its own backward too, whose step may have released it by then."""
         if handle.index not in self.kept_for_backward or handle.context is not self.context or handle.holds:
             return False
+        return bool(self._forward) and not self._tasks and not self.is_executing(handle)
+
+    def is_executing(self, handle: PartitionedParameter) -> bool:
+        """Return True inside a forward of a group of this parameter."""
         groups = self.schedule.groups
-        running = any(handle.index in groups[execution.group.index] for execution in self._forward)
-        return bool(self._forward) and not self._tasks and not running
+        return any(handle.index in groups[execution.group.index] for execution in self._forward)
 
     @property
     def busy(self) -> bool:
