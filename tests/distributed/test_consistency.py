@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zerolite
 from tests.distributed.test_agreement import FIRST, is_last
@@ -111,16 +112,74 @@ def test_other_gathers_of_one_rank_are_told() -> None:
     assert "what stage 3 has gathered has a hash" in said and "on ranks 0 and 1, but" in said and "leaf_modules" in said
 
 
+def _each(engine: Any, change: Callable[[torch.Tensor], Any]) -> None:
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = change(parameter.grad)
+
+
+# What a rank does after the statistics, where ``odd`` is True on the last rank alone; and what is said of it.
+AFTER: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
+    "lr": (lambda engine, odd: odd and _lr(engine), "param group 0 has lr 0.001 on rank 0, but 0.0005 on rank 1"),
+    "max_norm": (
+        lambda engine, odd: nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3 if odd else 1e-2),
+        "what was done to p.grad is mul_(",
+    ),
+    "mul_": (lambda engine, odd: _each(engine, lambda g: g.mul_(0.5 if odd else 1.0)), "mul_(1.0) of 11 gradients on"),
+    "times": (
+        lambda engine, odd: _each(engine, lambda g: g * (0.5 if odd else 1.0)),
+        "but mul(0.5) of 11 gradients on",
+    ),
+    "one": (
+        lambda engine, odd: odd and engine.module.down.weight.grad.mul_(0.5),
+        "is nothing on rank 0, but mul_(0.5) ",
+    ),
+    "value": (
+        lambda engine, odd: nn.utils.clip_grad_value_(engine.module.parameters(), 0.1 if odd else 1.0),
+        "_foreach_clamp_max_(1.0) of 11 gradients on rank 0, but ",
+    ),
+}
+
+
+@pytest.mark.fast("2-step")
+@pytest.mark.parametrize("then", ["clip", "step", "save"])
 @on_ranks(2)
-def test_numbers_that_change_after_the_statistics_are_found_in_the_next_step() -> None:
-    engine = make_engine(setting(1, "bf16"))
-    for step in range(2):
-        backward(engine, step, model="OddModel")
-        engine.clip_gradients(100.0)
-        if step == 1 and is_last():
-            _lr(engine)
+def test_numbers_that_change_after_the_statistics_are_found_in_the_next_step(then: str, tmp_path: Path) -> None:
+    """Also if that step collects its statistics only after its own numbers are known, and in a save."""
+    for change, (act, words) in AFTER.items():
+        engine = make_engine(setting(1, "bf16"))
+        said = ""
+        for step in range(2):
+            backward(engine, step, model="OddModel")
+            engine.clip_gradients(100.0)
+            act(engine, step == 1 and is_last())
+            said = raised(engine.step)  # at once where the change is applied to the shards: the norm is another one
+        if not said and then == "save":
+            said = raised(engine.save_checkpoint, str(tmp_path))
+        elif not said:
+            backward(engine, 2, model="OddModel")
+            if then == "clip":
+                engine.clip_gradients(100.0)
+            said = raised(engine.step)
+        assert words in said, (change, said)
+        assert_same_on_ranks({"said": said})
+
+
+@pytest.mark.fast("2-1")
+@pytest.mark.parametrize("accumulation", [1, 2])
+@on_ranks(2)
+def test_a_step_more_on_one_rank_is_told(accumulation: int) -> None:
+    """The other rank is in its next backward: the gradient of this rank would count as zero."""
+    engine = make_engine(config(1, "bf16", accumulation, optimizer=ADAMW))
+    for micro in range(2 * accumulation - 1):
+        backward(engine, 0, micro, model="OddModel")
         engine.step()
-    assert "param group 0 has lr 0.001 on rank 0, but 0.0005 on rank 1" in raised(lambda: train(engine, 1, 2))
+    if not is_last():
+        backward(engine, 1, model="OddModel")
+    said = raised(engine.step)
+    last = 2 * accumulation
+    assert f"the training so far has a count of backwards of {last} on rank 0, but {last - 1} on rank 1" in said, said
+    assert_same_on_ranks({"said": said})
 
 
 @on_ranks(2)

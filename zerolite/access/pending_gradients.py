@@ -88,6 +88,10 @@ class PendingGradients:
             kept.copy_(part if scale is None else part / scale)
         self._pipeline.changes.on_written(index)
 
+    def note_change(self, operation: str, numbers: Sequence[Any], count: int = 1) -> None:
+        """Run :meth:`ShownGradients.note_change` for an operation other than :meth:`multiply`."""
+        self._reducer.shown.note_change(operation, numbers, count)
+
     def full_grad_memory(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the bucket's own memory of a gradient. None if ``p.grad`` shows another tensor: the memory is a shard,
         has another dtype or device, or is times a loss scale.
@@ -126,6 +130,7 @@ class PendingGradients:
     def multiply(self, indices: Sequence[int], factor: Factor) -> None:
         """Multiply these gradients by a number. The factor is stored, and normally applied by the update."""
         self._change(indices)
+        self._reducer.shown.note_change("mul_", [factor], len(indices))
         if isinstance(factor, torch.Tensor) and factor.device != self._device:
             factor = float(factor)
         self._reducer.shown.multiply(indices, factor)

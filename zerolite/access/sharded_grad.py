@@ -144,10 +144,17 @@ def _on_shards(function: OpOverload, args: Arguments, kwargs: Keywords) -> objec
         return NotImplemented
     if not written:
         result = function(*map_tensors(_shard_of(spec), args), **map_tensors(_shard_of(spec), kwargs))
-        return ShardedGradient.of(spec, result, result) if isinstance(result, torch.Tensor) else NotImplemented
+        if not isinstance(result, torch.Tensor):
+            return NotImplemented
+        made = ShardedGradient.of(spec, result, result)
+        earlier = (operation for gradient in gradients for operation in gradient.operations)
+        made.operations = (*earlier, (_name(function), _numbers(args, kwargs)))
+        return made
     target = written[0]
     if len(written) > 1 or target is not args[0] or not isinstance(target, ShardedGradient):
         return NotImplemented
+    if target.part is None:
+        target.source.note_change(_name(function), _numbers(args[1:], kwargs))
     part = target.open()
     function(part, *map_tensors(_shard_of(spec), args[1:]), **map_tensors(_shard_of(spec), kwargs))
     target.close(part)
@@ -170,11 +177,28 @@ def _on_lists(function: OpOverload, args: Arguments, kwargs: Keywords) -> object
     if not written_arguments(function, args, kwargs):
         results = function([target.read() for target in targets], *rest, **kwargs)
         return [ShardedGradient.of(spec, r, r) for spec, r in zip(specs, results, strict=True)]
+    if _are_pending(targets):
+        targets[0].source.note_change(_name(function), _numbers(args[1:], kwargs), len(targets))
     shards = [target.open() for target in targets]
     function(shards, *rest, **kwargs)
     for target, part in zip(targets, shards, strict=True):
         target.close(part)
     return None
+
+
+def _name(function: OpOverload) -> str:
+    return function._schema.name.removeprefix("aten::")
+
+
+def _numbers(args: Arguments, kwargs: Keywords) -> list[Any]:
+    """Return the arguments that must be equal on all ranks: numbers and 0-dim tensors. Of others ranks may have
+    parts."""
+    return [
+        value
+        for value in (*args, *kwargs.values())
+        if not isinstance(value, (torch.Tensor, list, tuple))
+        or (isinstance(value, torch.Tensor) and not isinstance(value, ShardedGradient) and not value.dim())
+    ]
 
 
 def _belongs(item: object, spec: GradientSpec) -> bool:

@@ -7,9 +7,10 @@ when a hash differs do the ranks gather their values, to name the difference.
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -27,9 +28,11 @@ _HASH = 1 << 52  # hashes are smaller, so that two of them add without rounding 
 _EXACT = 1 << 24  # integers below this are exact in fp32
 _OFF = 'set "consistency_check_interval" to 0 to compare nothing'
 _ALIKE = (
-    "Change them alike on all ranks: give a schedule to zerolite.initialize, and ReduceLROnPlateau a loss that all "
-    "ranks share (engine.reduce(loss)). At stage 3 run the same modules on all ranks, or name what some may skip in "
-    f"zero_optimization.leaf_modules. If ranks may differ, {_OFF}."
+    "Change them alike on all ranks: give a schedule to zerolite.initialize, ReduceLROnPlateau a loss that all ranks "
+    "share (engine.reduce(loss)), and clip_grad_norm_ one max_norm. Call engine.backward and engine.step alike: a rank "
+    "without a loss passes one of zeros, and ranks that run out of batches use engine.join(). At stage 3 run "
+    "the same modules on all ranks, or name what some may skip in zero_optimization.leaf_modules. If ranks may "
+    f"differ, {_OFF}."
 )
 _WEIGHTS = "zerolite: the ranks hold different weights, by the hashes of their bytes"
 _WRITTEN = (
@@ -44,18 +47,24 @@ class UpdateNumbers:
 
     Attributes:
         step: updates before this one.
+        backwards: backwards so far.
         groups: of each param group, the values that the optimizer reads, by key.
         divisor: of the summed gradient (the loss scale, adjusted for a partial accumulation).
         max_norm: for clipping, 0 for none.
         gathers: hash of everything that stage 3 has gathered so far. NCCL does not notice if one rank runs other
             modules and so exchanges other parameters.
+        changes: what the user has done in place to gradients that no earlier hash contains: each operation, its
+            numbers, and how many gradients it has changed. With another ``max_norm`` in ``clip_grad_norm_`` a rank
+            would scale its own shards differently, and all ranks would gather and agree on the result.
     """
 
     step: int
+    backwards: int
     groups: tuple[dict[str, Any], ...]
     divisor: float
     max_norm: float
     gathers: int = 0
+    changes: tuple[tuple[str, tuple[Any, ...], int], ...] = ()
 
     def fingerprint(self) -> tuple[int, list[torch.Tensor]]:
         """Return a hash below 2^52 of the values on the host, and the tensors on a device that belong to it.
@@ -63,8 +72,13 @@ class UpdateNumbers:
         Floats are hashed as fp32, which the kernels use: a schedule may differ in the last bit of a double between two
         C libraries.
         """
-        numbers, texts = array("f", (self.divisor, self.max_norm)), [f"{self.step},{self.gathers}"]
+        numbers, texts = array("f", (self.divisor, self.max_norm)), [f"{self.step},{self.backwards},{self.gathers}"]
         tensors: list[torch.Tensor] = []
+        factors: list[torch.Tensor] = []
+        for change in self.changes:
+            _note(change, numbers, texts, factors)
+        if factors:
+            tensors.append(torch.stack(factors))  # one tensor, because each is hashed in several launches
         for group in self.groups:
             texts.append("|")
             for value in group.values():
@@ -75,6 +89,9 @@ class UpdateNumbers:
     def describe(self) -> Description:
         """Return the same numbers as a description."""
         found = Description({"the step": {"number": str(self.step + 1)}})
+        found.items["the training so far"] = {"a count of backwards of": str(self.backwards)}
+        changes = [f"{what}({', '.join(map(describe_value, args))}) of {n} gradients" for what, args, n in self.changes]
+        found.items["what was done to p.grad"] = {"": "; ".join(changes) or "nothing"}
         found.items["what stage 3 has gathered"] = {"a hash": f"{self.gathers & (1 << 64) - 1:016x}"}
         found.items["the update"] = {"a gradient divisor of": repr(self.divisor), "a max_norm of": repr(self.max_norm)}
         for number, group in enumerate(self.groups):
@@ -97,7 +114,7 @@ def _note(value: Any, numbers: array[float], texts: list[str], tensors: list[tor
     kind = type(value)
     if kind is float or ((kind is int or kind is bool) and abs(value) < _EXACT):
         # "n" marks the place of a number, so that (1.0, None) and (None, 1.0) have different hashes.
-        numbers.append(value)
+        numbers.append(value if value == value else math.nan)  # no other bits of a NaN
         texts.append("n")
     elif kind is tuple:
         for item in value:
@@ -168,6 +185,7 @@ class ConsistencyCheck:
         self._late = late
         self._updates = 0
         self.numbers: UpdateNumbers | None = None  # of the latest update
+        self._written = True  # they have been written into some statistics
         self._differing: UpdateNumbers | None = None  # numbers that the statistics have shown to differ
         self._compared: _Comparison | None = None  # a comparison whose outcome has not been read
 
@@ -188,6 +206,7 @@ class ConsistencyCheck:
         """
         if self.numbers is None:
             return
+        self._written = True
         number, tensors = self.numbers.fingerprint()
         own = values[self._topology.world.rank]
         own.fill_(number)
@@ -205,7 +224,7 @@ class ConsistencyCheck:
 
     def forget(self) -> None:
         """Forget differences, because all ranks have loaded the same values. Called on all ranks."""
-        self._differing = self._compared = None
+        self.numbers = self._differing = self._compared = None
 
     def raise_errors(self) -> None:
         """Raise RuntimeError on all ranks if the numbers in the last statistics differ within a pipeline stage."""
@@ -222,7 +241,7 @@ class ConsistencyCheck:
         Parameters are those of the step before. Raises RuntimeError on all ranks if weights differ.
         """
         self._finish()
-        self.numbers = numbers
+        self.use(numbers)
         # This counts calls, which all ranks make alike. The engine's step counter is loaded from checkpoints.
         self._updates += 1
         if self._updates % self._interval == 0:
@@ -232,7 +251,10 @@ class ConsistencyCheck:
 
     def use(self, numbers: UpdateNumbers) -> None:
         """Use ``numbers`` in the next :meth:`write`."""
-        self.numbers = numbers
+        if not self._written and self.numbers is not None:
+            # Clipping had collected the statistics of the earlier update before it changed the gradients.
+            numbers = replace(numbers, changes=self.numbers.changes + numbers.changes)
+        self.numbers, self._written = numbers, False
 
     def compare_weights(self) -> None:
         """Compare the weights now. Raises RuntimeError on all ranks if they differ."""

@@ -12,6 +12,8 @@ from zerolite.diagnostics.consistency import ConsistencyCheck, UpdateNumbers, nu
 from zerolite.diagnostics.rank_comparison import describe_value
 from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.utils.accelerator import HostRead
+from zerolite.zero.outcomes import StepCounters
+from zerolite.zero.shown_gradients import InPlaceChange
 
 _ONLY_KERNELS = ("bias_correction", "fp32_optimizer_states")  # keys of param groups that torch's defaults lack
 
@@ -113,14 +115,21 @@ class StepChecks:
 
     # ---------------------------------------------------------------- the step
 
-    def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
+    def before_update(
+        self,
+        counters: StepCounters,
+        divisor: float,
+        max_norm: float,
+        gathers: int,
+        changes: Sequence[InPlaceChange],
+    ) -> None:
         """Run the checks of an update: at the same place of every step, before its statistics are needed.
 
         Args:
-            step: updates so far.
+            counters: of the training so far.
             divisor: of the summed gradient.
             max_norm: for clipping; 0 for none.
-            gathers: see :class:`UpdateNumbers`.
+            gathers, changes: see :class:`UpdateNumbers`.
 
         Raises:
             RuntimeError: the ranks hold different weights, or use different numbers.
@@ -128,16 +137,18 @@ class StepChecks:
         """
         self.raise_errors()
         groups = numbers_of(self._optimizer.param_groups, self._keys)
-        numbers = UpdateNumbers(step, groups, divisor, max_norm, gathers)
+        done = tuple((change.operation, change.numbers, change.count) for change in changes)
+        numbers = UpdateNumbers(counters.global_steps, counters.micro_steps, groups, divisor, max_norm, gathers, done)
         if self._updated is not None:
             self._updated.announce(numbers)
         if self._consistency is not None:
             self._consistency.before_update(numbers)
 
-    def before_save(self, step: int, scale: float, max_norm: float) -> None:
+    def before_save(self, counters: StepCounters, scale: float, max_norm: float) -> None:
         """Run all checks at once, between two steps. Raises as :meth:`before_update` does."""
         self.raise_errors()
-        numbers = UpdateNumbers(step, numbers_of(self._optimizer.param_groups, self._keys), scale, max_norm)
+        groups = numbers_of(self._optimizer.param_groups, self._keys)
+        numbers = UpdateNumbers(counters.global_steps, counters.micro_steps, groups, scale, max_norm)
         if self._consistency is not None:
             self._consistency.use(numbers)
         values = torch.zeros(self.size, dtype=torch.float64, device=self._device)

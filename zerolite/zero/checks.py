@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from zerolite.zero.grad_stats import Extra
 from zerolite.zero.optim_shards import SpanTensors
+from zerolite.zero.shown_gradients import InPlaceChange
+
+if TYPE_CHECKING:
+    from zerolite.zero.outcomes import StepCounters
 
 
 class UpdateChecks(Extra, Protocol):
@@ -33,17 +37,25 @@ class UpdateChecks(Extra, Protocol):
     def raise_errors(self) -> None:
         """Raise the errors that the statistics show, on all ranks."""
 
-    def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
+    def before_update(
+        self,
+        counters: StepCounters,
+        divisor: float,
+        max_norm: float,
+        gathers: int,
+        changes: Sequence[InPlaceChange],
+    ) -> None:
         """Run the checks of a step before its statistics are needed. Raises as :meth:`raise_errors` does.
 
         Args:
-            step: number of updates so far.
+            counters: of the training so far.
             divisor: divisor of the summed gradient.
             max_norm: L2 norm to which gradients are clipped; 0 for none.
             gathers: hash of everything that stage 3 has gathered; 0 at other stages.
+            changes: what the user has done to these gradients in place.
         """
 
-    def before_save(self, step: int, scale: float, max_norm: float) -> None:
+    def before_save(self, counters: StepCounters, scale: float, max_norm: float) -> None:
         """Run all checks at once, between two steps. Raises as :meth:`raise_errors` does."""
 
     def on_weights_written(self, all_of_them: bool) -> None:

@@ -78,11 +78,13 @@ class GradientPlaceholder(torch.Tensor):
         spec: shape of the gradient, and this rank's part of it.
         part: this rank's part of the result of an elementwise operation; None for the gradient itself.
         added: gradient that autograd has added to the placeholder, in a backward of which the engine was not notified.
+        operations: operations that have made a result, each with its numbers, see :meth:`ShownGradients.note_change`.
     """
 
     spec: GradientSpec
     part: torch.Tensor | None
     added: torch.Tensor | None
+    operations: tuple[tuple[str, Sequence[Any]], ...] = ()
 
     def set_added(self, gradient: torch.Tensor) -> None:
         self.added = gradient
@@ -114,6 +116,23 @@ _two_lists = [object()]
 _OWN_REFERENCES = next(map(sys.getrefcount, list(_two_lists)))
 
 
+@dataclass(eq=False)
+class InPlaceChange:
+    """Operation by which the user has changed gradients in place. The ranks compare them.
+
+    Attributes:
+        operation: name of torch's operation.
+        given: numbers that it was given, with the version of those that are 0-dim tensors.
+        numbers: the same numbers, tensors copied and in fp32.
+        count: gradients that it has changed.
+    """
+
+    operation: str
+    given: tuple[tuple[Any, int], ...]
+    numbers: tuple[Any, ...]
+    count: int = 0
+
+
 class ShownGradients:
     """Placeholders of all parameters that have a gradient in the engine.
 
@@ -121,6 +140,7 @@ class ShownGradients:
         factors: number by which the user has multiplied a gradient, by index of the parameter. The stored values are
             not multiplied; the update multiplies by it. So clipping by the user needs no pass over memory, and gives
             the bits of ``gradient_clipping``.
+        changes: what the user has done to gradients in place since the last step, in this order.
     """
 
     def __init__(self, sharded: bool, rank: int, make: MakeGradient) -> None:
@@ -132,6 +152,7 @@ class ShownGradients:
         """
         self._make = make
         self.factors: dict[int, Factor] = {}
+        self.changes: list[InPlaceChange] = []
         self._sharded, self._rank = sharded, rank
         self._placeholders: list[GradientPlaceholder | None] = []  # by index; reused in every step
         self._shown: list[torch.Tensor | None] = []  # content of each ``p.grad``, as far as the engine knows
@@ -231,6 +252,7 @@ class ShownGradients:
         shown = self._shown
         self._hide(parameters)
         self.factors.clear()
+        self.changes.clear()
         # The user refers to a placeholder if its reference count is above that of the engine alone. This usually finds
         # none, in one pass in C without Python for each parameter.
         if not any(map(operator.gt, map(sys.getrefcount, shown), self._references)):
@@ -288,6 +310,8 @@ class ShownGradients:
             return False
         set_grad(parameter, shown)
         if gradient.part is not None:
+            for operation, numbers in gradient.operations:
+                self.note_change(operation, numbers)
             own = shown.open()
             own.copy_(gradient.part)
             shown.close(own)
@@ -299,6 +323,26 @@ class ShownGradients:
         self.factors.pop(index, None)
 
     # ---------------------------------------------------------------- factors
+
+    def note_change(self, operation: str, numbers: Iterable[Any], count: int = 1) -> None:
+        """Note that ``operation`` changes ``count`` gradients in place.
+
+        Args:
+            operation: see :class:`InPlaceChange`.
+            numbers: its arguments that are numbers or 0-dim tensors.
+            count: number of gradients. The same operation on further gradients adds to it.
+        """
+        given = tuple((n, n._version if isinstance(n, torch.Tensor) else 0) for n in numbers)
+        last = self.changes[-1] if self.changes else None
+        if (
+            last is None
+            or (last.operation, len(last.given)) != (operation, len(given))
+            or not all(map(_same_factor, given, last.given))
+        ):
+            kept = [n.detach().to(torch.float32, copy=True) if isinstance(n, torch.Tensor) else n for n, _ in given]
+            last = InPlaceChange(operation, given, tuple(kept))
+            self.changes.append(last)
+        last.count += count
 
     def multiply(self, indices: Iterable[int], factor: Factor) -> None:
         """Multiply gradients by ``factor``, or by its present value if it is a tensor.

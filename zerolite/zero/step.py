@@ -350,7 +350,8 @@ class StepPipeline:
         if checks is not None:
             gathers = schedules.schedule.gathers if schedules is not None and self._same_gathers else 0
             divisor = self.gradient_scale.local_divisor()
-            checks.before_update(self.outcomes.counters.global_steps, divisor, self._max_norm, gathers)
+            changes = self._reducer.shown.changes
+            checks.before_update(self.outcomes.counters, divisor, self._max_norm, gathers, changes)
         if self.changes.exposed:
             self.changes.refresh_stats()
         stats = self._collected()
@@ -427,8 +428,8 @@ class StepPipeline:
         weights non-finite. Called on all ranks, between steps."""
         self.outcomes.raise_error()
         if self.outcomes.checks is not None:
-            steps = self.outcomes.counters.global_steps
-            self.outcomes.checks.before_save(steps, self.gradient_scale.next_loss_scale(), self._max_norm)
+            scale = self.gradient_scale.next_loss_scale()
+            self.outcomes.checks.before_save(self.outcomes.counters, scale, self._max_norm)
 
     def on_all_loaded(self, state: Mapping[str, Any]) -> None:
         """Take over loaded weights, masters and states. Called on all ranks, after :meth:`zero_grad`.
