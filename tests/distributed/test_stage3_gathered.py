@@ -194,6 +194,29 @@ def test_an_exception_inside_leaves_nothing(settings: str) -> None:
 
 
 @on_ranks(2)
+def test_an_exception_inside_on_one_rank_leaves_the_ranks_in_step() -> None:
+    """The rank catches it and goes on. What its block was to change is an error where the others wait for it."""
+    engine = zerolite.initialize(models.build(models.Mlp), stage3("moving"))
+    before = whole(engine.module)
+    for source, bad in ((None, 1), (0, 1), (0, 0)):
+        said = ""
+        try:
+            with zero.GatheredParameters(engine.module, modifier_rank=source):
+                if dist.get_rank() == source:
+                    engine.module.first.weight.data.fill_(3.0)
+                if dist.get_rank() == bad:
+                    raise KeyError("boom")
+        except (KeyError, RuntimeError) as error:
+            said = str(error)
+        raised = "raised an exception on rank 0, the modifier_rank. Nothing is changed" if source == bad else ""
+        assert ("boom" if dist.get_rank() == bad else raised) in said and (said or not raised), (source, bad, said)
+        if source == 0 and bad == 1:  # its values have reached all ranks
+            before["first.weight"] = torch.full((13, 7), 3.0)
+        assert_same(whole(engine.module), before)
+    run_steps(engine, 2)
+
+
+@on_ranks(2)
 def test_other_memory_behind_parameters_that_stay_whole_is_copied_read_and_saved(tmp_path: Path) -> None:
     """p.data = values, of one that is trained and of one that is frozen."""
     wanted = {"first.bias": torch.full((13,), 5.0), "second.bias": torch.full((3,), 7.0)}

@@ -19,7 +19,11 @@ import torch.distributed as dist
 CAPACITY = 128
 
 
-class Mismatch(RuntimeError):
+class CollectiveFailed(RuntimeError):
+    """A collective has failed, so no other one may follow it."""
+
+
+class Mismatch(CollectiveFailed):
     """The ranks have launched different collectives at the same place."""
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 
 from zerolite.comm import SharedStore
+from zerolite.comm.flight_recorder import CollectiveFailed
 from zerolite.comm.ranks import name_ranks
 
 EXITED = "exited with status 0"
@@ -17,7 +18,7 @@ _READ = 64  # messages that are read, in the order in which ranks ended: later o
 _PATIENCE_S = 1.5  # how long a rank that has lost another waits for its exit message
 
 
-class PeerLost(RuntimeError):
+class PeerLost(CollectiveFailed):
     """A collective has failed because another process has gone."""
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 
+from zerolite.comm.flight_recorder import CollectiveFailed
 from zerolite.comm.initial_sync import content_hash
 from zerolite.utils.accelerator import address, host_values
 from zerolite.zero.stage3.comm_context import group_by_context
@@ -17,6 +19,8 @@ from zerolite.zero.stage3.persistent_parameters import refresh
 from zerolite.zero.stage3.saved_values import graphs_outlive_gather
 
 _entered_contexts: list[GatheredParameters] = []  # the innermost last
+_RAISED = 2  # flag of a parameter: the block has raised on the modifier_rank
+_NOTHING_MAY_FOLLOW = (CollectiveFailed, dist.DistError)  # after these errors of a collective, no other one may follow
 
 
 class GatheredParameters:
@@ -31,9 +35,10 @@ class GatheredParameters:
         check: False to trust that nothing is changed, which saves reading every value twice.
 
     Contexts nest. Parameters that are not partitioned are left alone, so at stages 0 to 2 all ranks must make a change.
-    If the block raises, the parameters are released and changes are dropped. A tensor that shares memory with a
-    parameter (``p.data``, a view) keeps that memory alive beyond the context. A backward of what was computed inside
-    may come later: it gathers again what autograd has saved. Entered and left on all ranks, in the same order.
+    If the block raises, the parameters are released and changes are dropped; so they are on all ranks if it raises on
+    ``modifier_rank`` alone, which is an error there too. A tensor that shares memory with a parameter (``p.data``, a
+    view) keeps that memory alive beyond the context. A backward of what was computed inside may come later: it gathers
+    again what autograd has saved. Entered and left on all ranks, in the same order.
     """
 
     def __init__(
@@ -98,13 +103,17 @@ class GatheredParameters:
             _entered_contexts.remove(self)
             error_text: str | None = None
             changed: list[PartitionedParameter] = []
+            failed = kind is not None
             try:
-                if kind is not None:
+                if failed:
                     self.drop_changes()
-                elif self._modifier is not None:
-                    error_text = self._write_changes(self._modifier)
-                else:
-                    changed = self._find_and_drop_changes()
+                # A rank whose block has raised takes part in what the others launch here: if its program catches the
+                # exception, it would be one collective behind for ever.
+                if kind is None or (issubclass(kind, Exception) and not issubclass(kind, _NOTHING_MAY_FOLLOW)):
+                    if self._modifier is not None:
+                        error_text = self._write_changes(self._modifier, failed)
+                    else:
+                        changed = self._find_and_drop_changes(failed)
             finally:
                 for context, members in group_by_context(self._handles):
                     context.unhold(members)
@@ -118,7 +127,7 @@ class GatheredParameters:
                     f"{', '.join(handle.name for handle in changed)}. The changes are dropped; pass modifier_rank=0 "
                     "(the rank whose values all ranks take) to make some."
                 )
-        if error_text:
+        if error_text and not failed:
             raise RuntimeError(f"zero.GatheredParameters: {error_text}")
 
     @torch.no_grad()
@@ -134,15 +143,21 @@ class GatheredParameters:
                 handle.restore_data()
 
     @torch.no_grad()
-    def _write_changes(self, source: int) -> str | None:
-        """Copy the values of rank ``source`` to all ranks. Return an error message, the same on all ranks, or None."""
+    def _write_changes(self, source: int, failed: bool) -> str | None:
+        """Copy the values of rank ``source`` to all ranks, unless its block has raised (``failed``). Return an error
+        message, the same on all ranks, or None."""
         if not self._handles:
             return None
         comm = self._handles[0].comm
         fits = [handle.parameter.data.shape == handle.shape for handle in self._handles]
-        bad = torch.tensor([not fit for fit in fits], dtype=torch.int64, device=self._handles[0].context.device)
+        told = [_RAISED] * len(fits) if failed else [int(not fit) for fit in fits]
+        bad = torch.tensor(told, dtype=torch.int64, device=self._handles[0].context.device)
         comm.broadcast(bad, "parameters", source)
-        wrong = [handle for handle, flag in zip(self._handles, host_values(bad), strict=True) if flag]
+        flags = host_values(bad)
+        if flags[0] == _RAISED:
+            self.drop_changes()
+            return f"the block has raised an exception on rank {source}, the modifier_rank. Nothing is changed"
+        wrong = [handle for handle, flag in zip(self._handles, flags, strict=True) if flag]
         if wrong:
             self.drop_changes()
             names = ", ".join(f"{handle.name} {tuple(handle.shape)}" for handle in wrong)
@@ -161,14 +176,15 @@ class GatheredParameters:
                     context._values_before[handle].copy_(handle.full)
         return None
 
-    def _find_and_drop_changes(self) -> list[PartitionedParameter]:
-        """Return the parameters that any rank has changed, the same on all ranks, and drop the changes."""
-        if not self._digests:
+    def _find_and_drop_changes(self, failed: bool) -> list[PartitionedParameter]:
+        """Return the parameters that any rank has changed, the same on all ranks, and drop the changes. failed: the
+        block has raised on this rank, whose changes are dropped already."""
+        if not (self._check and self._handles):
             return []
         device = self._handles[0].context.device
         flags = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
         for position, handle in enumerate(self._handles):
-            if handle not in self._digests:
+            if failed or handle not in self._digests:
                 continue
             data = handle.parameter.data
             same = data.shape == handle.shape and data.dtype == handle.shard.dtype
