@@ -20,7 +20,11 @@ CAPACITY = 128
 
 
 class CollectiveFailed(RuntimeError):
-    """A collective has failed, so no other one may follow it."""
+    """A collective has failed."""
+
+
+NOTHING_MAY_FOLLOW = (CollectiveFailed, dist.DistError)
+"""Errors of a collective, after which this process must launch no other one: ranks have parted, or some have gone."""
 
 
 class Mismatch(CollectiveFailed):

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 
-from zerolite.comm.flight_recorder import CollectiveFailed
+from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
 from zerolite.comm.initial_sync import content_hash
 from zerolite.utils.accelerator import address, host_values
 from zerolite.zero.stage3.comm_context import group_by_context
@@ -20,7 +19,6 @@ from zerolite.zero.stage3.saved_values import graphs_outlive_gather
 
 _entered_contexts: list[GatheredParameters] = []  # the innermost last
 _RAISED = 2  # flag of a parameter: the block has raised on the modifier_rank
-_NOTHING_MAY_FOLLOW = (CollectiveFailed, dist.DistError)  # after these errors of a collective, no other one may follow
 
 
 class GatheredParameters:
@@ -109,7 +107,7 @@ class GatheredParameters:
                     self.drop_changes()
                 # A rank whose block has raised takes part in what the others launch here: if its program catches the
                 # exception, it would be one collective behind for ever.
-                if kind is None or (issubclass(kind, Exception) and not issubclass(kind, _NOTHING_MAY_FOLLOW)):
+                if kind is None or (issubclass(kind, Exception) and not issubclass(kind, NOTHING_MAY_FOLLOW)):
                     if self._modifier is not None:
                         error_text = self._write_changes(self._modifier, failed)
                     else:
