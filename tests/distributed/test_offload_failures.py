@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+import zerolite
 from tests.checkpoint.runs import differences, facts, make_engine
 from tests.distributed.test_offload import RUNS, engine_loop, offload
 from tests.toolkit.disks import small_disk
@@ -104,6 +105,46 @@ def test_an_error_of_any_request_is_not_forgotten(name: str, stage: int, points:
             assert len(requests) <= point, "one that failed was not noticed"
         assert differences(wanted, facts(engine, recipe.states)) == []
     assert noticed == len(points) or noticed > 20
+
+
+def lose(directory: Path) -> None:
+    """Overwrite this process's swap files in a directory with zeros, as a disk that forgets does."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"/proc/self/fd/{number}").startswith(str(directory)):
+                fd = os.open(f"/proc/self/fd/{number}", os.O_RDWR)
+                os.pwrite(fd, bytes(os.fstat(fd).st_size), 0)
+                os.fsync(fd)
+                os.close(fd)
+
+
+@pytest.mark.fast("2-2-mixture in bf16")
+@pytest.mark.parametrize("name", ["wide", "mixture in bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_what_a_disk_forgets_is_not_saved(stage: int, name: str, tmp_path: Path) -> None:
+    """Also if a save came before the loss, and a read of masters after it. One rank's disk is enough for all."""
+    recipe, directory = RUNS[name], str(tmp_path / "saved")
+    engine = make_engine(recipe, stage, zero=offload("nvme", tmp_path), aio={"checksums": True})
+    for step in range(2):
+        list(engine_loop(engine, recipe, step))
+    engine.save_checkpoint(directory, tag="good")
+    weights = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    zerolite.set_full_master(weights[0], zerolite.get_full_master(weights[0]) * 0.5)
+    engine.save_checkpoint(directory, tag="good")
+    good = facts(engine, recipe.states)
+    if dist.get_rank() == 1:
+        lose(tmp_path)
+    zerolite.get_full_master(weights[0])
+    for _ in range(2):
+        for save in (engine.save_checkpoint, engine.save_16bit_model):
+            error = raised(lambda save=save: save(directory))
+            for words in ("the swap file of rank 1", "are not those that were written there", "the last checkpoint"):
+                assert words in error
+    engine.load_checkpoint(directory)
+    assert not differences(good, facts(engine, recipe.states))
+    list(engine_loop(engine, recipe, 2))
+    engine.save_checkpoint(directory, tag="better")
 
 
 # -------------------------------------------------------------------- disks that are not there, or full

@@ -263,8 +263,21 @@ def test_damaged_bytes_have_another_checksum(io: AsyncIO, tmp_path: Path) -> Non
     for view in (offloaded, offloaded[8 * BLOCK : 10 * BLOCK + 3]):  # the last block travels and is compared whole
         with pytest.raises(OSError, match="4096 bytes at byte 40960"):
             file.read(view, staging(view.numel())).wait()
+    for _ in range(2):  # once a read has failed, until everything was written anew
+        file.drop_page_cache([])
+        with pytest.raises(OSError, match="cannot be saved: 4096 bytes at byte 20480 of the swap file of rank 0"):
+            file.verify()
     file.drop_page_cache()
     file.read(offloaded, into).wait()
+    file.verify()
+    offloaded[4000:9000].view(1000, 5)[:, 1] = 3
+    file.drop_page_cache([offloaded[4000:9000].view(1000, 5)[:, 1], torch.ones(3)])
+    file.verify()
+    offloaded[-1] ^= 1
+    file.drop_page_cache([offloaded[:BLOCK]])  # what was not said is damage
+    with pytest.raises(OSError, match="at byte 40960"):
+        file.verify()
+    file.drop_page_cache()
     file.write(offloaded, into).wait()
     del offloaded, parts, part, view
     again = file.zeros(10 * BLOCK + 9)

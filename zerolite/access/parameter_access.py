@@ -222,7 +222,7 @@ class ParameterAccess:
                 place.zero_()
             else:
                 self._copy(shard, place, values * self._pipeline.divisor())
-            self._buffer.placements.drop_reads()
+            self._buffer.placements.drop_reads([place])
         self._pipeline.changes.set_by_call(index, given=values is not None)
 
     # ---------------------------------------------------------------- masters
@@ -247,10 +247,10 @@ class ParameterAccess:
         self._pipeline.written.collect_all()
         shard = self._shards([index]).get(index)
         if shard is not None:
-            self._copy(shard, self._master(shard), values)
-            bucket = shard.bucket
-            self._copy(shard, self._buffer.view_of(shard.fragment, self._buffer.owned[bucket]), values)
-            self._buffer.placements.drop_reads()
+            parts = [self._master(shard), self._buffer.view_of(shard.fragment, self._buffer.owned[shard.bucket])]
+            for part in parts:
+                self._copy(shard, part, values)
+            self._buffer.placements.drop_reads(parts)
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)
         if handle is not None:
@@ -321,7 +321,8 @@ class ParameterAccess:
             self._copy(shard, place, new)
             new = place
         method.load_state(shard, {**own, name: new})
-        self._buffer.placements.drop_reads()
+        states = (method.state_of(shard) or {}).values()
+        self._buffer.placements.drop_reads(state for state in states if isinstance(state, torch.Tensor))
 
     def _refuse_name(self, index: int, name: str, own: dict[int, Any]) -> None:
         raise ValueError(

@@ -231,6 +231,7 @@ class Saver:
         components = self._components
         components.pipeline.check_between_steps()
         components.pipeline.check_no_failed_update()
+        components.model.buffer.placements.verify()
         if components.pipeline.accumulating and self._host.rank == 0:
             logger.warning(
                 "%s: called in the middle of a gradient accumulation. Training goes on as if it had not been, but a "

@@ -234,6 +234,14 @@ class FullState:
     def _check_readable(self) -> None:
         self._pipeline.check_available()
         self._pipeline.check_no_failed_update()
+        placements = self._states.buffer.placements
+        if placements.on_disk:
+            error: Exception | None = None
+            try:
+                placements.verify()
+            except OSError as failure:
+                error = failure
+            raise_together(self._topology.world, self._device, "verify", error, "reading the full model")
 
 
 def _local_state_dict(model: torch.nn.Module) -> dict[str, object]:

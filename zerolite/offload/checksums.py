@@ -42,9 +42,6 @@ class Checksums:
         self._grow(end)
         return self._sums[first:end]
 
-    def clear(self) -> None:
-        self._sums = array("q")
-
     def _grow(self, blocks: int) -> None:
         self._sums.extend(array("q", [_UNKNOWN]) * max(0, blocks - len(self._sums)))
 

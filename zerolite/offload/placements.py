@@ -8,7 +8,7 @@ buffers while it works: see :mod:`zerolite.offload.transfers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,7 +49,9 @@ class File(Protocol):
 
     def write(self, offloaded: torch.Tensor, source: torch.Tensor) -> Transfer: ...
 
-    def drop_page_cache(self) -> None: ...
+    def drop_page_cache(self, written: Iterable[torch.Tensor] | None = None) -> None: ...
+
+    def verify(self) -> None: ...
 
 
 class Placement:
@@ -201,14 +203,27 @@ class Placements:
         """True if anything is stored on disk."""
         return DISK in (self.optimizer.location, self.parameters.location)
 
-    def drop_reads(self) -> None:
-        """Drop reads ahead and cached pages, because stored tensors were written as tensors and not by the step.
-        Called while no other transfer is under way."""
+    def drop_reads(self, written: Iterable[torch.Tensor] | None = None) -> None:
+        """Drop reads ahead and cached pages, because stored tensors were read or written as tensors and not by the
+        step. Called while no other transfer is under way.
+
+        Args:
+            written: stored tensors, or parts of them, that were written; None if all have new values.
+        """
+        for drop in self.on_drop_reads:
+            drop()
+        parts = None if written is None else list(written)
+        for placement in (self.optimizer, self.parameters):
+            if isinstance(placement, DiskPlacement):
+                placement.file.drop_page_cache(parts)
+
+    def verify(self) -> None:
+        """Raise OSError if the disk is known to have lost what it stores."""
         for drop in self.on_drop_reads:
             drop()
         for placement in (self.optimizer, self.parameters):
             if isinstance(placement, DiskPlacement):
-                placement.file.drop_page_cache()
+                placement.file.verify()
 
 
 def _last_ones(numels: Sequence[int], fraction: float) -> list[int]:

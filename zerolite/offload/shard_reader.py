@@ -197,7 +197,7 @@ class ShardReader:
         fails."""
         self.drop_reads()
         if isinstance(member.placement, DiskPlacement):
-            member.placement.file.drop_page_cache()
+            member.placement.file.drop_page_cache([member.shard])
 
     def is_read_ahead(self, member: OffloadedTensor) -> bool:
         """Return True if the shard has been read for its next gather, or is being read."""

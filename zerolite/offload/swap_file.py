@@ -21,7 +21,7 @@ import tempfile
 import threading
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerolite")
 
 _MAP_ALIGNMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)
+_VERIFIED_BYTES = 8 << 20  # read at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 
 
@@ -47,7 +48,8 @@ class SwapFile:
     """Swap file, described in the module's docstring. Any thread may use it. A fork of the process may not, because
     the tensors are not mapped there.
 
-    Code that writes to a tensor of the file, and not with :meth:`write`, calls :meth:`drop_page_cache` afterwards.
+    Code that reads or writes a tensor of the file itself, not with :meth:`read` and :meth:`write`, calls
+    :meth:`drop_page_cache` afterwards.
 
     Attributes:
         directory: its directory.
@@ -76,6 +78,7 @@ class SwapFile:
         self._offsets: dict[int, tuple[int, int]] = {}  # (position in the file, bytes) by address of the mapping
         self._pending: weakref.WeakSet[SwapTransfer] = weakref.WeakSet()
         self._sums = Checksums() if checksums else None
+        self._read_errors: list[str] = []  # since all tensors were written anew
         self._fd = _open_nameless(self.directory, rank, key)
         self._direct: int | None = None
         try:
@@ -147,17 +150,25 @@ class SwapFile:
         """
         return self._begin(True, offloaded, source)
 
-    def drop_page_cache(self) -> None:
+    def drop_page_cache(self, written: Iterable[torch.Tensor] | None = None) -> None:
         """Write cached pages of this file to the disk and drop them, because its tensors were read or written
         themselves. Called while no transfer is under way.
 
         Otherwise the pages would take memory of the host, and checksums would not match.
+
+        Args:
+            written: parts of tensors that were written; those of other memory are ignored. None: all tensors have new
+                values, so errors of earlier reads count no more.
 
         Raises:
             OSError: the disk failed.
         """
         with self._lock:
             self._check_open()
+            if written is None:
+                self._read_errors.clear()
+            if self._sums is not None:
+                self._record(self._sums, written)
             try:
                 os.fdatasync(self._fd)
             except OSError as error:
@@ -165,8 +176,36 @@ class SwapFile:
             for address, (_, nbytes) in self._offsets.copy().items():
                 _libc().madvise(address, nbytes, mmap.MADV_DONTNEED)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            if self._sums is not None:
-                self._sums.clear()
+
+    def verify(self) -> None:
+        """Wait for the transfers under way, read all tensors and compare them with their checksums, if there are any.
+
+        Raises:
+            OSError: they differ, or a read has failed since all tensors were written anew.
+        """
+        with self._lock:
+            self._check_open()
+            pending, tensors = list(self._pending), self._offsets.copy() if self._sums is not None else {}
+        for transfer in pending:
+            with contextlib.suppress(OSError):  # its waiting caller gets the error
+                transfer.wait()
+        buffer = host_memory(_VERIFIED_BYTES, pin=False) if tensors else torch.empty(0, device="cpu")
+        for address, (offset, nbytes) in tensors.items():
+            for start in range(0, whole_blocks(nbytes), _VERIFIED_BYTES):
+                if self._read_errors:
+                    break
+                padded = min(_VERIFIED_BYTES, whole_blocks(nbytes) - start)
+                try:
+                    self._read(offset + start, buffer, padded, buffer, []).wait()
+                except OSError as error:
+                    if address in self._offsets:  # otherwise the tensor was deleted meanwhile
+                        self._read_errors.append(error.strerror or str(error))
+        if self._read_errors:
+            raise OSError(
+                errno.EIO,
+                f"a read from the disk has failed, so weights or optimizer states may be lost and cannot be saved: "
+                f"{self._read_errors[0]}. Load the last checkpoint, or start again from it",
+            )
 
     def close(self) -> None:
         """Wait until every transfer has ended, and close the file. May be called several times.
@@ -196,18 +235,44 @@ class SwapFile:
             offset, is_end = self._offset_of(offloaded, nbytes)
             if write and not is_end and nbytes % BLOCK:
                 raise ValueError(f"expected a view that ends with a block of {BLOCK} bytes, got {nbytes} bytes")
-            check: Callable[[], None] | None = None
             padded = whole_blocks(nbytes)
-            if self._sums is not None and not write:
-                sums = self._sums.expected(offset, padded)
-                check = functools.partial(_compare, sums, offset, memory, padded, self.name)
-            begin = self._io.write if write else self._io.read
+            if not write:
+                return self._read(offset, memory, padded, offloaded, self._read_errors)
             fd = self._fd if self._direct is None else self._direct
-            transfer = SwapTransfer(begin(fd, memory, offset, padded, self.name), offloaded, check)
-            if self._sums is not None and write:
+            transfer = SwapTransfer(self._io.write(fd, memory, offset, padded, self.name), offloaded)
+            if self._sums is not None:
                 self._sums.record(offset, _bytes_of(memory, padded))
             self._pending.add(transfer)
         return transfer
+
+    def _read(
+        self, offset: int, memory: torch.Tensor, padded: int, offloaded: torch.Tensor, errors: list[str]
+    ) -> SwapTransfer:
+        """Begin to read ``padded`` bytes, whole blocks, at a position of the file."""
+        check: Callable[[], None] | None = None
+        if self._sums is not None:
+            sums = self._sums.expected(offset, padded)
+            check = functools.partial(_compare, sums, offset, memory, padded, self.name)
+        fd = self._fd if self._direct is None else self._direct
+        request = self._io.read(fd, memory, offset, padded, self.name)
+        transfer = SwapTransfer(request, offloaded, check, errors)
+        self._pending.add(transfer)
+        return transfer
+
+    def _record(self, sums: Checksums, written: Iterable[torch.Tensor] | None) -> None:
+        """Record the checksums of the blocks of parts of tensors that were written; None for all tensors."""
+        if written is None:
+            for address, (offset, nbytes) in self._offsets.items():
+                sums.record(offset, (ctypes.c_ubyte * whole_blocks(nbytes)).from_address(address))
+            return
+        for part in written:
+            address = part.untyped_storage().data_ptr()
+            if part.numel() and address in self._offsets:
+                last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+                start = int(part.storage_offset()) * part.element_size() // BLOCK * BLOCK
+                end = whole_blocks((int(part.storage_offset()) + last + 1) * part.element_size())
+                content = (ctypes.c_ubyte * (end - start)).from_address(address + start)
+                sums.record(self._offsets[address][0] + start, content)
 
     def _offset_of(self, offloaded: torch.Tensor, nbytes: int) -> tuple[int, bool]:
         """Return the position of a view in the file, and True if it ends where its tensor does."""
@@ -280,11 +345,21 @@ class SwapTransfer(Transfer):
     """Read or write under way, which keeps both of its tensors alive."""
 
     def __init__(
-        self, request: IOTask | None, offloaded: torch.Tensor, check: Callable[[], None] | None = None
+        self,
+        request: IOTask | None,
+        offloaded: torch.Tensor,
+        check: Callable[[], None] | None = None,
+        errors: list[str] | None = None,
     ) -> None:
+        """
+        Args:
+            check: raises OSError if what was read is not what was written.
+            errors: messages of failed reads, to which that of this one is added; None for a write.
+        """
         self._request = request
         self._offloaded: torch.Tensor | None = offloaded
         self._check = check
+        self._errors = errors
 
     def wait(self) -> None:
         """Wait until the transfer has ended. May be called several times.
@@ -292,12 +367,18 @@ class SwapTransfer(Transfer):
         Raises:
             OSError: it failed, or a checksum differs; the message has the file, the position and the bytes.
         """
-        if self._request is not None:
-            self._request.wait()
-        self._offloaded = None
-        if self._check is not None:
-            self._check()
-            self._check = None
+        try:
+            if self._request is not None:
+                self._request.wait()
+            self._offloaded = None
+            if self._check is not None:
+                self._check()
+                self._check = None
+        except OSError as error:
+            if self._errors is not None:
+                self._errors.append(error.strerror or str(error))
+                self._errors = None
+            raise
 
 
 def _open_nameless(directory: Path, rank: int, key: str) -> int:

@@ -162,9 +162,10 @@ class StagedSubGroups:
 
     def run(self, gather: bool, update: Update, on_updated: Callable[[Sequence[SpanTensors], bool], None]) -> None:
         if not gather:
-            for bucket in {span.bucket for spans in self.groups for span in spans}:
-                self._buffer.sync_master_from_param(bucket)
-            self._placements.drop_reads()
+            buckets = {span.bucket for spans in self.groups for span in spans}
+            self._placements.drop_reads(
+                [master for bucket in buckets for master in self._buffer.sync_master_from_param(bucket)]
+            )
         count = self._placements.buffer_count
         plans = [[self._plan_span(span, gather) for span in spans] for spans in self.groups]
         sizes = [[tensor.nbytes for plan in group for tensor in plan.tensors.values()] for group in plans]

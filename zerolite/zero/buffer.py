@@ -254,25 +254,29 @@ class ParameterBuffer:
         self._addresses = addresses(self.parameters)
 
     @torch.no_grad()
-    def sync_master_from_param(self, bucket: int) -> None:
-        """Copy values that the user has written into the compute parameters to the masters.
+    def sync_master_from_param(self, bucket: int) -> list[torch.Tensor]:
+        """Copy values that the user has written into the compute parameters to the masters. Return the bucket's master
+        if it was written.
 
         An element was written if it is not what its master rounds to. zerolite's kernels do this while they update.
         """
-        if self.separate[bucket]:
-            master = self.master[bucket]
-            sync_master_from_param_(master, self.owned[bucket].to(master.device))
+        master = self.master[bucket]
+        written = self.separate[bucket] and sync_master_from_param_(master, self.owned[bucket].to(master.device))
+        return [master] if written else []
 
     @torch.no_grad()
-    def copy_to_masters(self, indices: Collection[int]) -> None:
-        """Copy the compute parameters of these indices to the masters, also where a master rounds to the same value."""
+    def copy_to_masters(self, indices: Collection[int]) -> list[torch.Tensor]:
+        """Copy the compute parameters of these indices to the masters, also where a master rounds to the same value.
+        Return the parts of the masters that were written."""
+        written = []
         for bucket, fragments in enumerate(self.fragments):
             if not self.separate[bucket]:
                 continue
             for fragment in fragments:
                 if fragment.slot.index in indices:
                     compute = self.view_of(fragment, self.owned[bucket])
-                    self.master_view(fragment).copy_(compute)
+                    written.append(self.master_view(fragment).copy_(compute))
+        return written
 
 
 class PartitionedParameterBuffer(ParameterBuffer):

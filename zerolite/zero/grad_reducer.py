@@ -461,13 +461,15 @@ class GradReducer:
         return flat.as_strided(shape, self.strides[index], flat.storage_offset() + fragment.bucket_start)
 
     @torch.no_grad()
-    def drop(self, index: int) -> None:
-        """Drop one parameter's gradient, without a collective."""
+    def drop(self, index: int) -> list[torch.Tensor]:
+        """Drop one parameter's gradient, without a collective. Return the parts of reduced gradients that were
+        written."""
         self._wait_for_all()
         slot = self.layout.slots[index]
         self.arrivals.drop(slot)
         if self._buckets[slot.bucket].reduced is not None and (part := self.local_grad(index)) is not None:
-            part.zero_()
+            return [part.zero_()]
+        return []
 
     @torch.no_grad()
     def add(self, index: int, gradient: torch.Tensor) -> None:

@@ -66,10 +66,11 @@ class GradientChanges:
             found: by index of the parameter, contents of ``p.grad`` that the engine has not put there.
         """
         shown = self._reducer.shown
+        written: list[torch.Tensor] = []
         for index, value in found.items():
             if shown.absorb(index, self._reducer.parameters[index], value):
                 continue
-            self._reducer.drop(index)
+            written += self._reducer.drop(index)
             shown.replace(index, value)
             self._collector.forget(self._bucket(index))
             self.assigned.pop(index, None)
@@ -77,7 +78,7 @@ class GradientChanges:
                 self.assigned[index] = value
             elif (stats := self._collector.latest) is not None:
                 stats.replace(index, None, 1.0)
-        self._buffer.placements.drop_reads()
+        self._buffer.placements.drop_reads(written)
 
     def accumulate_assigned(self, scale: Callable[[], float], weighted: bool) -> None:
         """Add assigned tensors to this rank's gradients before a backward, because autograd would add to them.
@@ -109,6 +110,7 @@ class GradientChanges:
             divisor: number by which stored gradients are divided to be what ``p.grad`` shows.
         """
         assigned, self.assigned = self.assigned, {}
+        written: list[torch.Tensor] = []
         for index, value in assigned.items():
             gradient, part = _full_tensor(value), self._reducer.local_grad(index)
             # All ranks round the full gradient, not only their own part: if it overflows, the statistics of every
@@ -119,13 +121,13 @@ class GradientChanges:
                 flat = flattened(gradient.to(part.device), self._reducer.strides[index])
                 fragment = self._reducer.fragment(index)
                 values = flat.narrow(0, fragment.param_start, fragment.numel)
-                part.copy_(values.as_strided(part.shape, part.stride()))
+                written.append(part.copy_(values.as_strided(part.shape, part.stride())))
             self._reducer.used.add(index)
             self._reducer.shown.show_one(self._buffer.layout.slots[index], self._reducer.parameters[index])
             self._collector.forget(self._bucket(index))
             stats.replace(index, gradient, 1.0)
         if assigned:
-            self._buffer.placements.drop_reads()
+            self._buffer.placements.drop_reads(written)
         for index in self.exposed:
             self._was_written(index)  # only notes the versions: the new statistics contain what has been written
 
@@ -133,7 +135,8 @@ class GradientChanges:
         """Forget statistics of a gradient that the user has changed in place, on all ranks."""
         self._collector.forget(self._bucket(index))
         self._collector.discard()
-        self._buffer.placements.drop_reads()
+        part = self._reducer.local_grad(index)
+        self._buffer.placements.drop_reads([] if part is None else [part])
 
     def set_by_call(self, index: int, given: bool) -> None:
         """Note that ``zerolite.set_full_grad`` has written a reduced gradient.
@@ -161,13 +164,14 @@ class GradientChanges:
     def apply_factors(self) -> None:
         """Multiply the stored gradients by the user's factors, which the update would do otherwise."""
         factors = self._reducer.shown.pop_factors()
+        written: list[torch.Tensor] = []
         for index, factor in factors.items():
             part = self._reducer.local_grad(index)
             if part is not None:
-                part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor)
+                written.append(part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor))
             self._collector.forget(self._bucket(index))
         if factors:
-            self._buffer.placements.drop_reads()
+            self._buffer.placements.drop_reads(written)
             if (stats := self._collector.latest) is not None:
                 stats.rescale(factors, None)
 

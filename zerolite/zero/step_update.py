@@ -152,9 +152,10 @@ class StepUpdate:
             self._update(factor, outcome.used, None, gather)
         elif not gather:
             # all_gather_params() follows and takes all values from the masters, also those that the user has written.
-            for bucket in range(len(self._buffer.layout.buckets)):
-                self._buffer.sync_master_from_param(bucket)
-            self._buffer.placements.drop_reads()
+            buckets = range(len(self._buffer.layout.buckets))
+            self._buffer.placements.drop_reads(
+                [master for bucket in buckets for master in self._buffer.sync_master_from_param(bucket)]
+            )
         self._outcomes.end_step(outcome, divisor)
 
     def _run_unread(self, vector: StatsVector, user_factor: Factor, max_norm: float, gather: bool) -> None:

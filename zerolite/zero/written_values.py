@@ -59,8 +59,7 @@ class WrittenValues:
             if self._coordinator is not None:
                 self._coordinator.collect_writes()
         if self._loaded:
-            self._buffer.copy_to_masters(self._loaded)
-            self._buffer.placements.drop_reads()
+            self._buffer.placements.drop_reads(self._buffer.copy_to_masters(self._loaded))
             self._loaded.clear()
             if self._outcomes.checks is not None:
                 self._outcomes.checks.on_weights_written(all_of_them=False)
@@ -73,6 +72,7 @@ class WrittenValues:
         self.collect()
         if self._coordinator is not None:
             self._coordinator.collect_frozen_writes()
+        written: list[torch.Tensor] = []
         for bucket in () if self._update.params_outdated else range(len(self._buffer.layout.buckets)):
-            self._buffer.sync_master_from_param(bucket)
-        self._buffer.placements.drop_reads()
+            written += self._buffer.sync_master_from_param(bucket)
+        self._buffer.placements.drop_reads(written)
