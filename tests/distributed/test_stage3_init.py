@@ -157,6 +157,55 @@ class Lists(nn.Module):
         nn.init.trunc_normal_(self.same)
 
 
+class Aliased(nn.Module):
+    """It takes tensors from parameters and uses them after other parameters have been gathered. Some outlive it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        a, b, c, d, e, f = self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
+        b.weight.data.copy_(a.weight.data)
+        b.weight.data.add_(c.weight.data)
+        rows = c.weight.data
+        rows[:2] = a.weight.data[:2]
+        torch._foreach_mul_([d.weight.data, e.weight.data], 2.0)  # both are written
+        e.weight.data, f.weight.data = f.weight.data, e.weight.data
+        f.weight.data = f.weight.data + torch.cat([a.weight.data[:3], b.weight.data[3:]])
+        f.bias = nn.Parameter(e.bias.data)
+        early = a.bias.data
+        b.bias.data.mul_(2)
+        late = a.bias.data
+        c.bias.data.mul_(2)
+        early.add_(1)  # the other one sees it, and so does the parameter
+        b.bias.data.mul_(late)
+        with zero.GatheredParameters(a.bias, modifier_rank=0):
+            a.bias.data.add_(1)
+        d.bias.data.mul_(early)
+        spectral_norm(d)  # leaves d.weight, a tensor in the memory of d.weight_orig
+        source = torch.ones(2, 6, requires_grad=True)
+        (self.gradient,) = torch.autograd.grad(c(b(a(source))).sum(), source)
+        self.kept = [a.weight.data, b.weight.detach()[1], early, d.weight]
+        self.output = c(b(a(source))).sum()
+
+
+@pytest.mark.fast("2")
+@on_ranks(1, 2, 3)
+def test_tensors_taken_from_parameters() -> None:
+    """They have the values of plain construction inside the context and after it, as the saved ones of autograd do.
+    Reading freed memory would end the process."""
+    torch.manual_seed(5)
+    wanted = Aliased()
+    seed_by_rank(5)
+    with zero.Init():
+        model = Aliased()
+    assert_partitioned(model)
+    assert_same(whole(model), whole(wanted))
+    assert all(torch.equal(one, other) for one, other in zip(model.kept, wanted.kept, strict=True))
+    assert torch.equal(model.gradient, wanted.gradient)
+    engine = zerolite.initialize(model, config(3))  # it releases once more
+    assert all(torch.equal(one, other) for one, other in zip(model.kept, wanted.kept, strict=True))
+    assert torch.equal(model.output, wanted.output) and engine.module is model
+
+
 @pytest.mark.fast("2")
 @on_ranks(1, 2, 3)
 def test_constructors_give_the_values_of_plain_construction() -> None:

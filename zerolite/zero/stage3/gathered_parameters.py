@@ -74,7 +74,7 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         with torch._C.DisableTorchFunction():
-            repartition_all()
+            repartition_all(then_gather=self._handles)
             outliving = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
             with contextlib.ExitStack() as undo:
                 for context, members in group_by_context(self._handles):

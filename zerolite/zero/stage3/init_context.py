@@ -50,8 +50,9 @@ class Init:
 
     All ranks take rank 0's values. The model's own initialisation code (``apply``, loops over parameters) finds full
     values: when a torch function uses them they are gathered, on all ranks, and rank 0's result is taken. Shapes can be
-    read anywhere. Modules on the meta device are left for ``zerolite.initialize``, or for ``module=``, which call their
-    ``reset_parameters()``.
+    read anywhere. A tensor taken from a parameter (``p.data``, a view) shares its values inside the context, and keeps
+    the last ones, with their memory, beyond it. Modules on the meta device are left for ``zerolite.initialize``, or for
+    ``module=``, which call their ``reset_parameters()``.
 
     Starts torch.distributed if it does not run. Entered and left on all ranks, which build equal models.
 

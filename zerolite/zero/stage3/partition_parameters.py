@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.offload.placements import Placement
+from zerolite.utils.accelerator import address
 from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.zero.buffer import dense_strides, flattened
 from zerolite.zero.stage3.comm_context import CommContext, gather
@@ -110,6 +111,8 @@ def broadcast_flat(flat: torch.Tensor, comm: Communicator, tag: str, source: int
 
 
 _entered_modes: list[GatherOnUse] = []  # the innermost last
+# Parameters by the storage of their full values, to find tensors that share it (`p.data`, views).
+_by_storage: weakref.WeakValueDictionary[int, PartitionedParameter] = weakref.WeakValueDictionary()
 
 
 class GatherOnUse(TorchFunctionMode):
@@ -118,6 +121,10 @@ class GatherOnUse(TorchFunctionMode):
     A parameter is gathered for the torch function that uses it, and stays so until a function uses another one. Then
     all ranks take rank 0's values and it is partitioned again, in its new dtype, shape and strides if ``.data`` was
     set. Torch functions that use values must be called on all ranks, in the same order.
+
+    A tensor that shares memory with a parameter (``p.data``, a view, what autograd saves) keeps that memory when the
+    parameter is released, and gets it filled again when a function uses one of the two. So both have the same values
+    inside the context, and the tensor has its last ones after it.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, before_creation: Callable[[], None] | None = None) -> None:
@@ -132,8 +139,6 @@ class GatherOnUse(TorchFunctionMode):
         # Gathered parameters by the id of the handle. With the parameter itself, so that it lives on all ranks until it
         # is partitioned again.
         self._open: dict[int, tuple[PartitionedParameter, torch.nn.Parameter]] = {}
-        # By the storage of the full values, to find tensors that share it (`p.data`, views).
-        self._by_storage: weakref.WeakValueDictionary[int, PartitionedParameter] = weakref.WeakValueDictionary()
 
     def __enter__(self) -> GatherOnUse:
         with _no_function_modes():
@@ -151,7 +156,7 @@ class GatherOnUse(TorchFunctionMode):
             if kind is None:
                 self.repartition()
             for handle, _ in self._open.values():
-                handle.release()
+                _release(handle)
             self._open.clear()
 
     def __torch_function__(
@@ -166,34 +171,22 @@ class GatherOnUse(TorchFunctionMode):
 
     def _released_handle(self, value: object) -> PartitionedParameter | None:
         """Return the handle of ``value`` if it is a released parameter without an engine, or shares memory with one."""
-        handle = handle_of(value) if isinstance(value, torch.nn.Parameter) else None
-        if handle is None and isinstance(value, torch.Tensor):
-            handle = self._handle_sharing_memory(value)
+        handle = _handle_in_memory_of(value)
         if handle is None or handle.status is not NOT_AVAILABLE or handle.ref() is None:
             return None
         return handle if handle.context.coordinator is None else None
-
-    def _handle_sharing_memory(self, tensor: torch.Tensor) -> PartitionedParameter | None:
-        """Return the handle of the partitioned parameter whose memory ``tensor`` shares; None if there is none."""
-        if not self._by_storage or tensor.layout is not torch.strided:
-            return None
-        storage = tensor.untyped_storage()._cdata
-        handle = self._by_storage.get(storage)
-        if handle is None or handle.storage is None or handle.storage._cdata != storage:
-            return None  # the parameter has got another storage since
-        return handle
 
     @hidden_from_modes
     def unshare_memory(self, parameter: torch.nn.Parameter) -> None:
         """Give an ordinary parameter its own memory if it was made from the values of a partitioned one, as
         parametrizations do. Called on all ranks, in the same order."""
-        handle = self._handle_sharing_memory(parameter)
+        handle = _handle_in_memory_of(parameter)
         if handle is not None:
             was_available = handle.status is AVAILABLE
-            gather([handle])
+            _gather([handle])
             parameter.data = parameter.data.clone()
             if not was_available:
-                handle.release()
+                _release(handle)
 
     def _prepare(self, values: Iterable[object]) -> None:
         """Gather the released parameters among a function's arguments, and partition those of earlier functions."""
@@ -203,13 +196,10 @@ class GatherOnUse(TorchFunctionMode):
         hidden = {id(handle): handle for v in flat if (handle := self._released_handle(v)) is not None}
         if not hidden:
             return
-        touched = {id(handle) for v in flat if (handle := handle_of(v)) is not None}
-        self.repartition(keep=touched)
+        self.repartition(keep={id(handle) for v in flat if (handle := _handle_in_memory_of(v)) is not None})
         for handle in hidden.values():
             self._open[id(handle)] = (handle, handle.parameter)
-            if handle.storage is not None:
-                self._by_storage[handle.storage._cdata] = handle
-        gather(list(hidden.values()))
+        _gather(list(hidden.values()))
 
     @hidden_from_modes
     def repartition(self, keep: Iterable[int] = ()) -> None:
@@ -225,8 +215,8 @@ class GatherOnUse(TorchFunctionMode):
         for handle, parameter in done:
             if handle.status is not AVAILABLE:
                 continue  # the user has called its partition()
-            data = parameter.data
-            if (data.shape, data.dtype, dense_strides(data)) != (handle.shape, handle.shard.dtype, handle.strides):
+            if _is_replaced(parameter.data, handle.view):  # tensors taken from the old values keep them
+                data = parameter.data
                 if handle.numel and not data.numel():
                     raise RuntimeError(
                         f"zero.Init: expected parameter '{handle.name}' of shape {tuple(handle.shape)} to keep values, "
@@ -238,16 +228,61 @@ class GatherOnUse(TorchFunctionMode):
                 broadcast_from_rank0(parameter, handle.context)
                 partition(parameter, handle.name, handle.context, self._dtype, handle.placement)
                 continue
-            handle.copy_assigned_data()
             broadcast_flat(handle.full[: handle.numel], handle.comm, "initial_sync", 0)
             handle.write()
-            handle.release()
+            _release(handle)
 
 
-def repartition_all() -> None:
-    """Partition the parameters again that initialisation code has used. Called on all ranks."""
+def _is_replaced(data: torch.Tensor, view: torch.Tensor) -> bool:
+    """Return True if a user has set ``data``, where ``view`` was before."""
+    same = address(data) == address(view) and data.dtype == view.dtype
+    return not same or (data.shape, data.stride()) != (view.shape, view.stride())
+
+
+def _handle_in_memory_of(value: object) -> PartitionedParameter | None:
+    """Return the handle of a partitioned parameter, or of the one whose memory a tensor shares; None if there is
+    none."""
+    handle = handle_of(value) if isinstance(value, torch.nn.Parameter) else None
+    if handle is not None or not _by_storage or not isinstance(value, torch.Tensor):
+        return handle
+    if value.layout is not torch.strided:
+        return None
+    storage = value.untyped_storage()._cdata
+    handle = _by_storage.get(storage)
+    if handle is None or handle.storage is None:
+        return None
+    if storage == handle.storage._cdata:
+        return handle
+    left = handle.left_storage  # the parameter may have got another storage since
+    return handle if left is not None and storage == left.cdata else None
+
+
+def _gather(handles: Sequence[PartitionedParameter]) -> None:
+    """Gather parameters into the memory that a user's tensors share, if there are some. Called on all ranks."""
+    for handle in handles:
+        handle.take_back_storage()
+        if handle.storage is not None:
+            _by_storage[handle.storage._cdata] = handle
+    gather(handles)
+
+
+def _release(handle: PartitionedParameter) -> None:
+    """Release a parameter and leave its memory to the tensors that share it."""
+    handle.allow_aliases()
+    handle.release()
+
+
+def repartition_all(then_gather: Iterable[PartitionedParameter] = ()) -> None:
+    """Partition the parameters again that initialisation code has used. Called on all ranks.
+
+    Args:
+        then_gather: handles that the caller gathers next. Their memory is shared with a user's tensors again.
+    """
     for mode in _entered_modes:
         mode.repartition()
+    for handle in then_gather if _entered_modes else ():
+        if handle.context.coordinator is None:
+            handle.take_back_storage()
 
 
 # -------------------------------------------------------------------- external parameters

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerolite.comm import Communicator
 from zerolite.offload.placements import Placement
@@ -64,6 +65,7 @@ class PartitionedParameter:
         holds: number of open gather contexts, such as :class:`zero.GatheredParameters`; above 0 it is not released.
         persistent: True for a parameter that is never released.
         may_have_aliases: True if a user may hold tensors that share memory with ``full``.
+        left_storage: the storage that the last release left to such tensors; does not keep it alive.
         writes: number of times that the user has written new values.
         replaced_at: ``version`` at each ``p.data = values``.
     """
@@ -75,6 +77,7 @@ class PartitionedParameter:
         "full",
         "holds",
         "index",
+        "left_storage",
         "may_have_aliases",
         "name",
         "nbytes",
@@ -112,6 +115,7 @@ class PartitionedParameter:
         self.strides = dense_strides(parameter.data)
         self.pending: AllGather | None = None
         self.may_have_aliases = False
+        self.left_storage: StorageWeakRef | None = None
         self.persistent = False
         self.holds = 0
         self.writes = 0
@@ -163,6 +167,7 @@ class PartitionedParameter:
         """Create ``full`` with an empty storage. On one rank ``full`` is the shard itself if that is on the device."""
         self.may_have_aliases = False
         self.context.on_allocation()
+        self.full = self.view = self.empty  # free the old memory before there is new
         self.storage: torch.UntypedStorage | None = None
         shard, world_size = self.shard, self.context.comm.world_size
         if world_size == 1 and self.placement.location == DEVICE:
@@ -188,6 +193,18 @@ class PartitionedParameter:
     def allow_aliases(self) -> None:
         """Let tensors that a user may take from the full values from now on keep their memory after a release."""
         self.may_have_aliases = True
+
+    @torch.inference_mode(False)
+    def take_back_storage(self) -> None:
+        """Make the storage that the last release left to tensors of a user the memory of ``full`` again, if one of them
+        is alive. Then the next gather brings its values there. The parameter is not available."""
+        left, self.left_storage = self.left_storage, None
+        storage = None if left is None else torch.UntypedStorage._new_with_weak_ptr(left.cdata)
+        if storage is None or storage.nbytes() != self.nbytes or self.status is not NOT_AVAILABLE:
+            return
+        self.full = self.empty.new_empty(0).set_(storage, 0, self.full.shape, (1,))
+        self.view = self.full.as_strided(self.shape, self.strides)
+        self.storage = self.full.untyped_storage()
 
     def copy_assigned_data(self) -> None:
         """Copy the values that a user has set by ``p.data = values`` into ``full``, and point the parameter back to
@@ -373,6 +390,7 @@ class PartitionedParameter:
         if self.storage is None:
             return
         if self.may_have_aliases:  # they keep the old storage
+            self.left_storage = StorageWeakRef(self.storage)
             self._create_full()
         else:
             resize(self.storage, 0)
