@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
 from zerolite.comm import NullCommunicator
+from zerolite.zero.stage3 import param_group
 from zerolite.zero.stage3.comm_context import CommContext
-from zerolite.zero.stage3.param_group import ParamGroup, leaf_rule, plan_param_groups
+from zerolite.zero.stage3.param_group import ParamGroup, default_max_live, leaf_rule, plan_param_groups
 from zerolite.zero.stage3.partition_parameters import partition
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 INFINITE = 1 << 40
 nothing = leaf_rule(())
@@ -58,10 +61,16 @@ class Stack(nn.Module):
         self.head = nn.Linear(4, 7, bias=False)
 
 
-def groups_of(model: nn.Module, max_live: int = INFINITE, leaves: list[str] | None = None) -> list[ParamGroup]:
+def partitioned(model: nn.Module) -> nn.Module:
     comm = NullCommunicator(0, 2)
     for name, parameter in model.named_parameters():
-        partition(parameter, name, CommContext(comm, torch.device("cpu")))
+        if handle_of(parameter) is None:
+            partition(parameter, name, CommContext(comm, torch.device("cpu")))
+    return model
+
+
+def groups_of(model: nn.Module, max_live: int = INFINITE, leaves: list[str] | None = None) -> list[ParamGroup]:
+    partitioned(model)
     groups = plan_param_groups(model, leaf_rule(leaves) if leaves else nothing, 0, max_live)
     # Every parameter has a group, and no module is in two.
     assert {id(p.ref()) for group in groups for p in group.parameters} == {id(p) for p in model.parameters()}
@@ -105,6 +114,16 @@ def test_two_blocks_fit_into_the_limit_and_a_larger_one_is_divided() -> None:
     assert names(groups_of(Stack(), max_live=160))[1] == "blocks.0"
     assert names(groups_of(Stack(), max_live=159))[1:3] == ["blocks.0.mix", "blocks.0.feed"]
     assert names(groups_of(Stack(), max_live=127))[1:4] == ["blocks.0.mix", "blocks.0.feed.up", "blocks.0.feed.down"]
+
+
+def test_the_default_limit_divides_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_max_live(partitioned(Stack()), nothing, 0) == 10**9
+    monkeypatch.setattr(param_group, "LEAST_MAX_LIVE", 150)
+    for model, limit in ((Stack(), 200), (Stack(make=Experts), 520), (Stack(blocks=2), 150), (Block(), 150)):
+        found = default_max_live(partitioned(model), nothing, 0)
+        assert found == limit
+        if found > 150:
+            assert names(groups_of(model, found)) == ["embed", *BLOCKS, "head"]
 
 
 def test_experts_stay_together_as_long_as_they_fit_once() -> None:

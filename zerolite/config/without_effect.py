@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _OF_STAGE_3 = ("leaf_modules", "leaf_module")
 _SAME_AT_ALL_STAGES = ("stage3_gather_16bit_weights_on_model_save",)
+_WRITTEN_OUT = {"stage3_max_live_parameters": 1_000_000_000}  # DeepSpeed's default, which configs of all stages have
 
 
 _Found = tuple[str, str, dict[str, Any]]  # key of `zero_optimization`, reason, replacements for its values
@@ -68,5 +69,5 @@ def _find(zero: ZeroConfig) -> Iterator[_Found]:
         for name in sorted(zero.model_fields_set):
             of_stage_3 = name.startswith("stage3_") or name in _OF_STAGE_3
             value, default = getattr(zero, name), type(zero).model_fields[name].get_default(call_default_factory=True)
-            if of_stage_3 and name not in _SAME_AT_ALL_STAGES and value != default:
+            if of_stage_3 and name not in _SAME_AT_ALL_STAGES and value not in (default, _WRITTEN_OUT.get(name)):
                 yield name, needs_stage_3(stage, value), {}

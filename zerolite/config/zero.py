@@ -73,8 +73,10 @@ class ZeroConfig(Block):
     stage3_model_persistence_threshold: Natural | None = None
     """Stage 3: limit of the elements of all parameters that stay whole because of
     `stage3_param_persistence_threshold`. null or `"auto"`: no limit."""
-    stage3_max_live_parameters: Natural = 1_000_000_000
-    """Stage 3: largest number of elements that are gathered on a rank at a time, unless one module alone needs more."""
+    stage3_max_live_parameters: Natural | None = None
+    """Stage 3: largest number of elements that are gathered on a rank at a time, unless one module alone needs more.
+    null or `"auto"`: 1e9, or two and a half times the largest repeated block if that is more, so that no block is
+    divided (with `stage3_module_granularity_threshold` 1e9)."""
     stage3_max_reuse_distance: Natural = 1_000_000_000
     """Stage 3: a parameter stays gathered after its use if at most so many elements are used before it is needed again.
     0: release it after every use."""

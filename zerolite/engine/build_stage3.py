@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -18,11 +19,13 @@ from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_num
 from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.launch_plan import LaunchPlan
-from zerolite.zero.stage3.param_group import LeafRule, leaf_rule
+from zerolite.zero.stage3.param_group import LEAST_MAX_LIVE, LeafRule, default_max_live, leaf_rule
 from zerolite.zero.stage3.partitioned_model import PartitionedModel, Stage3Options, bucket_groups, groups_of_buckets
 from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks, PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import handle_of, move_shard
 from zerolite.zero.step import StepPipeline
+
+logger = logging.getLogger("zerolite")
 
 
 def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig, world_size: int) -> int:
@@ -51,7 +54,7 @@ def partitioned_buffer(
 ) -> ParameterBuffer:
     """Make stage 3's buffer: shards in sliced buckets, each bucket in its placement."""
     _check_leaves(partitioned.model, config)
-    partitioned.plan(_stage3_options(config))
+    partitioned.plan(_stage3_options(config, partitioned.model, comm.main))
     layout = sliced_layout(partitioned, trained, specs, config, comm)
     buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, placements, _is_persistent)
     buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
@@ -82,18 +85,27 @@ def sliced_layout(
     return PartitionLayout.build_sliced(specs, groups, comm.world_size)
 
 
-def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
+def _stage3_options(config: ZeroliteConfig, model: torch.nn.Module, logs: bool) -> Stage3Options:
     zero = config.zero_optimization
     leaf, granularity = zero.leaf_module, zero.stage3_module_granularity_threshold
+    is_leaf = leaf_rule(zero.leaf_modules, leaf.classes, leaf.names, leaf.name_suffixes)
+    max_live = zero.stage3_max_live_parameters
+    if max_live is None:
+        max_live = LEAST_MAX_LIVE if granularity is not None else default_max_live(model, is_leaf, AUTO_GRANULARITY)
+        if logs and max_live > LEAST_MAX_LIVE:
+            logger.info(
+                "zero_optimization.stage3_max_live_parameters is %d: two and a half of the largest repeated block",
+                max_live,
+            )
     return Stage3Options(
         persistence=zero.stage3_param_persistence_threshold,
         model_persistence=zero.stage3_model_persistence_threshold,
         granularity=AUTO_GRANULARITY if granularity is None else granularity,
         blocks=granularity is None,
-        is_leaf=leaf_rule(zero.leaf_modules, leaf.classes, leaf.names, leaf.name_suffixes),
+        is_leaf=is_leaf,
         limits=FetchLimits(
             prefetch_numel=0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size,
-            max_live_numel=zero.stage3_max_live_parameters,
+            max_live_numel=max_live,
             max_reuse_distance=zero.stage3_max_reuse_distance,
             read_numel=zero.offload_param.buffer_count * zero.offload_param.buffer_size,
         ),

@@ -21,6 +21,10 @@ LARGEST_SHARE = 4
 it."""
 
 
+LEAST_MAX_LIVE = 1_000_000_000
+"""Elements that may be gathered at a time if the user sets no limit and no block is large."""
+
+
 class ParamGroup:
     """Parameters of a module, or of a subtree, that are gathered as one.
 
@@ -154,14 +158,29 @@ def plan_param_groups(
     return _GroupPlanner(model, is_leaf, granularity, max_live).groups
 
 
+def default_max_live(model: torch.nn.Module, is_leaf: LeafRule, granularity: int) -> int:
+    """Return the number of elements that may be gathered at a time if the user sets no limit.
+
+    The largest repeated block fits in two and a half times: one computes, the next one is gathered, and there is room
+    for what is kept beside them. With less it would be divided, into several collectives with a latency each.
+    """
+    return max(LEAST_MAX_LIVE, 5 * _GroupPlanner(model, is_leaf, granularity, 1 << 62).largest_block // 2)
+
+
 class _GroupPlanner:
-    """Planner that walks through the modules of a model and collects its parameter groups."""
+    """Planner that walks through the modules of a model and collects its parameter groups.
+
+    Attributes:
+        groups: the parameter groups.
+        largest_block: elements of the largest repeated block that is one group; 0 without any.
+    """
 
     def __init__(self, model: torch.nn.Module, is_leaf: LeafRule, granularity: int, max_live: int) -> None:
         self._is_leaf, self._granularity, self._max_live = is_leaf, granularity, max_live
         self._largest = _numel(model) // LARGEST_SHARE
         self._seen: set[int] = set()  # modules that have a group, or were descended into
         self._model = model
+        self.largest_block = 0
         self.groups: list[ParamGroup] = []
         self._walk("", model, in_block=False)
 
@@ -173,6 +192,7 @@ class _GroupPlanner:
         if size and (small or self._is_leaf_or_compiled(name, module)):
             self._add(name, module, list(module.modules()))
         elif size and in_block and _has_forward(module) and self._fits(module, size):
+            self.largest_block = max(self.largest_block, size)
             separate = {
                 f"{name}.{inside}": child
                 for inside, child in module.named_modules()
