@@ -281,8 +281,18 @@ def test_a_pipeline_trains_as_its_layers_in_one_process(stage: int) -> None:
         run = engine.train_batch if step < 2 else engine.eval_batch
         wanted = pipes.plain_loss(whole, batches, pipes.cross_entropy, backward=True)
         assert float(run(iter(batches[0]))) == pytest.approx(wanted, rel=1e-5)
-        plain.step()
-        plain.zero_grad()
+        if step < 2:
+            plain.step()
+            plain.zero_grad()
+    for count in (1, 4):  # fewer micro-batches than stages, and more than a step has
+        batches = pipes.batches_of(pipes.token_batch, 9, count)
+        wanted = pipes.plain_loss(whole, batches, pipes.cross_entropy)
+        options = {"num_micro_batches": count, "reduce_output": "avg", "bcast_loss": True}
+        assert float(engine.eval_batch(iter(batches[0]), **options)) == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(ValueError, match="num_micro_batches.*got 0"):
+        engine.eval_batch(iter(batches[0]), num_micro_batches=0)
+    with pytest.raises(ValueError, match='expected reduce_output="avg", got None'):
+        engine.eval_batch(iter(batches[0]), reduce_output=None)
 
 
 @on_ranks(2)

@@ -81,6 +81,9 @@ def train(
         batches = batches_of(make, step, micro_batches, data, lengths[step % len(lengths)])
         wanted = plain_loss(whole.eval(), batches, loss_fn)
         assert engine.eval_batch(iter(batches[rank])).item() == pytest.approx(wanted, rel=RELATIVE)
+        if step == 0:
+            twice = engine.eval_batch(iter(2 * batches[rank]), num_micro_batches=2 * len(batches[rank]))
+            assert twice.item() == pytest.approx(wanted, rel=RELATIVE)
         with record() as recorder:
             loss = engine.train_batch(iter(batches[rank])).item()
         optimizer.zero_grad()

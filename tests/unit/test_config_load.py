@@ -97,6 +97,13 @@ def test_auto_is_the_default_and_null_only_where_it_means_something() -> None:
             assert list(errors_of(nested(path, None))) == [path]
 
 
+def test_a_sub_group_of_0_elements_is_the_default() -> None:
+    """axolotl's configs have it."""
+    assert (
+        load_config({"zero_optimization": {"stage": 3, "sub_group_size": 0}}).zero_optimization.sub_group_size == 10**9
+    )
+
+
 def test_the_kinds_of_keys_are_complete() -> None:
     others = set(KEYS) - {path for words in WRONG for path in keys_of(words)}
     assert others == {"elasticity.version", "elasticity.model_parallel_size", "tensor_parallel.plan"}
@@ -202,7 +209,7 @@ def test_numbers_that_are_not_finite(text: str) -> None:
     ("path", "least", "most"),
     [("train_batch_size", 1, 2**31 - 1), ("steps_per_print", 1, None), ("fp16.initial_scale_power", 0, 127),
      ("zero_optimization.stage", 0, 3), ("zero_optimization.stage3_max_live_parameters", 0, None),
-     ("zero_optimization.sub_group_size", 1, None), ("zero_optimization.offload_optimizer.ratio", 0, 1),
+     ("zero_optimization.stage3_prefetch_bucket_size", 0, None), ("zero_optimization.offload_optimizer.ratio", 0, 1),
      ("flops_profiler.module_depth", -1, None), ("aio.block_size", 4096, 2**30)],
 )  # fmt: skip
 def test_numbers_have_bounds(path: str, least: int, most: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from .errors import ConfigError
 from .offload import SUB_GROUP_SIZE, OffloadOptimizerConfig, OffloadParamConfig
@@ -63,8 +63,13 @@ class ZeroConfig(Block):
     [optimizers](optimizers.md)). Optimizers that are known to need them get them in any case. (zerolite's own key.)"""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
-    sub_group_size: Annotated[Count, NULL_IS_DEFAULT, Field(title="an integer of at least 1 or null")] = SUB_GROUP_SIZE
-    """With offload: largest number of elements of a rank's shards that are updated at once. null: the default."""
+    sub_group_size: Annotated[
+        Natural,
+        NULL_IS_DEFAULT,
+        AfterValidator(lambda numel: numel or SUB_GROUP_SIZE),
+        Field(title="an integer of at least 0 or null"),
+    ] = SUB_GROUP_SIZE
+    """With offload: largest number of elements of a rank's shards that are updated at once. 0 or null: the default."""
     # Stage 3. Sizes are in elements of whole parameters. At lower stages these keys have no effect.
     stage3_prefetch_bucket_size: Natural = 50_000_000
     """Stage 3: elements that are gathered ahead of the modules that need them. 0: no prefetch."""

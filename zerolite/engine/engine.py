@@ -265,13 +265,20 @@ class Engine:
         return self.runner.train_batch(self._batches_of(data_iter, "train_batch"))
 
     @torch.no_grad()
-    def eval_batch(self, data_iter: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
-        """Compute the mean loss of as many micro-batches as a step has, in eval mode and without gradients.
+    def eval_batch(
+        self,
+        data_iter: Iterator[object],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Compute the mean loss of several micro-batches, in eval mode and without gradients.
 
         Args:
             data_iter: as in :meth:`train_batch`.
             return_logits: also return the model's outputs.
             compute_loss: False returns the outputs alone.
+            num_micro_batches: number of micro-batches, the same on all ranks. None: as many as a step has.
 
         Returns:
             The loss as :meth:`train_batch` returns it, the outputs, or (loss, outputs). Outputs are a list over
@@ -280,10 +287,15 @@ class Engine:
         Called on all ranks.
         """
         batches = self._batches_of(data_iter, "eval_batch")
+        count = num_micro_batches
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(
+                f"engine.eval_batch: expected num_micro_batches to be an integer of at least 1 or None, got {count!r}"
+            )
         training = [module for module in self._module.modules() if module.training]
         self._module.eval()
         try:
-            return self.runner.eval_batch(batches, return_logits, compute_loss)
+            return self.runner.eval_batch(batches, return_logits, compute_loss, count)
         finally:
             for module in training:  # modules that the user had put in eval mode stay in it
                 module.training = True

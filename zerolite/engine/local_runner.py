@@ -53,10 +53,12 @@ class LocalRunner:
             engine.step()
         return self._mean_over_data(losses)
 
-    def eval_batch(self, batches: Iterator[object], return_logits: bool, compute_loss: bool) -> Any:
+    def eval_batch(
+        self, batches: Iterator[object], return_logits: bool, compute_loss: bool, micro_batches: int | None
+    ) -> Any:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
         engine, losses, outputs = self._engine, [], []
-        for _ in range(self._accumulation.micro_batches):
+        for _ in range(micro_batches or self._accumulation.micro_batches):
             micro = MicroBatch.of(next(batches), engine.loss_fn, self._device)
             made = engine(*micro.args, **micro.kwargs)
             outputs.append(made)

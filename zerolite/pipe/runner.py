@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from zerolite.comm.ranks import name_ranks
 from zerolite.data.micro_batch import MicroBatch
 from zerolite.pipe.boundary import sampled_hash, shapes_of, stable_hash
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.schedules import make_schedule
+from zerolite.pipe.schedules import ONE_CHUNK, make_schedule
 from zerolite.pipe.stage import ChunkStage
 from zerolite.pipe.step import RunnerComponents, Step
 from zerolite.utils.nested import find_tensors
@@ -51,6 +51,7 @@ class PipelineRunner:
             self._stages = [ChunkStage(chunk, parts, device, group, self._links) for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.connect(components.precision, device, components.loss_fn)
+        self._schedule = schedule
         self._run = make_schedule(schedule, self._stages, components.micro_batches)
         self._barrier = StepBarrier(topology)
         self._has_last = any(chunk.index == parts - 1 for chunk in self._chunks)
@@ -73,8 +74,8 @@ class PipelineRunner:
         counters = self._components.pipeline.outcomes.counters
         before = counters.micro_steps
         with torch.enable_grad():
-            step = self._begin("train_batch", batches, training=True)
-            self._run_stages("train_batch", step)
+            step = self._begin("train_batch", batches, self._components.micro_batches)
+            self._run_stages("train_batch", step, self._run)
         # The backward of each part has counted as a micro-step.
         counters.set_micro_steps(before + self._components.micro_batches)
         loss = self._mean_over_world(step)
@@ -85,10 +86,19 @@ class PipelineRunner:
         """Reduce and apply the gradients of :meth:`accumulate`."""
         self._components.pipeline.step()
 
-    def eval_batch(self, batches: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
+    def eval_batch(
+        self, batches: Iterator[object], return_logits: bool, compute_loss: bool, micro_batches: int | None
+    ) -> Any:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
-        step = self._begin("eval_batch", batches, False, return_logits or not compute_loss, compute_loss)
-        self._run_stages("eval_batch", step)
+        run = self._run
+        if micro_batches is None:
+            micro_batches = self._components.micro_batches
+        elif micro_batches != self._components.micro_batches:
+            # 1F1B needs as many micro-batches as stages. Without a backward, gpipe runs the same forwards.
+            name = "gpipe" if self._schedule in ONE_CHUNK else self._schedule
+            run = make_schedule(name, self._stages, micro_batches)
+        step = self._begin("eval_batch", batches, micro_batches, (return_logits or not compute_loss, compute_loss))
+        self._run_stages("eval_batch", step, run)
         outputs = step.outputs if self._has_last else None
         if not compute_loss:
             return outputs
@@ -98,14 +108,19 @@ class PipelineRunner:
     # ---------------------------------------------------------------- a step
 
     def _begin(
-        self, call: str, batches: Iterator[object], training: bool, outputs: bool = False, loss: bool = True
+        self, call: str, batches: Iterator[object], micro_batches: int, results: tuple[bool, bool] | None = None
     ) -> Step:
         """Read the micro-batches, and compare with all ranks if that worked. Take over what the user has put into
-        ``p.grad``."""
+        ``p.grad``.
+
+        Args:
+            results: keep the outputs, and compute the loss, without a backward. None: train.
+        """
+        training, (outputs, loss) = results is None, results or (False, True)
         status, read, content = READY, list[MicroBatch](), 0
         error: BaseException | None = None
         try:
-            read, content = self._read(call, batches)
+            read, content = self._read(call, batches, micro_batches)
             if training:  # what is wrong with p.grad must not be found later, when the other ranks reduce gradients
                 self._components.pipeline.look_at_grads(before_backward=True)
         except StopIteration as stop:
@@ -119,10 +134,10 @@ class PipelineRunner:
             self._components.note_inputs(find_tensors(inputs))
         return Step(self._components, read, (shapes, training), outputs, loss)
 
-    def _read(self, call: str, batches: Iterator[object]) -> tuple[list[MicroBatch], int]:
+    def _read(self, call: str, batches: Iterator[object], micro_batches: int) -> tuple[list[MicroBatch], int]:
         """Return a step's micro-batches, and a hash of some values of each of their tensors on the host."""
         components, read, batches_read = self._components, list[MicroBatch](), []
-        for _ in range(components.micro_batches):
+        for _ in range(micro_batches):
             batches_read.append(next(batches))
             micro = MicroBatch.of(batches_read[-1], components.loss_fn, components.device)
             args, kwargs = components.precision.cast((micro.args, micro.kwargs))
@@ -133,15 +148,15 @@ class PipelineRunner:
         # A hash detects loaders whose ranks draw different random numbers and so read different samples.
         return read, stable_hash(repr([sampled_hash(tensor) for tensor in find_tensors(batches_read)]))
 
-    def _run_stages(self, call: str, step: Step) -> None:
+    def _run_stages(self, call: str, step: Step, run: Callable[[], None]) -> None:
         for stage in self._stages:
             stage.begin(step)
         try:
             if self._links is None:
-                self._run()
+                run()
             else:
                 with step.communicating():
-                    self._run()
+                    run()
                     self._links.finish()
         finally:
             for stage in self._stages:

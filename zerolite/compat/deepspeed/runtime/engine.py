@@ -97,9 +97,27 @@ class DeepSpeedEngine(torch.nn.Module):
         """See :meth:`zerolite.Engine.train_batch`. With a pipeline this is the only way to train."""
         return self.zerolite.train_batch(data_iter)
 
-    def eval_batch(self, data_iter: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
-        """See :meth:`zerolite.Engine.eval_batch`."""
-        return self.zerolite.eval_batch(data_iter, return_logits, compute_loss)
+    def eval_batch(
+        self,
+        data_iter: Iterator[object],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """See :meth:`zerolite.Engine.eval_batch`.
+
+        Args:
+            reduce_output: "avg". With ``compute_loss=False`` it has no effect: outputs are not reduced.
+            bcast_loss: has no effect: every rank gets the loss.
+        """
+        if compute_loss and reduce_output != "avg":
+            raise ValueError(
+                f'DeepSpeedEngine.eval_batch: expected reduce_output="avg", got {reduce_output!r}; call it with '
+                "compute_loss=False and compute the losses from the outputs"
+            )
+        return self.zerolite.eval_batch(data_iter, return_logits, compute_loss, num_micro_batches)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Complete the average of all gradients over ranks. Called on all ranks."""
