@@ -101,6 +101,14 @@ def test_trainer_trains_evaluates_resumes_and_generates(tmp_path: Path) -> None:
         assert {"config.json", "model.safetensors"} <= set(result["model"]), case
 
 
+def test_trainer_finds_a_batch_size(tmp_path: Path) -> None:
+    """The first one has no memory in a backward; the retry has the losses of a run that begins with the next."""
+    need("accelerate", "transformers")
+    for case, result in run(tmp_path, "trainer_loop.py", "too_large,1", "too_large,2").items():
+        assert result["size"] == 2, case
+        assert result["losses"] == pytest.approx(TRAINER_LOSSES, rel=1e-6), case
+
+
 def test_trainer_with_lora(tmp_path: Path) -> None:
     need("accelerate", "transformers", "peft")
     for case, result in run(tmp_path, "trainer_loop.py", "lora,2", "lora,3").items():

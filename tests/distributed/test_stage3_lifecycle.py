@@ -449,6 +449,38 @@ def test_a_module_outlives_its_engine(stage: int) -> None:
         assert all(p.grad is not None for p in model.head.parameters())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_gradients_after_the_end_of_an_engine(stage: int) -> None:
+    """They are refused where nobody can have meant it: before a first backward, and at stage 3."""
+    model, config = build(), settings(stage)
+    del config["optimizer"]
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    zerolite.initialize(model, config, optimizer=own)
+    with raises(RuntimeError, "parameter 'head.", "is gone", "Keep what zerolite.initialize returns"):
+        model(batch(1)).sum().backward()
+    with raises(RuntimeError, "SGD.step", "is gone", "engine.destroy()"):
+        own.step()
+    model.zero_grad()
+    engine = zerolite.initialize(model, config, optimizer=own)
+    train(engine, steps=2)
+    optimizer = engine.optimizer
+    engine.destroy()
+    for use in (optimizer.step, engine.step, functools.partial(loss_of, engine, 1), engine.full_state_dict):
+        with raises(RuntimeError, "engine.destroy()"):
+            use().backward()
+    model.zero_grad()
+    if stage == 3:
+        with raises(RuntimeError, "parameter 'head.", "is gone"):
+            model(batch(1)).sum().backward()
+        return
+    before = model.head.weight.detach().clone()
+    model(batch(1)).sum().backward()
+    own.step()
+    assert torch.equal(model.head.weight, before.add(model.head.weight.grad, alpha=-0.1))
+
+
 @pytest.mark.fast("False-2")
 @on_ranks(2)
 @pytest.mark.parametrize("prepend", [False, True])

@@ -123,7 +123,7 @@ def check_parameters(parameters: list[torch.nn.Parameter], names: dict[int, str]
         if owner is not None and owner() is not None:
             raise ValueError(
                 f"zerolite.initialize: parameter '{name}' belongs to another engine that is still alive; delete "
-                "that one first (del engine)"
+                "that one first (del engine), or call engine.destroy() if something else still refers to it"
             )
         if parameter.grad is not None:
             raise ValueError(

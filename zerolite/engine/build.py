@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.access.parameter_access import OWNERS, ParameterAccess
+from zerolite.access.parameter_access import ParameterAccess
 from zerolite.access.pending_gradients import PendingGradients
 from zerolite.activation_checkpointing import Attached, attach
 from zerolite.checkpoint.checkpointer import Checkpointer
@@ -42,10 +41,11 @@ from zerolite.engine.arguments import (
 from zerolite.engine.build_stage3 import start_stage3
 from zerolite.engine.build_step import Setup, StepComponents
 from zerolite.engine.components import Components, EngineRef, ModuleCall
-from zerolite.engine.connections import check_collectives, connect_backward, remove_hooks, watch_loading
+from zerolite.engine.connections import check_collectives, connect_backward, watch_loading
 from zerolite.engine.decisions import (
     precision_of,
 )
+from zerolite.engine.ending import end_with
 from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine, check_frozen
 from zerolite.engine.full_state import FullState
@@ -60,7 +60,6 @@ from zerolite.monitor.memory_report import TensorOwners
 from zerolite.optim.muon import muon_groups
 from zerolite.precision.dtypes import GraphBoundary
 from zerolite.precision.fp32_modules import Fp32Modules
-from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.zero.stage3.partitioned_model import unpartition_model
 from zerolite.zero.stages import STAGES
 
@@ -217,8 +216,8 @@ def _make_engine(
         schedule=schedule,
     )
     engine = _engine_class(setup)(components)
-    monitoring.end_with(engine)
-    _clean_up_with(engine, parts, reference, offload, hooks)
+    reference.finalizers += monitoring.end_with(engine)
+    end_with(reference, parts, offload, hooks)
     if check_is_enabled(setup.config.check_collectives):
         check_collectives(reference, topology, coordinator)
     monitoring.watch_communication(topology, coordinator)
@@ -338,15 +337,3 @@ def _make_runner(parts: StepComponents, reference: EngineRef, boundary: GraphBou
         on_loss=PipelineLoss(reference),
     )
     return setup.staged.runner(components)
-
-
-def _clean_up_with(
-    engine: Engine, parts: StepComponents, reference: EngineRef, offload: StateOffload, hooks: list[RemovableHandle]
-) -> None:
-    """Register the clean-up for the time when ``engine`` is deleted."""
-    for parameter in parts.owned:
-        OWNERS[parameter] = reference
-    finalize_before_exit(engine, offload.restore)
-    finalize_before_exit(engine, parts.param_gatherer.wait_all)
-    handles = parts.reducer.arrivals.handles, parts.param_gatherer.handles, hooks, parts.setup.fp32.handles
-    weakref.finalize(engine, remove_hooks, *handles)

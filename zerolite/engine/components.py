@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zerolite.access.parameter_access import ParameterAccess
 from zerolite.access.pending_gradients import PendingGradients
@@ -40,14 +41,35 @@ if TYPE_CHECKING:
 
 class EngineRef:
     """Weak reference to an engine, made before the engine is. A call returns the engine; None before it is made and
-    after it was deleted."""
+    after its end.
+
+    Nothing but the user's own references keeps an engine alive. It ends when they are gone, or by :meth:`end`.
+
+    Attributes:
+        finalizers: what the end of the engine runs, in order.
+        destroyed: the user has called :meth:`end`.
+        refusals: hooks that refuse gradients after the end, until another engine takes the parameters.
+    """
 
     def __init__(self) -> None:
         self._ref: weakref.ref[Engine] | None = None
+        self.finalizers: list[weakref.finalize[..., Any]] = []
+        self.destroyed = False
+        self.refusals: list[RemovableHandle] = []
 
     def bind(self, engine: Engine) -> None:
         """Bind the components; called by the engine's constructor."""
         self._ref = weakref.ref(engine)
+
+    def end(self) -> None:
+        """End the engine, even if something still refers to it. May be called twice."""
+        self.destroyed = True
+        for finalizer in self.finalizers:
+            alive = finalizer.detach()
+            if alive is not None:
+                _, function, args, _ = alive
+                function(*args)
+        self._ref = None
 
     def __call__(self) -> Engine | None:
         return None if self._ref is None else self._ref()

@@ -75,6 +75,7 @@ class Engine:
         self._same_inputs = c.same_inputs
         self._broadcast_buffers = c.broadcast_buffers
         self._schedule = c.schedule
+        self._reference = c.reference
         self._join: Join | None = None
         self._batches: Iterator[Any] | None = None  # endless, over ``dataloader``
         c.reference.bind(self)
@@ -688,6 +689,16 @@ class Engine:
         self.full_state.save_16bit(save_dir, max_shard_size, exclude_frozen_parameters)
 
     # ---------------------------------------------------------------- state
+
+    def destroy(self) -> None:
+        """End the engine, even if something still refers to it: model and optimizer are ordinary ones again.
+
+        ``del engine`` does the same for an engine that nothing else refers to; the user's optimizer then refuses to
+        step. At stage 3 the model stays partitioned, for another engine or for ``zero.GatheredParameters``. May be
+        called twice.
+        """
+        self._reference.end()
+        self._pipeline.suspend("engine.destroy() has ended this engine; make another one by zerolite.initialize")
 
     @property
     def module(self) -> torch.nn.Module:

@@ -95,12 +95,14 @@ class Monitoring:
         for beside in {id(c): c for c in (topology.tensor, topology.model) if c.world_size > 1}.values():
             self.comms_logger.watch(beside)
 
-    def end_with(self, engine: Engine) -> None:
-        """Write the last step and close when ``engine`` is deleted, or at the end of the process."""
+    def end_with(self, engine: Engine) -> list[weakref.finalize[..., Any]]:
+        """Write the last step and close when ``engine`` ends, or at the end of the process."""
+        finalizers: list[weakref.finalize[..., Any]] = []
         if self.monitor.enabled:
-            weakref.finalize(engine, _finish, self._outcomes, self.monitor)
+            finalizers.append(weakref.finalize(engine, _finish, self._outcomes, self.monitor))
         if self._profiler is not None:
-            weakref.finalize(engine, self._profiler.close)
+            finalizers.append(weakref.finalize(engine, self._profiler.close))
+        return finalizers
 
     def _report_every(self, report: Callable[[int], None]) -> None:
         """Call ``report`` with the step's number once in each interval, when the outcome of that step is known."""

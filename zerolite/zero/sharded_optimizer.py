@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerolite.optim.update_rules import UpdateRule
+from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat_update import FlatUpdate
 from zerolite.zero.optim_shards import Groups, OptimParamShard, State, UpdateMethod, optim_shards, shard_of_state
@@ -177,8 +179,17 @@ class ShardedOptimizer(Optimizer):
             if name == "step" and wrapped is not None:  # torch's schedulers warn if their mark is missing
                 function._wrapped_by_lr_sched = wrapped  # type: ignore[attr-defined]
             vars(self.inner)[name] = types.MethodType(function, self.inner)
-        weakref.finalize(self, _release_inner, self.inner, getattr(self.inner, _TAKES_SCALE, False))
+        installed = {name: vars(self.inner)[name] for name in _REDIRECTED}
+        takes_scale = getattr(self.inner, _TAKES_SCALE, False)
+        release = functools.partial(_release_inner, self.inner, installed, takes_scale)
+        self._release, self._releases = release, finalize_before_exit(self, release)  # if no engine comes of it
         vars(self.inner)[_TAKES_SCALE] = False  # else GradScaler would leave the unscaling to `step`
+
+    def release_inner(self, refuses: bool) -> None:
+        """Make the user's optimizer an ordinary one again, without the states of shards; ``refuses``: but for its
+        ``step``, which raises. May be called twice."""
+        if self._releases.detach() is not None:
+            self._release(refuses)
 
     # ---------------------------------------------------------------- torch's interface
 
@@ -351,6 +362,11 @@ class ShardedOptimizer(Optimizer):
             )
 
 
+GONE = (
+    "the engine is gone, because nothing refers to it any more. Keep what zerolite.initialize returns for as long as "
+    "the model trains (engine = zerolite.initialize(...)); engine.destroy() ends an engine on purpose"
+)
+
 # So torch does not wrap `step`: its wrapper calls the user's hooks only if a loop calls `step`, and not for
 # `engine.step()`. `run_hooks` calls them in every step.
 ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]
@@ -374,9 +390,18 @@ def _states_of(optimizer_ref: weakref.ref[ShardedOptimizer], index: int) -> Stat
     return {} if optimizer is None else optimizer.state_of(index)
 
 
-def _release_inner(inner: Optimizer, takes_scale: bool) -> None:
-    """Make the user's optimizer an ordinary one again after its engine was deleted, without the states of shards."""
+def _release_inner(inner: Optimizer, installed: dict[str, Any], takes_scale: bool, refuses: bool = False) -> None:
+    """Take back what :meth:`ShardedOptimizer._redirect_inner` has installed on the user's optimizer, and the states of
+    shards. refuses: the engine is gone although the user has not ended it, so a step would average nothing."""
+    if vars(inner).get("zero_grad") is not installed["zero_grad"]:
+        return  # another engine has the optimizer now
     for name in _REDIRECTED:
         vars(inner).pop(name, None)
     vars(inner)[_TAKES_SCALE] = takes_scale
     inner.state = defaultdict(dict)
+    if refuses:
+        vars(inner)["step"] = types.MethodType(_refuse_step, inner)
+
+
+def _refuse_step(inner: Optimizer, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(f"{type(inner).__name__}.step: {GONE}")

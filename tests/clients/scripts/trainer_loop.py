@@ -1,7 +1,8 @@
 """transformers' Trainer on two ranks: `trainer_loop.py OUT full,0 lora,3 ...`, a run for each kind and stage.
 
 A small Llama from a config, trained for six steps with evaluation and checkpoints, resumed from the third by a second
-Trainer, and asked to generate. Rank 0 writes the losses of both.
+Trainer, and asked to generate. Rank 0 writes the losses of both. `too_large,2` begins with a batch for which there is
+no memory.
 """
 
 import os
@@ -39,13 +40,29 @@ def ds_config(stage):
     }
 
 
+class OutOfMemory(torch.autograd.Function):
+    """A backward that finds no memory for a batch of more than two rows."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.rows = len(hidden)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.rows > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return grad
+
+
 def make_trainer(out, kind, stage):
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(backend="gloo")
     set_seed(5)
     arguments = TrainingArguments(
         output_dir=out + ".runs", deepspeed=ds_config(int(stage)), report_to=[], disable_tqdm=True,
-        per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=2,
+        per_device_train_batch_size=4 if kind == "too_large" else 2, auto_find_batch_size=kind == "too_large",
+        per_device_eval_batch_size=2, gradient_accumulation_steps=2,
         max_steps=6, learning_rate=3e-3, warmup_steps=2,
         logging_steps=1, eval_strategy="steps", eval_steps=3, save_steps=3,
         accelerator_config={"use_configured_state": True},  # on CPUs accelerate has to be told of gloo, above
@@ -55,6 +72,10 @@ def make_trainer(out, kind, stage):
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    if kind == "too_large":
+        model.model.layers[1].register_forward_hook(
+            lambda layer, args, output: OutOfMemory.apply(output) if layer.training else output
+        )
     return Trainer(model=model, args=arguments, train_dataset=Data(ROWS), eval_dataset=Data(8))
 
 
@@ -65,6 +86,8 @@ def logged(trainer, name):
 def run(out, kind, stage):
     trainer = make_trainer(out, kind, stage)
     trainer.train()
+    if kind == "too_large":
+        return {"losses": logged(trainer, "loss"), "size": trainer._train_batch_size}
     losses, evals = logged(trainer, "loss"), logged(trainer, "eval_loss")
     trainer.save_model(out + ".model")
     trainer.model.eval()

@@ -195,6 +195,36 @@ def same_model_twice(run: Run) -> None:
         zerolite.initialize(run.module, config(run.stage or 0, zero=run.zero()))
 
 
+@case(
+    "the result of `zerolite.initialize` is not kept",
+    ["your optimizer", "the config's", "engine.optimizer"],
+    words=["is gone", "Keep what zerolite.initialize returns"],
+)
+def not_kept(run: Run, whose: str) -> None:
+    run.start(own=(lambda model: torch.optim.SGD(model.parameters(), lr=0.0625)) if whose == "your optimizer" else None)
+    run.engine = None  # nothing else refers to it
+    optimizer = torch.optim.SGD(run.module.parameters(), lr=0.0625) if whose == "the config's" else run.optimizer
+    for step in range(STEPS):
+        models.square_loss(run.module, run.batch(step)).backward()
+        run.average()
+        optimizer.step() if whose != "your optimizer" else run.own.step()
+        optimizer.zero_grad()
+
+
+@case("`engine.destroy()`, then a second engine")
+def second_engine_after_destroy(run: Run) -> None:
+    run.start(own=lambda model: torch.optim.SGD(model.parameters(), lr=0.0625))
+    run.train(1)
+    if not run.plain:
+        first = run.engine  # something still refers to it
+        first.destroy()
+        first.destroy()
+        settings = {**config(run.stage or 0, zero=run.zero()), "train_micro_batch_size_per_gpu": 4}
+        del settings["optimizer"]
+        run.engine = zerolite.initialize(run.module, settings, optimizer=run.own)
+    run.train(2, start=1)
+
+
 @case("a model wrapped in", words=["DistributedDataParallel", ".module"], error=(ValueError, RuntimeError))
 def wrapped(run: Run) -> None:
     if run.plain or run.world == 1 and not dist.is_initialized():

@@ -154,7 +154,9 @@ class DeepSpeedEngine(torch.nn.Module):
         self.module.compile(**{**({} if backend is None else {"backend": backend}), **(compile_kwargs or {})})
 
     def destroy(self) -> None:
-        """Drop the engine, so that its memory is freed and another engine may use the model. May be called twice."""
+        """End the engine, so that another one may use the model, and drop it. May be called twice."""
+        if self.zerolite is not None:
+            self.zerolite.destroy()
         self.zerolite = None  # type: ignore[assignment]  # nothing may be called afterwards
         self.optimizer = None
         self.training_dataloader = None
