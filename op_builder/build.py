@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from .cache import seal
 from .ops import OPS, WITHOUT_KERNELS, Op, OpUnavailable, Source
 from .tools import Command, find_compilers, find_ninja
 
@@ -124,6 +125,7 @@ def compile_into(recipe: Recipe, target: Path) -> None:
         if problem is not None:
             os.replace(work / "build.log", log)
             raise compile_error(recipe, problem, log)
+        seal(work / "library.so")
         # Write the data before the name appears, so that even a crash of the machine leaves no half library. Loading
         # one could end the process.
         with open(work / "library.so", "rb") as library:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import stat
 import time
@@ -49,6 +50,23 @@ def describe_cache() -> tuple[str, str]:
         return str(library_dir().parent), ""
     except OSError as error:
         return str(cache_root()), str(error)
+
+
+_SEAL = b"\nzerolite "  # then the SHA-256 of the bytes before, as the last bytes of the file, which the loader ignores
+
+
+def seal(library: Path) -> None:
+    """Append the hash of a library's bytes to its file, for :func:`is_intact`."""
+    digest = hashlib.sha256(library.read_bytes()).hexdigest().encode()
+    with open(library, "ab") as file:
+        file.write(_SEAL + digest)
+
+
+def is_intact(library: Path) -> bool:
+    """Return True if the file of a library is as :func:`seal` has left it. Loading a damaged one may end the process,
+    and no exception would tell. Raises OSError if it cannot be read."""
+    content, mark, digest = library.read_bytes().rpartition(_SEAL)
+    return bool(mark) and digest == hashlib.sha256(content).hexdigest().encode()
 
 
 @contextlib.contextmanager

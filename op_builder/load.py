@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .build import BUILD_S, Recipe, compile_error, compile_into, make_recipe
-from .cache import build_lock, library_dir
+from .cache import build_lock, is_intact, library_dir
 from .ops import OpUnavailable
 from .tools import find_compilers, find_ninja
 
@@ -66,7 +66,7 @@ def status(name: str, *, capability: tuple[int, int] | None = None, torch_cuda: 
     try:
         _check_enabled(name)
         recipe = make_recipe(name, capability, torch_cuda)
-        path = next((path for path in _library_paths(recipe) if path.is_file()), None)
+        path = next(filter(_is_usable, _library_paths(recipe)), None)
         if path is None:
             find_compilers(recipe.op, torch_cuda)
             find_ninja()
@@ -150,8 +150,15 @@ def _build_in(directory: Path, recipe: Recipe) -> ctypes.CDLL:
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
-    """Load a library; return None if it is missing or made for another system."""
+    """Load a library; return None if it is missing, damaged, or made for another system."""
     try:
-        return ctypes.CDLL(str(path)) if path.is_file() else None
+        return ctypes.CDLL(str(path)) if _is_usable(path) else None
     except OSError:
         return None
+
+
+def _is_usable(path: Path) -> bool:
+    try:
+        return path.is_file() and is_intact(path)
+    except OSError:  # the disk fails
+        return False

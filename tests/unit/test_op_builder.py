@@ -345,6 +345,25 @@ def test_status_builds_nothing_and_says_where_and_a_warm_load_runs_no_program(pl
 
 
 @needs_compiler
+def test_a_damaged_library_is_built_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it would end the process: by SIGBUS where it was cut, by SIGSEGV where it is zeroed."""
+    place.elsewhere()
+    path = op_builder.status("cpu_kernels").path
+    assert path is not None
+    good = path.read_bytes()
+    for damaged in (good[:4096], good[: len(good) // 2].ljust(len(good), b"\0")):
+        path.write_bytes(damaged)
+        assert not op_builder.status("cpu_kernels").built
+        assert place.elsewhere() == {"answer": 42, "path": str(path)}
+    for damaged in (b"", bytes(len(good)), good[:-9], b"x" + good[1:]):
+        path.write_bytes(damaged)
+        assert not op_builder.status("cpu_kernels").built
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    check_unavailable("There is no C++ compiler", "apt install g++")
+
+
+@needs_compiler
 def test_a_library_built_ahead_needs_neither_compiler_nor_cache(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     prebuilt = place.here / "prebuilt"
     built = op_builder.build_into(prebuilt, "cpu_kernels")

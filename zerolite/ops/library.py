@@ -69,5 +69,5 @@ def _load(device_type: str, capability: tuple[int, int] | None) -> Kernels | str
         if device_type == "cpu":
             return CpuKernels(op_builder.load("cpu_kernels"))
         return _load_cuda(capability)
-    except (op_builder.OpUnavailable, OSError, RuntimeError) as error:
+    except (op_builder.OpUnavailable, OSError, RuntimeError, AttributeError) as error:
         return str(error)
