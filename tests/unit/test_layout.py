@@ -1,7 +1,10 @@
 import random
 
 import pytest
+import torch
 
+from zerolite.zero.bucket_filler import gaps_to_clear
+from zerolite.zero.buffer import destinations, zero_gap
 from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
 
 SIZES = [7, 0, 1, 1000, 33, 64, 129, 5, 0, 2048, 31, 32]
@@ -60,10 +63,27 @@ def check_buckets(sizes, world, bucket_numel, alignment, kinds):
         for slot in bucket.slots:
             assert slot.start % alignment == 0 and slot.start >= position
             position = slot.end
-        covered = sum(high - low for low, high in bucket.gaps) + sum(slot.numel for slot in bucket.slots)
+        covered = sum(gap.numel for gap in bucket.gaps) + sum(slot.numel for slot in bucket.slots)
         assert covered == bucket.numel
     assert end == layout.numel and layout.numel % world == 0
     assert [slot.index for slot in layout.slots] == list(range(len(sizes)))
+
+
+def test_slots_and_gaps_are_all_of_a_sliced_bucket():
+    for sizes, world, _, _, kinds in random_cases():
+        specs = [ParameterSpec(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(zip(sizes, kinds, strict=True))]
+        for bucket in PartitionLayout.build_sliced(specs, [range(len(specs))], world).buckets:
+            flat, row = torch.zeros(bucket.numel), bucket.numel // world
+            for slot in bucket.slots:
+                for target, values in destinations(flat, bucket, slot, torch.ones(slot.numel), (1,)):
+                    target += values
+            for gap in bucket.gaps:
+                for start in range(gap.start, gap.start + gap.rows * row, row):
+                    flat[start : start + gap.width] += 1
+            assert (flat == 1).all()
+            for gap in gaps_to_clear(bucket):
+                zero_gap(flat, bucket, gap)
+            assert flat.sum() == sum(sizes[slot.index] for slot in bucket.slots) or gap == (0, 1, bucket.numel)
 
 
 def test_buckets_run_in_reverse_registration_order():

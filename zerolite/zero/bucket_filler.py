@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zerolite.zero.buffer import destinations, flattened
-from zerolite.zero.layout import Bucket, Slot
+from zerolite.zero.layout import Bucket, Gap, Slot
 
 # A sliced bucket is filled in one call if its parameters have at most this many elements on average ...
 _SMALL = 512
@@ -148,6 +148,14 @@ def many_small(bucket: Bucket) -> bool:
     return bool(many) and 0 < numel <= _SMALL * len(bucket.slots) and bucket.numel <= _LARGEST
 
 
+def gaps_to_clear(bucket: Bucket) -> Sequence[Gap]:
+    """Return what is cleared before a bucket is filled: its padding, or all of a sliced bucket if one call costs less
+    than a call for each gap."""
+    gaps = bucket.gaps
+    cost = sum(gap.numel + _SMALL_SLOT for gap in gaps)
+    return (Gap(0, 1, bucket.numel),) if bucket.rows and cost > bucket.numel else gaps
+
+
 class BucketFiller:
     """Fill of a whole sliced bucket from the gradients of all its slots, in one call.
 
@@ -178,23 +186,27 @@ class BucketFiller:
             position += slot.numel
         self._source = source.to(device)
 
-    def fill(self, local: torch.Tensor, gradients: dict[int, torch.Tensor]) -> bool:
-        """Write all of ``local`` [numel] from ``gradients``, by index of the parameter.
+    def fill(self, local: torch.Tensor, gradients: dict[int, torch.Tensor], factor: float) -> bool:
+        """Write all of ``local`` [numel] from ``gradients``, by index of the parameter, times ``factor``.
 
         Returns:
-            False, with ``local`` unchanged, unless every slot has a gradient of ``local``'s dtype.
+            False, with ``local`` unchanged, unless every slot has a gradient, all of one dtype no wider than ``local``.
         """
         if len(gradients) != len(self._indices):
             return False
         flats = [gradients[index] for index in self._indices]
-        if any(gradient.dtype != local.dtype for gradient in flats):
+        dtype = flats[0].dtype
+        if any(gradient.dtype != dtype for gradient in flats) or torch.promote_types(dtype, local.dtype) != local.dtype:
             return False
         for position, index in enumerate(self._indices if self._formats else ()):
             if index in self._formats:
                 flats[position] = flattened(flats[position], self._formats[index])
-        zero = self._zero.setdefault(local.dtype, local.new_zeros(1))
-        joined = torch._C._nn.flatten_dense_tensors([*flats, zero])
-        torch.index_select(joined, 0, self._source, out=local)
+        if dtype not in self._zero:
+            self._zero[dtype] = local.new_zeros(1, dtype=dtype)
+        joined = torch._C._nn.flatten_dense_tensors([*flats, self._zero[dtype]])
+        if factor != 1.0:
+            joined.mul_(factor)
+        torch.index_select(joined.to(local.dtype), 0, self._source, out=local)
         return True
 
 

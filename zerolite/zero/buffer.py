@@ -11,7 +11,7 @@ from zerolite.offload.placements import Placement, Placements
 from zerolite.utils.accelerator import address, addresses
 from zerolite.utils.memory_tags import COMPUTE, MASTERS, tag_memory
 from zerolite.utils.rounding import sync_master_from_param_
-from zerolite.zero.layout import Bucket, Fragment, PartitionLayout, Slot
+from zerolite.zero.layout import Bucket, Fragment, Gap, PartitionLayout, Slot
 
 MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Placement], None]
 """Function (parameter, memory, placement of the memory) that copies a parameter's shard into the memory, which becomes
@@ -91,6 +91,15 @@ def zero_slot(flat: torch.Tensor, bucket: Bucket, slot: Slot) -> None:
         flat.as_strided((bucket.rows, slot.part), (row, 1), flat.storage_offset() + slot.start).zero_()
     else:
         flat.narrow(0, slot.start, slot.numel).zero_()
+
+
+def zero_gap(flat: torch.Tensor, bucket: Bucket, gap: Gap) -> None:
+    """Set a gap of the full bucket ``flat`` to zero."""
+    if gap.rows == 1:
+        flat.narrow(0, gap.start, gap.width).zero_()
+    else:
+        row = bucket.numel // bucket.rows
+        flat.as_strided((gap.rows, gap.width), (row, 1), flat.storage_offset() + gap.start).zero_()
 
 
 class ParameterBuffer:

@@ -21,9 +21,9 @@ from zerolite.comm import Pending
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
-from zerolite.zero.bucket_filler import BucketFiller, GradientHolder, Segment, many_small, plan_segments
+from zerolite.zero.bucket_filler import BucketFiller, GradientHolder, Segment, gaps_to_clear, many_small, plan_segments
 from zerolite.zero.bucket_memory import BucketDtypes, BucketMemory
-from zerolite.zero.buffer import destinations, zero_slot
+from zerolite.zero.buffer import destinations, zero_gap, zero_slot
 from zerolite.zero.layout import Bucket, Slot
 
 
@@ -96,7 +96,7 @@ class GradientBucket:
         self.holders: Sequence[GradientHolder] = [self.held] if bucket.rows and filled else self._segments
         # Padding must be zero, because it is sent and summed. Padding inside a segment is written with the segment.
         ends, begins = [0, *(segment.high for segment in self._segments)], [segment.low for segment in self._segments]
-        self._gaps = [gap for gap in bucket.gaps if gap[0] >= ends[bisect.bisect(begins, gap[0])]]
+        self._gaps = [gap for gap in gaps_to_clear(bucket) if gap.start >= ends[bisect.bisect(begins, gap.start)]]
         self.local: torch.Tensor | None = None
         self.written: set[int] = set()
         self._staged = False  # `local` is the communicator's memory, which is sent without a copy
@@ -246,17 +246,20 @@ class GradientBucket:
         """Write all of ``local`` in one call. Return False if that is not possible; ``local`` is then allocated."""
         assert self._filler is not None
         local = self._open_local(next(iter(held.values())), clear_gaps=False)
-        if not self._filler.fill(local, held):
+        if not self._filler.fill(local, held, factor):
             self._clear_gaps(local)
             return False
         self.written.update(held)
-        if factor != 1.0:
-            local.mul_(factor)
         return True
 
     def _open_local(self, gradient: torch.Tensor, clear_gaps: bool = True) -> torch.Tensor:
         """Allocate ``local`` for a first gradient like ``gradient``; only its padding is initialised."""
-        dtype = self._dtypes.accumulate or gradient.dtype
+        dtype, sent = self._dtypes.accumulate or gradient.dtype, self._reduce_dtype
+        # A bucket that is sent in a wider dtype is filled in it: a conversion would read and write it once more. It
+        # takes more memory, so those that wait long for their launch are converted then.
+        wider = self._dtypes.accumulate is None and dtype != sent and torch.promote_types(dtype, sent) == sent
+        if wider and self._memory.is_launched_soon(self.bucket.index, self._launching):
+            dtype = sent
         sendable = self._dtypes.communication in (None, dtype)
         local, self._staged = self._memory.allocate(self.bucket, dtype, gradient.device, sendable, self._launching)
         self.local = local
@@ -265,8 +268,8 @@ class GradientBucket:
         return local
 
     def _clear_gaps(self, local: torch.Tensor) -> None:
-        for low, high in self._gaps:
-            local[low:high].zero_()
+        for gap in self._gaps:
+            zero_gap(local, self.bucket, gap)
 
     def _widen(self) -> torch.Tensor:
         """Convert ``local`` to the dtype in which several contributions are summed."""
@@ -288,7 +291,7 @@ class GradientBucket:
         finally:
             self._launching = False
         if self.local is None:
-            zeros = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.device)
+            zeros = torch.zeros(self.bucket.numel, dtype=self._reduce_dtype, device=self.device)
             return tag_memory(zeros, self._memory.item())
         if len(self.written) < self._filled:
             for segment in self._segments:  # a segment that was copied in already has these zeros

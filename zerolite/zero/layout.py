@@ -62,6 +62,18 @@ class Range(NamedTuple):
         return self.end - self.start
 
 
+class Gap(NamedTuple):
+    """Elements [start, start + width) of a bucket, and those below them in the next rows, ``rows`` in all."""
+
+    start: int
+    rows: int
+    width: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.width
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """Input of the layout: one parameter.
@@ -128,20 +140,22 @@ class Bucket:
     rows: int = 0
 
     @cached_property
-    def gaps(self) -> tuple[Range, ...]:
-        """Ranges that together contain all padding. For a sliced bucket with padding it is the whole bucket, because
-        its padding is spread over all rows."""
-        if self.rows:
-            full = sum(slot.numel for slot in self.slots) == self.numel
-            return () if full else (Range(0, self.numel),)
-        ranges, position = [], 0
+    def gaps(self) -> tuple[Gap, ...]:
+        """The padding: between slots, and in a sliced bucket also at the ends of slots."""
+        rows = self.rows or 1
+        row = self.numel // rows
+        gaps, position = [], 0
         for slot in self.slots:
-            if slot.start > position:
-                ranges.append(Range(position, slot.start))
-            position = slot.end
-        if self.numel > position:
-            ranges.append(Range(position, self.numel))
-        return tuple(ranges)
+            gaps.append(Gap(position, rows, slot.start - position))
+            position = slot.start + (slot.part if self.rows else slot.numel)
+            if slot.part:
+                full, rest = divmod(slot.numel, slot.part)
+                if rest:
+                    gaps.append(Gap(full * row + slot.start + rest, 1, slot.part - rest))
+                    full += 1
+                gaps.append(Gap(full * row + slot.start, rows - full, slot.part))
+        gaps.append(Gap(position, rows, row - position))
+        return tuple(gap for gap in gaps if gap.numel)
 
 
 @dataclass(frozen=True)
