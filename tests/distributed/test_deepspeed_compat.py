@@ -107,6 +107,7 @@ def make(stage: int, zero: dict[str, Any] | None = None) -> Any:
         (2, "plain", None),
         (3, "by hand", None),
         (0, "compiled", None),
+        (3, "compiled", None),
         (2, "engine", {"cpu_offload": True}),
         (3, "engine", {"offload_optimizer": {**CPU, "pin_memory": True}, "offload_param": CPU}),
     ],

@@ -40,6 +40,7 @@ from zerolite.engine.arguments import (
 )
 from zerolite.engine.build_stage3 import start_stage3
 from zerolite.engine.build_step import Setup, StepComponents
+from zerolite.engine.compiling import warn_if_compiled_whole
 from zerolite.engine.components import Components, EngineRef, ModuleCall
 from zerolite.engine.connections import check_collectives, connect_backward, watch_loading
 from zerolite.engine.decisions import (
@@ -133,6 +134,8 @@ def build_engine(
             "zero_allow_untested_optimizer: this optimizer updates flat parts of parameters. If an update depends on "
             "more than the element's own gradient and state (norms, rows and columns), its results are wrong"
         )
+    if comm.main and comm.world_size > 1:
+        warn_if_compiled_whole(model, policy.shard_parameters)
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
     kind, whole = kind or device.type, chosen.whole
     setup = Setup(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains, whole)

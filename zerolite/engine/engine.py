@@ -17,6 +17,7 @@ from zerolite.data.micro_batch import check_batches
 from zerolite.diagnostics.join import ROW, Join
 from zerolite.diagnostics.stack_report import EngineInternals
 from zerolite.engine.arguments import check_loss, checked_weight
+from zerolite.engine.compiling import compile_blocks
 from zerolite.engine.components import Components
 from zerolite.monitor.memory_report import MemoryReport, memory_report
 from zerolite.precision.dtype_errors import explain
@@ -347,6 +348,18 @@ class Engine:
         has used yet, see :meth:`clip_gradients`.
         """
         return self._pipeline.outcomes.grad_norm()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model with torch.compile: each of its repeated blocks, such as the layers of a transformer, or
+        the whole model if it has none.
+
+        One graph over the whole model would hide no reduction behind its backward. ``engine.module.compile()`` makes
+        it.
+
+        Args:
+            args, kwargs: those of ``torch.nn.Module.compile``, such as ``backend``, ``mode`` and ``dynamic``.
+        """
+        compile_blocks(self.module, *args, **kwargs)
 
     def memory_report(self) -> MemoryReport:
         """Measure this rank's memory: bytes by item, and the allocator's totals.

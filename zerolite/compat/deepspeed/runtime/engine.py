@@ -147,11 +147,8 @@ class DeepSpeedEngine(torch.nn.Module):
         return self.zerolite.deepspeed_io(dataset, batch_size, route, **kwargs)
 
     def compile(self, backend: object = None, compile_kwargs: dict[str, Any] | None = None, **ignored: Any) -> None:
-        """Compile the module with torch.compile. Raises NotImplementedError at stage 3, whose hooks gather
-        parameters."""
-        if self.zero_optimization_stage() == 3:
-            raise NotImplementedError("DeepSpeedEngine.compile: expected stage 0, 1 or 2, got 3; leave the call out")
-        self.module.compile(**{**({} if backend is None else {"backend": backend}), **(compile_kwargs or {})})
+        """Compile the repeated blocks of the module with torch.compile, or the module if it has none."""
+        self.zerolite.compile(**{**({} if backend is None else {"backend": backend}), **(compile_kwargs or {})})
 
     def destroy(self) -> None:
         """End the engine, so that another one may use the model, and drop it. May be called twice."""
