@@ -169,12 +169,16 @@ def train(settings: dict[str, Any], how: str = "none") -> dict[str, Tensor]:
 
 
 def train_with_states_moved(settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Between steps the states go to the host, while the device sleeps, and the memory is used by others meanwhile."""
-    engine, losses = start(settings, "none"), []
+    """Between steps the states go to the host, while the device sleeps, and the memory is used by others meanwhile.
+    In every third step they go on a stream of their own."""
+    engine, losses, other = start(settings, "none"), [], torch.cuda.Stream()
     for step in range(STEPS):
         losses += window(engine, step)
-        torch.cuda._sleep(10 * SLEEP)
-        engine.offload_states(non_blocking=step % 2 == 0)
+        copies = other if step % 3 == 2 else torch.cuda.current_stream()
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            torch.cuda._sleep(10 * SLEEP)
+            engine.offload_states(non_blocking=step % 2 == 0)
         used = [torch.full((WEIGHT,), float("nan"), device="cuda") for _ in range(6 * DEPTH)]
         del used
         engine.reload_states()

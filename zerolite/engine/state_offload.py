@@ -47,6 +47,7 @@ class StateOffload:
         self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # emptied storages, and their bytes on the host
         self._items: list[str] = []  # memory items of ``_out``
         self._persistent: list[Any] = []  # handles of stage 3's persistent parameters
+        self._copied: torch.cuda.Event | None = None  # end of copies to the host that the host has not waited for
 
     @torch.no_grad()
     def offload(self, include: Iterable[object] | None, device: object, pin_memory: bool, non_blocking: bool) -> None:
@@ -71,6 +72,8 @@ class StateOffload:
             there.copy_(_bytes_of(storage), non_blocking=pin)
         if not non_blocking:
             self._synchronize()
+        elif pin:
+            self._leave_running([storage for storage, _ in out])
         if parameters:
             self._let_go()
         for storage, _ in out:
@@ -96,6 +99,9 @@ class StateOffload:
         stays."""
         if not self._pipeline.suspended:
             return
+        if self._copied is not None:  # the current stream may be another one than that of the copies to the host
+            torch.cuda.current_stream(self._owners.device).wait_event(self._copied)
+            self._copied = None
         for storage, there in self._out:
             resize(storage, there.numel())
             _bytes_of(storage).copy_(there, non_blocking=True)
@@ -154,6 +160,15 @@ class StateOffload:
         yield from ((MASTERS, flat) for flat in owners.buffer.master)
         yield from ((STATES, state) for state in owners.optimizer.method.memory())
         yield from owners.reducer.memory()
+
+    def _leave_running(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Let the copies to the host go on after the call: record their end, and keep the allocator from handing their
+        sources out to other streams before."""
+        stream = torch.cuda.current_stream(self._owners.device)
+        self._copied = torch.cuda.Event()
+        self._copied.record(stream)
+        for storage in storages:
+            _bytes_of(storage).record_stream(stream)
 
     def _synchronize(self) -> None:
         """Let the host wait for the copies, before it uses or frees its own memory. The device needs no wait: later
