@@ -131,6 +131,12 @@ FAILURES = {
         1,
         "ValueError: hanging",
     ),
+    "side thread": (  # its error is the cause of the script's own
+        "def load(): {}['batch']\nloader = threading.Thread(target=load, name='loader')\n"
+        "loader.start()\nloader.join()\nraise ValueError('no batch')\n",
+        1,
+        "ValueError: no batch",
+    ),
 }
 
 
@@ -148,6 +154,10 @@ def test_a_rank_that_fails_ends_the_job(start, how: str) -> None:
     assert said in line
     if "raise" in body or "import no" in body:
         traceback = job.stderr[job.stderr.index(line) :].splitlines()[1:]
+        if how == "side thread":
+            end = traceback.index("KeyError: 'batch'")
+            assert traceback[0] == "Exception in thread loader, before the script's own:"
+            traceback = traceback[end + 2 :]
         assert traceback[0] == "Traceback (most recent call last):"
         assert traceback[1].startswith(f'  File "{job.directory}/train.py"'), "our own frames are shown"
     if how == "segment":

@@ -40,6 +40,14 @@ def test_unknown_keys_of_other_kinds() -> None:
     assert '"zero_optimization": {"stage": ...}' in errors_of({"zero_optimization.stage": 1})["zero_optimization.stage"]
 
 
+def test_keys_that_would_steer_a_terminal_are_escaped() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"zero\x1b[31m\n": 1, "fp16": {"\x9b2Jx": 1}, "größe": 1})
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        r"  fp16.\x9b2Jx", r"  zero\x1b[31m\n", "  größe",
+    ]  # fmt: skip
+
+
 def test_a_type_and_free_params() -> None:
     params = {"anything": {"at": [{"any": "depth"}]}, "type": 1, "enabled": None, "stage": "x"}
     config = load_config({"optimizer": {"type": "Mine", "params": params}})

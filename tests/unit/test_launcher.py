@@ -110,18 +110,40 @@ def test_what_a_node_must_be_told() -> None:
 
 def test_the_env_file_is_found_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "home").mkdir()
-    environ = {"HOME": str(tmp_path / "home")}
-    assert options.find_env_file(None, environ) is None
-    (tmp_path / "home" / ".zerolite_env").write_text("")
-    assert options.find_env_file(None, environ) == str(tmp_path / "home" / ".zerolite_env")
+    home = tmp_path / "home"
+    home.mkdir()
+    environ = {"HOME": str(home)}
+    assert options.find_env_files(None, environ) == []
+    (home / ".zerolite_env").write_text("")
+    assert options.find_env_files(None, environ) == [str(home / ".zerolite_env")]
     (tmp_path / ".zerolite_env").write_text("# comment\n\nA=1\n B = two words \nC='x=\"y\"'\nD=\n")
-    assert options.find_env_file(None, environ) == str(tmp_path / ".zerolite_env")
-    assert options.find_env_file("other", environ) == "other"
+    assert options.find_env_files(None, environ) == [str(tmp_path / ".zerolite_env")]
+    monkeypatch.setenv("HOME", str(home))
+    assert options.find_env_files("~/other", environ, deepspeed=True) == [str(home / "other")]
     assert options.read_env_file(".zerolite_env") == {"A": "1", "B": "two words", "C": 'x="y"', "D": ""}
     (tmp_path / "bad").write_text("A=1\nno value\n")
     with pytest.raises(ValueError, match="line 2 of bad is 'no value'"):
         options.read_env_file("bad")
+
+
+def test_deepspeeds_env_file_and_variables_of_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".deepspeed_env").write_text("A=1\nB=1\nC=1\n")
+    (tmp_path / ".deepspeed_env").write_text("B=2\nC=2\nRANK=3\nMASTER_PORT=1\n")
+    (tmp_path / ".zerolite_env").write_text("C=3\n")
+    assert request_of("t.py").env == {"C": "3"} and not capsys.readouterr().err
+    env = request_of("--deepspeed-compat", "t.py").env
+    assert {key: env.get(key) for key in ("A", "B", "C", "RANK")} == {"A": "1", "B": "2", "C": "3", "RANK": None}
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/.deepspeed_env sets RANK, MASTER_PORT, which the launcher sets for each process" in said
+    monkeypatch.setenv("DS_ENV_FILE", "mine")
+    (tmp_path / "mine").write_text("D=4\n")
+    env = request_of("--deepspeed-compat", "t.py").env
+    assert "A" not in env and (env["C"], env["D"]) == ("3", "4")
 
 
 # -------------------------------------------------------------------- failures

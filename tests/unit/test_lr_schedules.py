@@ -205,6 +205,11 @@ def test_torch_schedulers_by_name():
         ("SequentialLR", {}, "scheduler.type: .*lr_scheduler="),
         ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params: .*warmup_num_steps"),
         ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr: missing"),
+        ("StepLR", {"step_size": 0}, "scheduler.params.step_size: expected a whole number of at least 1, got 0"),
+        ("CosineAnnealingLR", {"T_max": 0}, "scheduler.params.T_max: expected a whole number of at least 1, got 0"),
+        ("MultiStepLR", {"milestones": "abc"}, "milestones: expected a list of whole numbers, got 'abc'"),
+        ("MultiStepLR", {"milestones": [2, 4.5]}, "milestones: expected a list of whole numbers, got"),
+        ("MultiStepLR", {"milestones": ["a"]}, "milestones: expected a list of whole numbers, got"),
     ],
 )
 def test_mistakes_are_named(name, params, words):

@@ -16,6 +16,7 @@ from zerolite.pipe.schedules import ONE_CHUNK, make_schedule
 from zerolite.pipe.stage import ChunkStage
 from zerolite.pipe.step import RunnerComponents, Step
 from zerolite.utils.nested import find_tensors
+from zerolite.zero.layout import PartitionLayout
 
 READY, ENDED, FAILED = 0, 1, 2
 LOSS_TAG = "loss"
@@ -54,6 +55,7 @@ class PipelineRunner:
         self._schedule = schedule
         self._run = make_schedule(schedule, self._stages, components.micro_batches)
         self._barrier = StepBarrier(topology)
+        self._layout: PartitionLayout | None = None  # that the stages know
         self._has_last = any(chunk.index == parts - 1 for chunk in self._chunks)
 
     def train_batch(self, batches: Iterator[object]) -> torch.Tensor:
@@ -73,6 +75,11 @@ class PipelineRunner:
             )
         counters = self._components.pipeline.outcomes.counters
         before = counters.micro_steps
+        if len(self._chunks) > 1 and self._layout is not self._components.reducer.layout:
+            self._layout = self._components.reducer.layout
+            owners = self._chunks_of_buckets(self._layout)
+            for stage in self._stages:
+                stage.chunks_of_bucket = owners
         with torch.enable_grad():
             step = self._begin("train_batch", batches, self._components.micro_batches)
             self._run_stages("train_batch", step, self._run)
@@ -81,6 +88,19 @@ class PipelineRunner:
         loss = self._mean_over_world(step)
         self._components.on_loss(loss)
         return loss
+
+    def _chunks_of_buckets(self, layout: PartitionLayout) -> dict[int, frozenset[int]]:
+        """Return the chunks with parameters in each bucket; without the buckets that have a parameter of no chunk."""
+        chunks: dict[int, set[int]] = {}
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                chunks.setdefault(id(parameter), set()).add(chunk.index)
+        parameters, owners = self._components.reducer.parameters, {}
+        for bucket in layout.buckets:
+            of_each = [chunks.get(id(parameters[slot.index]), set[int]()) for slot in bucket.slots]
+            if all(of_each):
+                owners[bucket.index] = frozenset[int]().union(*of_each)
+        return owners
 
     def update(self) -> None:
         """Reduce and apply the gradients of :meth:`accumulate`."""

@@ -9,7 +9,7 @@ waits for it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -195,6 +195,9 @@ class ChunkStage(PipelineStage):
         """
         self.chunk = chunk
         self.step: Step
+        self.chunks_of_bucket: Mapping[
+            int, frozenset[int]
+        ] = {}  # the chunks with parameters in each bucket, if several
         self.next_here: ChunkStage | None = None  # stage of the next part, if it is on this rank
         self._previous_here: ChunkStage | None = None
         self._links = links
@@ -439,6 +442,8 @@ class ChunkStage(PipelineStage):
             step.fail(error)
             self._drop_written_gradients()
         step.end_backward(step.failure is None)
+        if self.chunks_of_bucket:
+            step.on_backward_of(self.stage_index, self.chunks_of_bucket)
 
     def _drop_written_gradients(self) -> None:
         """Drop what :func:`stage_backward_weight` has written into ``p.grad`` and no hook has taken. The next backward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -111,6 +111,7 @@ class Backward:
         launched: number of buckets that it has launched, in launch order.
         unreduced: backwards since ``local`` was last reduced; equal on all ranks.
         accumulated: backwards since the last step.
+        early: buckets that were launched between backwards, before the one that reduces the others.
     """
 
     factor: float
@@ -123,12 +124,13 @@ class Backward:
     launched: int = 0
     unreduced: int = 0
     accumulated: int = 0
+    early: list[int] = field(default_factory=list)
 
     def begin(
         self, factor: float, reducing: bool, discards_gradients: bool, launches_by_group: bool, learning: bool
     ) -> None:
         self.factor, self.open, self.reducing, self.discards_gradients = factor, True, reducing, discards_gradients
-        self.launches_by_group, self.learning, self.launched = launches_by_group, learning, 0
+        self.launches_by_group, self.learning, self.launched = launches_by_group, learning, len(self.early)
         self.launches_at_end = bool(_open)
         for other in _open:
             other.launches_at_end = True
@@ -147,6 +149,7 @@ class Backward:
     def on_all_reduced(self, consumed: bool = False) -> None:
         """Note that no bucket has unreduced gradients. consumed: a step has also used them, or they were dropped."""
         self.unreduced = 0
+        self.early.clear()
         if consumed:
             self.accumulated = 0
 

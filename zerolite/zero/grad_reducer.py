@@ -172,8 +172,12 @@ class GradReducer:
         if self.order.learning:
             self.order.begin_backward()
         self.arrivals.begin_backward()
-        several = self.current.unreduced > 1
-        for bucket in self._buckets:
+        several, early, buckets = self.current.unreduced > 1, self.current.early, self._buckets
+        if early:  # a gradient for one of these is late
+            buckets = [bucket for bucket in buckets if bucket.bucket.index not in early]
+            if reducing:
+                self.order.begin_with(early)
+        for bucket in buckets:
             bucket.open(several)
         if end_with_backward:
             # This runs in a hook inside the user's backward. No hook can know that its gradient is the last one, but
@@ -208,6 +212,16 @@ class GradReducer:
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
+
+    @torch.no_grad()
+    def launch_early(self, buckets: Sequence[int]) -> None:
+        """Launch buckets between backwards, because no later backward of the step brings them a gradient, unless every
+        backward reduces, or the last one has. Called on all ranks, with the same buckets in the same order."""
+        current = self.current
+        if self._options.overlap and not (current.reducing or self.reduces_each_backward):
+            for index in buckets:
+                self._launch(self._buckets[index])
+                current.early.append(index)
 
     def show_accumulated(self) -> None:
         """Show the gradients of the accumulation in ``p.grad`` again, after a backward that has raised."""

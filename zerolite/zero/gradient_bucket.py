@@ -175,7 +175,7 @@ class GradientBucket:
         Args:
             by_group: no gradient launches a bucket, so a whole bucket may be held until its group's backward ends.
         """
-        if self.bucket.rows and not (by_group and self.local is None and self.state is BucketState.OPEN):
+        if self.state is not BucketState.OPEN or (self.bucket.rows and not (by_group and self.local is None)):
             return ()
         return self.holders
 

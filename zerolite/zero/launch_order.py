@@ -43,6 +43,11 @@ class LaunchOrder:
         self.buckets = buckets
         self.positions = sorted(range(len(buckets)), key=buckets.__getitem__)
 
+    def begin_with(self, first: Sequence[int]) -> None:
+        """Launch these buckets before all others, in this order, which is equal on all ranks."""
+        if self.buckets[: len(first)] != list(first):
+            self._set_order([*first, *(bucket for bucket in self.buckets if bucket not in first)])
+
     def begin_backward(self) -> None:
         """Begin a backward: no bucket is complete."""
         self._completed.clear()
