@@ -17,7 +17,8 @@ from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.optim.lr_schedules import build_scheduler
 from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole_parameters, resolve_optimizer
 from zerolite.utils.accelerator import host_value
-from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
+from zerolite.zero.sharded_optimizer import SHARDED_OVER, Groups, ShardedOptimizer
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 from zerolite.zero.stages import StagePolicy
 
 OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
@@ -188,6 +189,37 @@ def choose_optimizer(
             f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. {reason}"
         )
     return OptimizerChoice(make, untested, whole)
+
+
+def check_states(optimizer: Optimizer, model: torch.nn.Module, any_shape: bool) -> None:
+    """Raise ValueError for states that are one rank's part, which each rank would take for the whole.
+
+    Args:
+        optimizer: the user's optimizer, which may have loaded states.
+        model: has its parameters.
+        any_shape: states of an optimizer that is not elementwise may have any shape.
+    """
+    remedy = (
+        "which each rank loads itself, after zerolite.initialize. To load before it, save what "
+        "engine.full_optimizer_state_dict() returns; or use engine.save_checkpoint"
+    )
+    for group in optimizer.param_groups:
+        if SHARDED_OVER in group:
+            raise ValueError(
+                "zerolite.initialize: expected an optimizer with whole states, got one that has loaded one rank's part "
+                f"of {group[SHARDED_OVER]}: the result of optimizer.state_dict() of an engine, {remedy}"
+            )
+    if any_shape and check_elementwise(optimizer) is not None:
+        return
+    for name, parameter in model.named_parameters():
+        shape = tuple(unpartitioned_shape(parameter))
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and tuple(value.shape) != shape:
+                raise ValueError(
+                    f"zerolite.initialize: expected the state '{key}' of parameter '{name}' to have its shape "
+                    f"{shape}, got {tuple(value.shape)}. Above stage 0 an engine's optimizer.state_dict() is one "
+                    f"rank's part, {remedy}"
+                )
 
 
 def _maker(

@@ -24,6 +24,7 @@ from zerolite.comm import (
     HostGroup,
     Topology,
     check_is_enabled,
+    raise_together,
 )
 from zerolite.config import ZeroliteConfig
 from zerolite.data.dataloader import Loaders
@@ -33,6 +34,7 @@ from zerolite.diagnostics.same_inputs import SameInputs
 from zerolite.engine.arguments import (
     OptimizerLike,
     check_not_wrapped,
+    check_states,
     choose_optimizer,
     freeze,
     param_groups_of,
@@ -129,6 +131,8 @@ def build_engine(
     chosen = choose_optimizer(optimizer, resolved, policy, groups, topology.tensor.world_size > 1)
     if chosen.existing is not None and chosen.existing is not optimizer:  # a function has made it just now
         check_made_optimizer(chosen.existing, model, comm, device)
+    if chosen.existing is not None:
+        check_states(chosen.existing, model, any_shape=chosen.whole or not policy.shard_optimizer)
     if chosen.untested and comm.main:
         logger.warning(
             "zero_allow_untested_optimizer: this optimizer updates flat parts of parameters. If an update depends on "
@@ -306,7 +310,13 @@ def _make_checkpointer(
         register = functools.partial(check_frozen, setup.model)
         event.append(register)
     step = None if setup.staged is None else functools.partial(refuse, "engine.optimizer.step")
-    parts.sharded.connect(pipeline, unfrozen.add_group, schedule.settle, step)
+    topology = setup.topology
+    grid = {} if topology.trivial else {"tensor": topology.tensor.rank, "pipe": topology.pipe.rank}
+
+    def raise_on_all(error: ValueError | None) -> None:
+        raise_together(topology.world, setup.device, "verify", error, "engine.optimizer.load_state_dict", ValueError)
+
+    parts.sharded.connect(pipeline, unfrozen.add_group, schedule.settle, step, raise_together=raise_on_all, grid=grid)
     tensors = ModelState(setup.model, parts.buffer, parts.sharded, parts.comm, setup.topology)
     host = HostGroup(setup.topology.world, "checkpoint")
     return Checkpointer(EngineComponents(tensors, pipeline, setup.config, setup.device, host, register), loaders)

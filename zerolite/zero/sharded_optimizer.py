@@ -150,6 +150,9 @@ class ShardedOptimizer(Optimizer):
         add_group: Callable[[dict[str, Any]], None],
         before_groups_are_read: Callable[[], None],
         step: Callable[[], None] | None = None,
+        *,
+        raise_together: Callable[[ValueError | None], None],
+        grid: Mapping[str, int],
     ) -> None:
         """Let the engine carry out calls of this optimizer and of the user's own optimizer object. So a loop that still
         calls the latter trains.
@@ -159,7 +162,10 @@ class ShardedOptimizer(Optimizer):
             add_group: trains the parameters of another param group.
             before_groups_are_read: brings learning rates up to date.
             step: runs a step instead of ``pipeline.step``.
+            raise_together: raises on all ranks of the job if one of them has an error.
+            grid: this rank's indices "tensor" and "pipe", if it has a part of the model only.
         """
+        self._raise_together, self._grid = raise_together, grid
         self._pipeline, self._add_group, self._before_groups_are_read = pipeline, add_group, before_groups_are_read
         self._step = pipeline.step if step is None else step
         self._redirect_inner()
@@ -258,7 +264,8 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's states by parameter position, in torch's form, with the masters that are separate.
 
-        They can be loaded into an engine of the same stage, world size and buckets. Tensors are not copied.
+        They can be loaded into an engine of the same stage, world size and buckets; at stage 0 those of any rank into
+        an engine of any world size. Tensors are not copied.
         """
         pipeline = self._settle()
         pipeline.check_available()
@@ -273,6 +280,9 @@ class ShardedOptimizer(Optimizer):
             if self._buffer.separate[shard.bucket]:
                 masters[index] = self._buffer.master_view(shard.fragment)
         groups = self.numbered_groups()
+        if self._is_sharded:
+            for group in groups:
+                group[SHARDED_OVER] = self._buffer.layout.world_size
         return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -281,10 +291,16 @@ class ShardedOptimizer(Optimizer):
         Keys that choose an implementation (``foreach``, ``fused``, …) are not loaded.
 
         Raises:
-            ValueError: the state was saved under another partition or other param groups. Nothing has changed.
+            ValueError: on all ranks, if a state was saved under another partition or other param groups. Nothing has
+            changed.
         """
         pipeline = self._settle()
-        self._check_loadable(state_dict)
+        error = None
+        try:
+            self._check_loadable(state_dict)
+        except ValueError as refused:
+            error = refused
+        self._raise_together(error)  # the ranks that could load would wait in the gather of the loaded weights
         position = self.positions()
         for shard in self.shards():
             index = position[shard.index]
@@ -330,6 +346,10 @@ class ShardedOptimizer(Optimizer):
         order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         return {index: order[id(p)] for index, p in enumerate(self._buffer.parameters)}
 
+    @property
+    def _is_sharded(self) -> bool:
+        return self._buffer.shard and self._buffer.layout.world_size > 1
+
     def _partition(self) -> dict[str, Any]:
         layout = self._buffer.layout
         whole = [bucket.index for bucket in layout.buckets if bucket.slots[0].whole]
@@ -339,6 +359,7 @@ class ShardedOptimizer(Optimizer):
             "rank": self._buffer.rank,
             "buckets": [bucket.numel for bucket in layout.buckets],
             **({"whole": whole} if whole else {}),
+            **self._grid,
         }
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
@@ -346,13 +367,17 @@ class ShardedOptimizer(Optimizer):
         if missing:
             raise ValueError(
                 "engine.optimizer.load_state_dict: expected the result of engine.optimizer.state_dict(), got one "
-                f"without {missing}"
+                f"without {missing}; load the state of a plain optimizer into it before zerolite.initialize"
             )
-        if state_dict["partition"] != self._partition():
+        expected, got = self._partition(), state_dict["partition"]
+        if not (self._buffer.shard or got.get("shard")):  # whole on each rank, whatever the buckets
+            expected, got = ({key: partition.get(key) for key in _GRID} for partition in (expected, got))
+        if got != expected:
             raise ValueError(
-                "engine.optimizer.load_state_dict: the state was saved under the partition "
-                f"{state_dict['partition']}, this rank has "
-                f"{self._partition()}; load it at the same stage, world size and bucket size"
+                f"engine.optimizer.load_state_dict: expected a state of this rank's partition {expected}, got one "
+                f"of {got}; each rank loads the state that it has saved itself, at the same stage, world "
+                "size and bucket size. engine.save_checkpoint, or engine.full_optimizer_state_dict() loaded into a "
+                "plain optimizer before zerolite.initialize, fits any"
             )
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         own = [len(group["params"]) for group in self.param_groups]
@@ -370,8 +395,14 @@ GONE = (
 # So torch does not wrap `step`: its wrapper calls the user's hooks only if a loop calls `step`, and not for
 # `engine.step()`. `run_hooks` calls them in every step.
 ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]
+# Key in the param groups of a saved state that is one rank's part. A plain optimizer keeps it when it loads the state,
+# so an engine that gets this optimizer knows that its states are not whole.
+SHARDED_OVER = "zerolite_sharded_over"
 # Keys of a param group that are not loaded, saved or compared: they choose this rank's implementation or class.
-LOCAL_GROUP_KEYS = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+LOCAL_GROUP_KEYS = (
+    *("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", SHARDED_OVER),
+)
+_GRID = ("tensor", "pipe")
 _TAKES_SCALE = "_step_supports_amp_scaling"
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import lr_scheduler as schedulers
 
 import zerolite
@@ -14,6 +15,7 @@ from tests.distributed.drop_in.optimizers import KERNELS, two_group_sgd
 from tests.toolkit import models
 from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.drop_in import STEPS, Run, case
+from zerolite.zero.sharded_optimizer import SHARDED_OVER
 
 # ---------------------------------------------------------------- schedulers
 
@@ -86,6 +88,39 @@ def optimizer_state_dict(run: Run, whose: str) -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     run.train(2, start=2)
     optimizer.load_state_dict(saved)
+    run.train(2, start=2)
+
+
+@case(
+    "rank 0's `optimizer.state_dict()`, loaded on all ranks",
+    ["after", "before", "before, unmarked"],
+    words=["rank", "engine.full_optimizer_state_dict()", "engine.save_checkpoint"],
+    error=ValueError,
+    close=KERNELS,
+)
+def state_of_rank_0(run: Run, when: str) -> None:
+    """In a new run, as loops with DistributedDataParallel resume."""
+    run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+    run.train(2)
+    optimizer = run.optimizer if when == "after" else run.own
+    weights = run.module.state_dict() if run.plain else run.engine.full_state_dict()
+    files = [copy.deepcopy([weights, optimizer.state_dict()])]
+    dist.broadcast_object_list(files)
+    weights, saved = files[0]
+    if when == "before, unmarked":  # the shapes alone tell
+        for group in saved["param_groups"]:
+            group.pop(SHARDED_OVER, None)
+
+    def own(model: Any) -> Any:
+        model.load_state_dict(weights)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        if when != "after":
+            optimizer.load_state_dict(saved)
+        return optimizer
+
+    run.start(own=own)
+    if when == "after":
+        run.optimizer.load_state_dict(saved)
     run.train(2, start=2)
 
 
