@@ -62,6 +62,7 @@ def engine_group() -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     if world is None or dist.get_world_size() == 1:
         return world
+    _let_gloo_wait(str(dist.get_backend_config(world)))  # the user may have started torch.distributed
     return second_group(world, None, "engines")
 
 
