@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+def printable(text: str) -> str:
+    """Escape what would steer a terminal: characters that are not printable, except for line ends."""
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii") for one in text
+    )
+
+
 class ConfigError(ValueError):
     """All mistakes of a configuration, in one message.
 
@@ -22,8 +29,10 @@ class ConfigError(ValueError):
         count = len(self.errors)
         where = f" {self.origin}" if self.origin else ""
         lines = [f"{count} error{'' if count == 1 else 's'} in the configuration{where}:"]
-        lines += [f"  {path}: {sentence}" if path else f"  {sentence}" for path, sentence in self.errors]
-        return "\n".join(lines)
+        for path, sentence in self.errors:
+            key = printable(path).replace("\n", "\\n")
+            lines.append(f"  {key}: {sentence}" if path else f"  {sentence}")
+        return printable("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[tuple[str, str]], str | None]]:
         return type(self), (self.errors, self.origin)

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -77,6 +78,15 @@ none failed, 130 after Ctrl-C, and 2 if the command line is wrong."""
 ENV_FILE = ".zerolite_env"
 """Default env file, in the working directory or else in the home directory."""
 
+DEEPSPEED_ENV_FILE = ".deepspeed_env"
+"""DeepSpeed's, which ``--deepspeed-compat`` reads too."""
+
+OF_EACH_RANK = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""Variables of a rank that an env file cannot set."""
+
 _REFUSED = {
     "--save-pid": "the launcher writes no file with process ids; its own id is `$!` in a shell",
     "--bind-core-list": "cores are shared out evenly among the ranks: use --bind-cores, under taskset to restrict them",
@@ -142,7 +152,7 @@ def _add_processes(parser: _Parser) -> None:
         help="show the output of these ranks too, behind their number: 1,3 or 0-3 or all")  # fmt: skip
     add("--env-file", metavar="FILE",
         help=f"lines KEY=VALUE for the ranks' environment (default: {ENV_FILE} here or in the home directory, if it "
-        "is there)")  # fmt: skip
+        f"is there; with --deepspeed-compat {DEEPSPEED_ENV_FILE} too)")  # fmt: skip
     add("--deepspeed-compat", action="store_true",
         help="let `import deepspeed` in the script find zerolite.compat.deepspeed")  # fmt: skip
     add("--bind-cores", "--bind-cores-to-rank", action="store_true", help="bind each rank to cores of its own")
@@ -248,13 +258,39 @@ def read_env_file(path: str) -> dict[str, str]:
     return variables
 
 
-def find_env_file(asked: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the env file to read: ``asked``, else :data:`ENV_FILE` here or in the home directory, else None."""
+def find_env_files(asked: str | None, environ: Mapping[str, str], deepspeed: bool = False) -> list[str]:
+    """Return the env files to read; a later one replaces variables of an earlier one.
+
+    Args:
+        asked: the file of ``--env-file``, which is then the only one.
+        environ: the environment.
+        deepspeed: read DeepSpeed's files too: :data:`DEEPSPEED_ENV_FILE`, or DS_ENV_FILE, in the home directory and
+            here. `accelerate launch` writes one.
+    """
     if asked is not None:
-        return asked
+        return [os.path.expanduser(asked)]
     home = environ.get("HOME")
-    candidates = [os.path.abspath(ENV_FILE), *([os.path.join(home, ENV_FILE)] if home else [])]
-    return next((path for path in candidates if os.path.isfile(path)), None)
+    places = [os.path.abspath(""), *([home] if home else [])]
+    own = [os.path.join(place, ENV_FILE) for place in places]
+    theirs = [os.path.join(place, environ.get("DS_ENV_FILE", DEEPSPEED_ENV_FILE)) for place in reversed(places)]
+    found = list(dict.fromkeys(filter(os.path.isfile, theirs if deepspeed else [])))
+    return [*found, *[path for path in own if os.path.isfile(path)][:1]]
+
+
+def read_environment(files: Sequence[str]) -> dict[str, str]:
+    """Return the variables of env files. A line on stderr names those that the launcher sets for each rank."""
+    variables: dict[str, str] = {}
+    for path in files:
+        read = read_env_file(path)
+        own = [name for name in OF_EACH_RANK if read.pop(name, None) is not None]
+        if own:
+            print(
+                f"zerolite: {path} sets {', '.join(own)}, which the launcher sets for each process: ignored; remove "
+                f"{'it' if len(own) == 1 else 'them'}, and see --nproc, --num-nodes, --master-addr and --master-port",
+                file=sys.stderr,
+            )
+        variables |= read
+    return variables
 
 
 def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
@@ -276,8 +312,7 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
         parser.error(f"--max-restarts expects a number, 0 or more, and got {options.max_restarts}")
     try:
         own = {one.name: getattr(options, one.name) for one in dataclasses.fields(LaunchRequest) if one.name in options}
-        env_file = find_env_file(options.env_file, os.environ)
-        env = {} if env_file is None else read_env_file(env_file)
+        env = read_environment(find_env_files(options.env_file, os.environ, options.deepspeed_compat))
         if options.deepspeed_compat:
             from zerolite.compat.as_deepspeed import variables
 

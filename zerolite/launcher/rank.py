@@ -14,9 +14,10 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 import types
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zerolite.launcher.processes import die_with_parent
 from zerolite.utils import failure_record
@@ -61,6 +62,24 @@ def script_traceback(tb: types.TracebackType | None) -> types.TracebackType | No
     return part
 
 
+_thread_failures: list[str] = []
+"""Report of the latest uncaught exception in another thread than the main one."""
+
+
+def note_thread_failures() -> None:
+    """Keep the report of an exception that ends a thread, which may be why the script fails later."""
+    before = threading.excepthook
+
+    def hook(failure: Any) -> None:
+        if failure.exc_type is not SystemExit:
+            name = failure.thread.name if failure.thread is not None else "unknown"
+            lines = traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+            _thread_failures[:] = [f"Exception in thread {name}, before the script's own:\n", *lines, "\n"]
+        before(failure)
+
+    threading.excepthook = hook
+
+
 def report(error: BaseException) -> int:
     """Print the error that ended the script as Python would, write its record, and return the exit status.
 
@@ -73,7 +92,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, SyntaxError):  # the first line of its text is the place, not the error
         message = f"{type(error).__name__}: {error}"
     interrupted = isinstance(error, KeyboardInterrupt)
-    failure_record.write(message, "".join(lines), is_consequence(error))
+    failure_record.write(message, "".join([*_thread_failures, *lines]), is_consequence(error))
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
     if not interrupted or getattr(sys.excepthook, "__module__", "") not in _PRINTERS:
         sys.excepthook(type(error), error, tb)
@@ -134,6 +153,7 @@ def prepare() -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
+    note_thread_failures()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines of several ranks must not mix
     with contextlib.suppress(ValueError, OSError):  # stderr may be closed

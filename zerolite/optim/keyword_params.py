@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections.abc
+import contextlib
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -73,7 +75,7 @@ def check_keyword_params(
             try:
                 kwargs[key] = _converted(value, known[key])
             except ValidationError as error:
-                wanted = _expected_types(error, known[key].default)
+                wanted = _expected_types(error, known[key].default, known[key].annotation)
                 errors.append((f"{path}.{key}", f"expected {wanted}, got {value!r}{_unquote_hint(value)}"))
     for key, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and key not in params:
@@ -87,10 +89,11 @@ def is_number(value: object) -> bool:
 
 
 def _signature(cls: Callable[..., object]) -> inspect.Signature:
-    try:
-        return inspect.signature(cls, eval_str=True)
-    except NameError:  # an annotation names something that is imported for type checkers only
-        return inspect.signature(cls)
+    # torch imports some names for type checkers only: most are those of collections.abc.
+    for names in (None, vars(collections.abc)):
+        with contextlib.suppress(NameError):
+            return inspect.signature(cls, eval_str=True, locals=names)
+    return inspect.signature(cls)
 
 
 def _converted(value: object, parameter: inspect.Parameter) -> object:
@@ -101,6 +104,8 @@ def _converted(value: object, parameter: inspect.Parameter) -> object:
         kind = float if is_number(default) else type(default) if isinstance(default, (bool, str, tuple)) else Any
     elif isinstance(kind, str):
         kind = Any
+    elif get_origin(kind) is Iterable:  # pydantic would check its values only when they are iterated, and take a text
+        kind = list[get_args(kind)]  # type: ignore[misc]
     adapter = TypeAdapter[Any](kind if default is not None or kind is Any else kind | None, config=_STRICT)
     if isinstance(default, tuple) and isinstance(value, list):
         value = tuple(value)
@@ -112,10 +117,12 @@ def _converted(value: object, parameter: inspect.Parameter) -> object:
         raise
 
 
-def _expected_types(error: ValidationError, default: object) -> str:
+def _expected_types(error: ValidationError, default: object, kind: object) -> str:
     """Return the expected types in words, such as "a number or a list of numbers"."""
     if isinstance(default, tuple):
         return f"a list of {len(default)} numbers such as {list(default)}"
+    if get_origin(kind) is Iterable:
+        return "a list of whole numbers" if get_args(kind) == (int,) else "a list"
     found = [each.get("ctx", {}).get("expected") or _WORDS.get(each["type"]) for each in error.errors()]
     return " or ".join(dict.fromkeys(word for word in found if word)) or "another kind of value"
 

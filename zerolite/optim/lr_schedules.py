@@ -53,6 +53,9 @@ def build_scheduler(type_name: str, params: Mapping[str, object] | None, optimiz
         raise ConfigError([("scheduler.type", sentence)])
     cls = known[name]
     kwargs, errors = check_keyword_params(_PATH, cls, params or {}, hidden=("optimizer", "verbose"))
+    length = _PERIODS.get(name, "")
+    if length in kwargs and kwargs[length] < 1:
+        errors.append((f"{_PATH}.{length}", f"expected a whole number of at least 1, got {kwargs[length]}"))
     if errors:
         raise ConfigError(errors)
     try:
@@ -471,6 +474,8 @@ TORCH_SCHEDULES: dict[str, type[LRScheduler]] = {
     for name, cls in vars(torch.optim.lr_scheduler).items()
     if isinstance(cls, type) and issubclass(cls, LRScheduler) and not name.startswith("_") and cls is not LRScheduler
 }
+_PERIODS = {"steplr": "step_size", "cosineannealinglr": "T_max"}
+"""Argument that torch's schedule divides by, unchecked, in its first step."""
 _OBJECTS = "it is made of other schedules; build it in Python and pass it to zerolite.initialize(..., lr_scheduler=...)"
 _UNUSABLE = {
     "reducelronplateau": "its step() needs a metric, and the engine has none; call it in your own loop",

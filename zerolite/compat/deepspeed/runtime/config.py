@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerolite.compat.deepspeed.utils.logging import warn_once
+from zerolite.config.errors import printable
 from zerolite.config.known_keys import ALIASES, RENAMED, UNSUPPORTED
 from zerolite.config.load import supported_keys
 from zerolite.config.source import read_source
@@ -84,7 +85,7 @@ def read_config(source: Any) -> DeepSpeedConfig:
     values = _without_auto(copy.deepcopy(dict(raw)))
     _rename_deprecated(values)
     for key in [key for key in values if key not in _TOP_LEVEL]:
-        warn_once(f"config: {key} is no key of the config, and is ignored as DeepSpeed does")
+        warn_once(f"config: {printable(str(key))} is no key of the config, and is ignored as DeepSpeed does")
         del values[key]
     for path in _WITHOUT_NUMBERS:
         block, key = _find(values, path)
