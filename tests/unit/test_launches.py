@@ -176,6 +176,32 @@ def test_a_bucket_that_is_under_way_is_reduced_again_only_when_it_has_arrived() 
     assert comm.log == [("launch", 0), ("wait", 0)] * 3
 
 
+def test_buckets_are_launched_before_the_last_backward() -> None:
+    """Buckets to which it brings no gradient, as to chunks of a pipeline that have ended. One that comes all the same
+    is an error."""
+    results = []
+    for early in ([], [1, 0]):  # of the last two layers
+        torch.manual_seed(1)
+        comm = Simulated(0, 4)
+        engine = make_engine(comm, stack(4), 0, gradient_accumulation_steps=2)
+        for step in range(3):
+            comm.log.clear()
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+            engine._reducer.launch_early(early)
+            assert comm.launched() == early
+            engine.backward(engine.module[:2](torch.ones(2, 8)).sum())
+            engine.step()
+            assert comm.launched() == [*early, 2, 3] if early and step else sorted(comm.launched()) == [0, 1, 2, 3]
+        results.append([p.detach().clone() for p in engine.module.parameters()])
+    assert all(map(torch.equal, *results))
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    engine._reducer.launch_early([1, 0])
+    with pytest.raises(RuntimeError, match="parameter '3.weight' got another gradient .* after its bucket was reduced"):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+
+
 class Numbered(DryTransport):
     """Notes the tags of the messages that are sent."""
 
