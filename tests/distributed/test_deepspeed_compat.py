@@ -260,6 +260,56 @@ def test_parts_are_refused_where_parameters_are_whole() -> None:
         deepspeed.utils.safe_get_local_fp32_param(nn.Parameter(torch.ones(2), requires_grad=False))
 
 
+# -------------------------------------------------------------------- released parameters
+
+
+@on_ranks(2)
+def test_one_rank_alone_reads_released_parameters_without_waiting() -> None:
+    """PEFT's save calls state_dict() of a module on rank 0 for its names."""
+    engine, rank = make(3), dist.get_rank()
+    first, weight = engine.module.first, engine.module.first.weight
+    before = engine.zerolite.full_state_dict()
+    refused = "'first.weight' is partitioned .* with DeepSpeed's interface nothing gathers"
+    if rank == 0:
+        state = first.state_dict()
+        shapes = {name: (value.shape, value.dtype, type(value) is nn.Parameter) for name, value in state.items()}
+        assert shapes == {"weight": ((13, 7), torch.float32, False), "bias": ((13,), torch.float32, False)}
+        uses = (torch.norm, torch.clone, copy.deepcopy, nn.init.zeros_, lambda values: values.mul_(2))
+        for values in (state["weight"], weight.data, weight.detach(), weight.data.detach(), weight):
+            assert values.shape == weight.ds_shape and values.numel() == weight.ds_numel
+            assert "'first.weight'" in repr(values)
+            for use in uses:
+                with pytest.raises(RuntimeError, match=refused):
+                    use(values)
+        with pytest.raises(RuntimeError, match=refused):
+            copy.deepcopy(first)
+        with pytest.raises(RuntimeError, match=refused):
+            first.load_state_dict({name: before[f"first.{name}"] for name in state})
+    with deepspeed.zero.GatheredParameters(first.parameters()):
+        assert torch.equal(first.state_dict()["weight"], before["first.weight"])
+        assert torch.equal(copy.deepcopy(first).weight, before["first.weight"])
+    train(engine, "engine", range(STEPS))
+    torch.testing.assert_close(engine.zerolite.full_state_dict(), expected(STEPS)[0], rtol=0, atol=1e-6)
+
+
+@on_ranks(2)
+def test_changes_in_a_gather_context_without_a_writer_are_dropped() -> None:
+    """TRL's way to read merged weights: merge, read, take out again, which leaves rounding behind."""
+    engine = make(3)
+    train(engine, "engine", range(1))
+    module, before = engine.module, engine.zerolite.full_state_dict()
+    with pytest.warns(UserWarning, match="changes of first.weight and 1 more inside the context are dropped"):
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            module.first.weight.data += 1
+            module.second.weight.data = module.second.weight.data * 2
+            merged = module.first.weight.data.clone()
+            module.first.weight.data -= 1.0 + 1e-3
+    assert torch.equal(merged, before["first.weight"] + 1)
+    assert_same_bits(engine.zerolite.full_state_dict(), before, "after the context")
+    train(engine, "engine", range(1, STEPS))
+    torch.testing.assert_close(engine.zerolite.full_state_dict(), expected(STEPS)[0], rtol=0, atol=1e-6)
+
+
 # -------------------------------------------------------------------- pipelines and leaf modules
 
 

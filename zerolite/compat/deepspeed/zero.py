@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 import zerolite.zero
 from zerolite.compat.deepspeed.runtime.config import read_config
 from zerolite.zero import (
-    GatheredParameters,
     ZeroParamStatus,
     register_external_parameter,
     unregister_external_parameter,
@@ -62,6 +62,22 @@ class Init(zerolite.zero.Init):
         source = config_dict_or_path if config_dict_or_path is not None else config
         cleaned = None if source is None or not enabled else read_config(source).zerolite
         super().__init__(module, cleaned, remote_device, dtype, enabled)
+
+
+class GatheredParameters(zerolite.zero.GatheredParameters):
+    """:class:`zerolite.zero.GatheredParameters` that drops changes without a ``modifier_rank`` with a warning.
+
+    TRL merges an adapter in it, reads the weights and takes the adapter out again, which leaves rounding behind.
+    """
+
+    def _report_dropped(self, names: Sequence[str]) -> None:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"zero.GatheredParameters: changes of {names[0]}{more} inside the context are dropped, and the parameters "
+            "have their values from before it; pass modifier_rank=0 (the rank whose values all ranks take) to keep "
+            "changes",
+            stacklevel=3,
+        )
 
 
 @contextmanager

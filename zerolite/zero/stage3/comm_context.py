@@ -86,6 +86,8 @@ class CommContext:
         listener: is called before gathers; ``engine.join()`` announces them to ranks without data.
         allocations: number of times that a parameter has got another tensor for its full values.
         gathered_by_user: parameters on which a user has called ``all_gather()``.
+        gathers_for_operations: True if an operation on a released parameter, outside of forward and backward, gathers
+            it. False if it raises on the rank that calls it, for programs that read parameters on one rank alone.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class CommContext:
         self.updates = 0
         self.allocations = 0
         self.listener: GatherListener | None = None
+        self.gathers_for_operations = True
         self.gathered_by_user: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
         self._placement_for = placement_for
         self._coordinator: Callable[[], PartitionedParameterCoordinator | None] = _no_coordinator

@@ -13,6 +13,10 @@ All ranks run the same operations, so they make the same changes and a write nee
 
 Inside a forward or backward the parameter itself is gathered instead, until the step ends, and belongs to the group of
 the module that is executing (:func:`_run_in_execution`).
+
+Programs for DeepSpeed read parameters on one rank alone: a save of PEFT calls ``state_dict()`` on rank 0 for its names.
+So with DeepSpeed's interface nothing is gathered outside of forward and backward. ``p.data`` and ``p.detach()`` are
+aliases without values there, which have shape and dtype, and any other operation raises on the rank that calls it.
 """
 
 from __future__ import annotations
@@ -29,13 +33,14 @@ from zerolite.utils.accelerator import address
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors
 from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.stage3.comm_context import gather_copies
-from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, PartitionedParameter
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.released_parameter import (
     LIKE_FUNCTIONS,
     NEEDS_NO_VALUES,
     SHAPE_FUNCTIONS,
     ReleasedParameter,
     as_plain_tensors,
+    no_gather_error,
     no_values_error,
     restore_class,
     set_released_class,
@@ -55,6 +60,7 @@ _PLAIN_TENSOR_FUNCTIONS = frozenset([_T.__repr__, _T.__format__, _T.numpy, _T.__
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 _current_graph_task = torch._C._current_graph_task_id
 _GET_DATA, _SET_DATA = getattr(_T, "data").__get__, getattr(_T, "data").__set__  # noqa: B009
+_ALIASING = frozenset([_T.detach, torch.detach, _GET_DATA])
 
 
 class GatheredAlias(torch.Tensor):
@@ -128,8 +134,13 @@ def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
         shared = list({id(alias.gathered): alias.gathered for alias in aliases}.values())
         stale = [gathered for gathered in shared if gathered.stale]
         if stale and function in (_T.__repr__, _T.__format__):  # a debugger calls them on one rank alone
-            return f"tensor(of parameter '{stale[0].handle.name}', which has changed since)"
+            return f"tensor(of parameter '{stale[0].handle.name}', whose current values are not here)"
         missing = list(dict.fromkeys([*used, *(gathered.handle for gathered in stale)]))
+        refused = [*filter(_refuses, missing), *(copy.handle for copy in stale if copy.version == _NO_VALUES)]
+        if refused and function in _ALIASING:
+            return _alias_without_values(refused[0])
+        if refused:
+            raise no_gather_error(refused[0].name)
         _check_allowed(function, missing or [gathered.handle for gathered in shared], bool(missing))
         executing = [handle for handle in missing if _is_executing(handle)]
         if executing:
@@ -294,6 +305,29 @@ def _as_aliases(result: Any, by_storage: Mapping[int, GatheredCopy]) -> object:
 
 
 # -------------------------------------------------------------------- refusals
+
+
+def refuse_operations(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let operations on released parameters raise on the rank that calls them, for the life of their engine."""
+    for handle in filter(None, map(handle_of, parameters)):
+        handle.context.gathers_for_operations = False
+
+
+def _refuses(handle: PartitionedParameter) -> bool:
+    """Return True if an operation outside of forward and backward must not gather the parameter."""
+    coordinator = handle.context.coordinator
+    return not handle.context.gathers_for_operations and (coordinator is None or not coordinator.busy)
+
+
+_NO_VALUES = (-1, -1)  # version of the copy behind an alias without values, which is always stale
+
+
+def _alias_without_values(handle: PartitionedParameter) -> GatheredAlias:
+    """Return an alias that has the parameter's shape, and one element of memory."""
+    gathered = GatheredCopy(handle, handle.empty)
+    gathered.version = _NO_VALUES
+    return handle.empty.new_empty(()).expand(handle.shape).as_subclass(GatheredAlias)._bind(gathered)
+
 
 # Functions that hand out memory. The copy ends with the operation, so writes into it would be lost.
 _MEMORY_FUNCTIONS = frozenset(

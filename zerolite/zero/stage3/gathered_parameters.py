@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -120,13 +120,18 @@ class GatheredParameters:
             if changed:
                 # Those that stay available still have the changes: gather them again from the shards.
                 refresh([h for h in changed if h.status is AVAILABLE and h not in values_before])
-                error_text = (
-                    "parameters were changed inside a read-only context, so ranks would disagree: "
-                    f"{', '.join(handle.name for handle in changed)}. The changes are dropped; pass modifier_rank=0 "
-                    "(the rank whose values all ranks take) to make some."
-                )
         if error_text and not failed:
             raise RuntimeError(f"zero.GatheredParameters: {error_text}")
+        if changed and not failed:
+            self._report_dropped([handle.name for handle in changed])
+
+    def _report_dropped(self, names: Sequence[str]) -> None:
+        """Report dropped changes of the parameters ``names``. Called on all ranks, with the same names."""
+        raise RuntimeError(
+            "zero.GatheredParameters: parameters were changed inside a read-only context, so ranks would disagree: "
+            f"{', '.join(names)}. The changes are dropped; pass modifier_rank=0 (the rank whose values all ranks "
+            "take) to make some."
+        )
 
     @torch.no_grad()
     def drop_changes(self) -> None:

@@ -35,7 +35,7 @@ from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
 from zerolite.zero.buffer import dense_strides, flattened
 from zerolite.zero.layout import shard_numel
-from zerolite.zero.stage3.released_parameter import restore_class, set_released_class
+from zerolite.zero.stage3.released_parameter import no_gather_error, restore_class, set_released_class
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.comm_context import AllGather, CommContext
@@ -333,6 +333,8 @@ class PartitionedParameter:
         values = torch.empty_strided(self.shape, self.strides, dtype=self.full.dtype, device=self.full.device)
         if self.status is AVAILABLE:
             values.copy_(parameter.data)  # not `view`: after `p.data = values` it has the newer values
+        elif not self.context.gathers_for_operations:
+            raise no_gather_error(self.name)
         else:
             values.copy_(self.context.gather_copies([self])[0].as_strided(self.shape, self.strides))
         copied = torch.nn.Parameter(values, parameter.requires_grad)

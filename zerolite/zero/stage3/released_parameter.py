@@ -84,6 +84,13 @@ def no_values_error(name: str, why: str) -> RuntimeError:
     )
 
 
+def no_gather_error(name: str) -> RuntimeError:
+    """Return the error of an operation on one rank alone, where operations do not gather."""
+    return no_values_error(
+        name, "and with DeepSpeed's interface nothing gathers them outside of forward, backward and GatheredParameters"
+    )
+
+
 class InFlightParameter(torch.nn.Parameter):
     """Class of a parameter whose updated values are being gathered (stages 1 and 2).
 

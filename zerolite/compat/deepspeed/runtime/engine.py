@@ -14,6 +14,7 @@ from zerolite.compat.deepspeed.runtime import checkpoints
 from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, make_optimizer
 from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
 from zerolite.engine.engine import Engine
+from zerolite.zero.stage3.gathered_operations import refuse_operations
 
 _ABSENT = {
     "set_train_batch_size": "the batch size is that of the config for the engine's whole life",
@@ -53,6 +54,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.config = config.raw
         self.zerolite = engine
         self.optimizer = make_optimizer(engine)
+        refuse_operations(engine.module.parameters())  # programs for DeepSpeed read parameters on one rank alone
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
         self._at_boundary = False  # the last step() was at the boundary of a gradient accumulation
