@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoint.test_deepspeed_real import interpreter
 from tests.cli.helpers import ROOT, output_of
@@ -115,6 +116,26 @@ def test_trainer_with_lora(tmp_path: Path) -> None:
         assert result["losses"] == pytest.approx(LORA_LOSSES, rel=1e-6), case
         assert result["resumed"] == result["losses"][3:], case
         assert "adapter_model.safetensors" in result["files"] and "adapter_model.safetensors" in result["model"], case
+
+
+def test_trained_copies_of_modules_are_saved_and_weights_synced(tmp_path: Path) -> None:
+    """PEFT's ``modules_to_save`` of tied embeddings, resized. A save reads their names on rank 0 alone."""
+    need("accelerate", "transformers", "peft", "trl")
+    from safetensors.torch import load_file
+
+    def saved(case: str, end: str) -> Any:
+        return load_file(tmp_path / f"out.json.{case}.{end}" / "adapter_model.safetensors")
+
+    plain = run(tmp_path, "adapter_loop.py", "plain", launcher=())["plain"]
+    adapter = saved("plain", "model")
+    results = run(tmp_path, "adapter_loop.py", "copies,2", "copies,3", "synced,3")
+    for case, result in results.items():
+        assert result["losses"] == pytest.approx(plain["losses"], rel=1e-6), case
+        assert result["resumed"] == result["losses"][3:], case
+        for end in ("model", "resumed"):
+            torch.testing.assert_close(saved(case, end), adapter, rtol=0, atol=1e-6)
+    assert results["synced,3"]["losses"] == results["copies,3"]["losses"]
+    assert results["synced,3"]["difference"] < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])

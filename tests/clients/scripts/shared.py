@@ -10,6 +10,8 @@ import torch
 
 def finish(out, result):
     """Write ``result`` on rank 0, and end on all ranks."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
     if torch.distributed.get_rank() == 0:
         with open(out, "w") as file:
             json.dump(result, file)
