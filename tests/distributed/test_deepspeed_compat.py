@@ -281,6 +281,7 @@ def test_one_rank_alone_reads_released_parameters_without_waiting() -> None:
             for use in uses:
                 with pytest.raises(RuntimeError, match=refused):
                     use(values)
+        assert first.to("meta").weight is weight and weight.device.type == "cpu"  # as Lightning does, to the CPU
         with pytest.raises(RuntimeError, match=refused):
             copy.deepcopy(first)
         with pytest.raises(RuntimeError, match=refused):

@@ -60,6 +60,8 @@ class ReleasedParameter(torch.nn.Parameter):
                 result = function(*args, **kwargs)
                 if result is args[0] or isinstance(result, str):  # a cast to its own dtype; p.type() returns a name
                     return result
+                if result.device != args[0].device and result.dtype == args[0].dtype and not _gathers(args[0]):
+                    return args[0]  # Lightning ends with module.cpu(): its shard stays where it is
             if function == _SET_DATA and args[0] is args[1]:  # p.data = p, by a cast of the module to its own dtype
                 return None
         released = find_tensors((args, kwargs), ReleasedParameter)
@@ -202,6 +204,11 @@ _NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 def _name(parameter: object) -> str:
     handle = getattr(parameter, "_zero_handle", None)
     return "?" if handle is None else handle.name
+
+
+def _gathers(parameter: object) -> bool:
+    """Return False for a parameter that operations must not gather."""
+    return vars(parameter)["_zero_handle"].context.gathers_for_operations
 
 
 def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
