@@ -99,7 +99,7 @@ def make(stage: int, zero: dict[str, Any] | None = None) -> Any:
     return deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
 
 
-@pytest.mark.fast("2-1-engine-None", "2-2-plain-None", "2-3-by hand-None", "2-3-engine-zero5")
+@pytest.mark.fast("2-1-engine-None", "2-2-plain-None", "2-3-by hand-None", "2-3-engine-zero6")
 @pytest.mark.parametrize(
     ("stage", "kind", "zero"),
     [
