@@ -102,7 +102,8 @@ class AvailableParameters:
             if len(fulls) > 1:
                 full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS)
             gathered_rows.append(full)
-        comm.gather_shards(gathered_rows, [row.shard for row in self._rows], "parameters", self._key).wait()
+        shards = [row.shard for row in self._rows]
+        comm.gather_shards(gathered_rows, shards, "parameters", self._key, shards).wait()
         for full, (_, parts, fulls) in zip(gathered_rows, self._rows, strict=True):
             if len(fulls) > 1:
                 torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=fulls)
