@@ -6,6 +6,8 @@ import contextlib
 import gc
 import itertools
 import os
+import platform
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -27,6 +29,7 @@ from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.transport import ProcessGroupTransport
 
 Arguments = dict[str, Any]
+PYTHON_VERSION = platform.python_version_tuple
 
 
 class Small(nn.Module):
@@ -99,6 +102,7 @@ ODD: dict[str, Callable[[Arguments], Any]] = {
     "frozen": model_changed(lambda model: model.head.bias.requires_grad_(False)),
     "lr": config_changed(optimizer={"params": {"lr": 0.5}}),
     "variable": lambda given: os.environ.update(ZEROLITE_CHECK_COLLECTIVES="1"),
+    "interpreter": lambda given: setattr(platform, "python_version_tuple", lambda: ("3", "9", "1")),
     "argument": lambda given: given.update(broadcast_buffers=True),
     "instance": with_instance,
     **{f"stage {number}": config_changed(zero_optimization={"stage": number}) for number in range(4)},
@@ -124,6 +128,7 @@ def refusal(stage: int, change: str, partitioned: bool = False) -> str:
         zero["stage"] = stage
     said = raised(lambda: zerolite.initialize(**given))
     os.environ.pop("ZEROLITE_CHECK_COLLECTIVES", None)
+    platform.python_version_tuple = PYTHON_VERSION
     return said
 
 
@@ -144,6 +149,9 @@ WORDS = {
     ],
     "lr": ["config key optimizer.params.lr is 0.1 on {first}, but 0.5 on {odd}"],
     "variable": ["the environment variable ZEROLITE_CHECK_COLLECTIVES is '' on {first}, but '1' on {odd}"],
+    "interpreter": [
+        f"the version of Python is {sys.version_info[0]}.{sys.version_info[1]} on {{first}}, but 3.9 on {{odd}}"
+    ],
     "argument": ["the argument broadcast_buffers is False on {first}, but True on {odd}"],
     "instance lr": ["param group 1 has lr 0.1 on {first}, but 0.01 on {odd}"],
     "instance class": ["the optimizer is torch.optim.sgd.SGD on {first}, but torch.optim.adagrad.Adagrad on {odd}"],

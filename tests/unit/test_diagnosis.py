@@ -55,7 +55,8 @@ def test_different_modules_are_a_branch() -> None:
     one, other = [*before, (3, "'left' entered")], [*before, (3, "'right' entered")]
     text = diagnose("Why.", [at(0, executions=one), at(1, executions=other), at(2, executions=one)], {})
     assert "module execution number 3 in this step: ranks 0 and 2: 'left' entered; rank 1: 'right' entered" in text
-    assert "a branch that depends on the rank" in text and "'left' and 'right'" in text and "leaf_modules" in text
+    assert "a branch that depends on the rank" in text and "'left' and 'right'" in text
+    assert "name the module whose forward has the branch in zero_optimization.leaf_modules" in text
 
 
 def test_a_rank_that_saves_alone() -> None:

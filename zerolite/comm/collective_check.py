@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator, Pending
-from zerolite.comm.flight_recorder import WAIT, Mismatch, Raw, wait_for
+from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, Raw, wait_for
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
 from zerolite.comm.transport import Work
@@ -127,8 +127,7 @@ class CollectiveCheck:
         return Mismatch(
             "check_collectives: the ranks are about to launch different collectives in the same place (number "
             f"{number} of the {self._label}): {described}. Do branches that depend on the rank use different modules "
-            "(at stage 3 name the module around them in zero_optimization.leaf_modules), or do only some ranks make a "
-            "call that all must make?"
+            f"({BRANCH_ADVICE}), or do only some ranks make a call that all must make?"
         )
 
     def _describe(self, launched: _Launched) -> str:

@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 
 CAPACITY = 128
+BRANCH_ADVICE = (
+    "at stage 3 name the module whose forward has the branch in zero_optimization.leaf_modules; naming the module that "
+    "some ranks do not call is not enough"
+)
 
 
 class CollectiveFailed(RuntimeError):

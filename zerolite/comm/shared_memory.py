@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
-from zerolite.comm.flight_recorder import WAIT, Mismatch, wait_for
+from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, wait_for
 from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, pack_offsets
 from zerolite.comm.host_memory import HostMemory
 from zerolite.comm.transport import DryTransport
@@ -168,8 +168,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
             f"rank {self.rank}: the ranks launched different collectives in the same place. Expected the same one "
             f"everywhere; here it is {launch.op} of {launch.nbytes} bytes for {launch.tag!r} (number "
             f"{ticket[0] & 0xFFFFFFFF} of communicator {self.transport.serial}), and over the ranks it has {shortest} "
-            f"to {longest} bytes. Do branches that depend on the rank use different modules (at stage 3 name the "
-            "module around them in zero_optimization.leaf_modules), or the backwards of two engines overlap?"
+            f"to {longest} bytes. Do branches that depend on the rank use different modules ({BRANCH_ADVICE}), or the "
+            "backwards of two engines overlap?"
         )
         raise WAIT.explain(error) or error
 

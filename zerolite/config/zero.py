@@ -95,7 +95,8 @@ class ZeroConfig(Block):
     weights at every stage."""
     leaf_modules: Texts = ()
     """Stage 3: modules that are gathered as one unit at any size, such as `["*MoeBlock"]`. The patterns (`*`, `?`,
-    `[...]`; case-sensitive) match class names or qualified names in the model. Each pattern must match a module.
+    `[...]`; case-sensitive) match class names or qualified names in the model. Each pattern must match a module. Where
+    ranks take different branches, name the module whose forward has the branch, not the one that some ranks skip.
     (zerolite's own key.)"""
     leaf_module: LeafModuleConfig = LeafModuleConfig()
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zerolite.comm import Topology
+from zerolite.comm.flight_recorder import BRANCH_ADVICE
 from zerolite.comm.initial_sync import combined_hash, content_hash
 from zerolite.comm.ranks import list_of
 from zerolite.diagnostics.rank_comparison import Description, describe_value, raise_differences
@@ -30,9 +31,8 @@ _OFF = 'set "consistency_check_interval" to 0 to compare nothing'
 _ALIKE = (
     "Change them alike on all ranks: give a schedule to zerolite.initialize, ReduceLROnPlateau a loss that all ranks "
     "share (engine.reduce(loss)), and clip_grad_norm_ one max_norm. Call engine.backward and engine.step alike: a rank "
-    "without a loss passes one of zeros, and ranks that run out of batches use engine.join(). At stage 3 run "
-    "the same modules on all ranks, or name what some may skip in zero_optimization.leaf_modules. If ranks may "
-    f"differ, {_OFF}."
+    "without a loss passes one of zeros, and ranks that run out of batches use engine.join(). Run the "
+    f"same modules on all ranks, or {BRANCH_ADVICE}. If ranks may differ, {_OFF}."
 )
 _WEIGHTS = "zerolite: the ranks hold different weights, by the hashes of their bytes"
 _WRITTEN = (

@@ -228,8 +228,10 @@ def _different_modules(divergences: Sequence[Divergence]) -> _Cause:
     return (
         f"a branch that depends on the rank (or on its data): the ranks run different modules, {' and '.join(said)}, "
         "whose parameters all ranks must gather together.",
-        "name the module that contains the branch in zero_optimization.leaf_modules (its class or its name), so that "
-        "all its parameters are gathered on all ranks; or take the same branch everywhere; or use stage 2.",
+        "name the module whose forward has the branch in zero_optimization.leaf_modules (its class or its name), so "
+        "that all its parameters are gathered on all ranks, whatever they call; naming the module that some ranks do "
+        "not call is not enough, because they do not come to its gather. Or take the same branch everywhere, or use "
+        "stage 2.",
     )
 
 

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -136,6 +137,8 @@ def describe_process() -> Description:
     facts = {
         "the version of zerolite": __version__,
         "the version of torch": str(torch.__version__),
+        # Which reads of a parameter need no values is seen from 3.11 on.
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
         f"the environment variable {CHECK_VARIABLE}": repr(os.environ.get(CHECK_VARIABLE, "")),
     }
     return Description({subject: {"": text} for subject, text in facts.items()})

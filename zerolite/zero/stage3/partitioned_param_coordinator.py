@@ -58,7 +58,7 @@ class PartitionedParameterCoordinator:
 
     Gathers follow from the sequence of executions alone. A rank whose data leads it through other groups, forward or
     backward, would gather other parameters than the other ranks. So all ranks must run the same groups, and modules
-    that some ranks may skip belong in one group (``leaf_modules``).
+    that some ranks may skip belong in one group with the module that calls them (``leaf_modules``).
 
     Attributes:
         handles: parameter ``i`` of the schedule is ``handles[i]``.
