@@ -134,6 +134,10 @@ AFTER: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
         lambda engine, odd: odd and engine.module.down.weight.grad.mul_(0.5),
         "is nothing on rank 0, but mul_(0.5) ",
     ),
+    "None": (
+        lambda engine, odd: [setattr(p, "grad", None) for p in engine.module.parameters() if odd],
+        "is nothing on rank 0, but set to None of 11 gradients on rank 1",
+    ),
     "value": (
         lambda engine, odd: nn.utils.clip_grad_value_(engine.module.parameters(), 0.1 if odd else 1.0),
         "_foreach_clamp_max_(1.0) of 11 gradients on rank 0, but ",

@@ -66,6 +66,7 @@ def part(
         watchdog._EXITED_S = 1.0
     torch.manual_seed(0)
     model = Model()
+    model.head.bias.requires_grad_(how != "unfreeze")
     evaluated = zerolite.initialize(Model(), {"train_batch_size": 6}) if how == "sleep" else None
     engine = zerolite.initialize(model, at(stage, optimizer=ADAMW, desync_timeout_s=timeout_s))
     odd = rank == ODD
@@ -88,6 +89,8 @@ def part(
         elif doing == "stop":
             time.sleep(0.5)  # until it has said in which step it is
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif doing == "unfreeze":
+            model.head.bias.requires_grad_(True)
         elif doing == "save":
             engine.save_checkpoint(directory)
         try:
@@ -122,6 +125,10 @@ PARTINGS: dict[str, tuple[int, list[str]]] = {
     "branch": (3, ["'experts.first'", "'experts.second'", "leaf_modules", "number 4 in this step"]),
     "stop": (1, ["rank 1: no answer, last seen in step", "rank 1 died", "native code"]),
     "gradient": (1, ["rank 1 called an operation on p.grad, and the other", "on all ranks"]),
+    "unfreeze": (
+        3,
+        ["rank 1 began to train parameter 'head.bias' in step 3, and ranks 0 and 2 did not", "on all ranks"],
+    ),
     "metric": (0, ["rank 1 called engine.reduce(), and the other", "for metrics"]),
 }
 
@@ -185,6 +192,9 @@ def test_ranks_that_find_out_by_themselves_raise_it(tmp_path: Path) -> None:
     assert f"rank {torch.distributed.get_rank()}: the ranks launched different collectives" in said
     assert "rank 0: reduce_scatter for gradients" in said and "rank 1: all_gather for metrics" in said
     assert "engine.reduce()" in said
+    said = part("unfreeze", 2, 30.0, str(tmp_path))["raised"]
+    assert "rank 1: all_reduce for the comparison of parameters that begin to train" in said
+    assert "Likely cause: rank 1 began to train parameter 'head.bias' in step 3, and rank 0 did not." in said
     said = part("skip the step", 2, 30.0, str(tmp_path))["raised"]
     assert re.search("all_reduce of .* for 'stats'|reduce_scatter of .* for 'gradients'", said)
     assert "reduce_scatter for gradients" in said and "engine.step()" in said

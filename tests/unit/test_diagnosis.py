@@ -50,6 +50,15 @@ def test_equal_sequences_and_uses_of_different_steps_have_no_difference() -> Non
     assert "leaf_modules" not in diagnose("Why.", [one, other], {})
 
 
+def test_what_only_some_ranks_have_done_is_the_cause() -> None:
+    both, alone = "set p.grad of all parameters to None in step 2", "began to train parameter 'a' in step 3"
+    reports = [at(0, events=[both]), at(1, events=[both, alone], waits_for="all_reduce"), at(2, events=[both])]
+    assert StackReport.from_json(reports[1].to_json()).events == [both, alone]
+    text = diagnose("Why.", reports, {})
+    assert "Likely cause: rank 1 began to train parameter 'a' in step 3, and ranks 0 and 2 did not." in text
+    assert "do it on all ranks" in text
+
+
 def test_different_modules_are_a_branch() -> None:
     before = [(1, "'in' entered"), (2, "'in' left")]
     one, other = [*before, (3, "'left' entered")], [*before, (3, "'right' entered")]

@@ -23,6 +23,11 @@ BRANCH_ADVICE = (
 )
 
 
+EVENTS: deque[str] = deque(maxlen=16)
+"""What this process has done lately that all ranks must do alike, such as "set p.grad of all parameters to None in step
+3". The diagnosis of a hang names what only some ranks have done."""
+
+
 class CollectiveFailed(RuntimeError):
     """A collective has failed."""
 

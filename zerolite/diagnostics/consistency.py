@@ -90,7 +90,8 @@ class UpdateNumbers:
         """Return the same numbers as a description."""
         found = Description({"the step": {"number": str(self.step + 1)}})
         found.items["the training so far"] = {"a count of backwards of": str(self.backwards)}
-        changes = [f"{what}({', '.join(map(describe_value, args))}) of {n} gradients" for what, args, n in self.changes]
+        numbers = [f"({', '.join(map(describe_value, args))})" if args else "" for _, args, _ in self.changes]
+        changes = [f"{c[0]}{args} of {c[2]} gradients" for c, args in zip(self.changes, numbers, strict=True)]
         found.items["what was done to p.grad"] = {"": "; ".join(changes) or "nothing"}
         found.items["what stage 3 has gathered"] = {"a hash": f"{self.gathers & (1 << 64) - 1:016x}"}
         found.items["the update"] = {"a gradient divisor of": repr(self.divisor), "a max_norm of": repr(self.max_norm)}

@@ -151,6 +151,7 @@ def _cause(
     # From the surest sign to the vaguest: a rank that has gone explains everything else.
     found = (
         _ended_ranks(absent)
+        or _done_by_some(reports)
         or _different_engines(reports)
         or _different_modules(divergences)
         or _different_places(reports)
@@ -204,6 +205,24 @@ def _ended_ranks(absent: Mapping[int, Absent]) -> _Cause:
         f"{who} has not come to zerolite.initialize yet (it works alone before: loads data, say), or {died}",
         "if it needs longer, raise desync_timeout_s, or let it do that before init_distributed(timeout=...); "
         f"{look}still there.",
+    )
+
+
+def _done_by_some(reports: Sequence[StackReport]) -> _Cause:
+    """Return the cause if some ranks have done what all must do alike."""
+    done: dict[str, list[int]] = {}
+    for report in reports:
+        for event in dict.fromkeys(report.events):
+            done.setdefault(event, []).append(report.rank)
+    alone = {event: ranks for event, ranks in done.items() if len(ranks) < len(reports)}
+    if not alone:
+        return None
+    event, ranks = alone.popitem()  # the latest one
+    others = name_ranks([report.rank for report in reports if report.rank not in ranks])
+    return (
+        f"{name_ranks(ranks)} {event}, and {others} did not.",
+        "do it on all ranks, in the same place of the loop (not inside `if rank == 0`, nor where a rank's own data "
+        "decides), or on none.",
     )
 
 

@@ -60,7 +60,12 @@ class Description:
 
 
 def check_equal_on_ranks(
-    mine: Description, comm: Communicator, device: torch.device, what: str, remedy: str = ""
+    mine: Description,
+    comm: Communicator,
+    device: torch.device,
+    what: str,
+    remedy: str = "",
+    tag: str = "initial_sync",
 ) -> None:
     """Raise RuntimeError on all ranks, with the differences by name, if ``mine`` is not the same on all of them.
 
@@ -69,12 +74,13 @@ def check_equal_on_ranks(
     Args:
         what: begin of the message: the call, and what is different.
         remedy: end of the message.
+        tag: purpose of the all-reduce.
     """
     if comm.world_size == 1:
         return
     # One maximum of h and -h: all hashes are equal exactly if the largest is also the smallest.
     number = mine.number()
-    highest, lowest = largest([number, -number], comm, device, "initial_sync")
+    highest, lowest = largest([number, -number], comm, device, tag)
     if highest != -lowest:
         raise_differences(mine, comm, what, remedy)
 

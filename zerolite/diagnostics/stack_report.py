@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from zerolite.comm import HostGroup
-from zerolite.comm.flight_recorder import WAIT, Entry
+from zerolite.comm.flight_recorder import EVENTS, WAIT, Entry
 from zerolite.comm.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class StackReport:
         schedule_step: number of this step of the schedule.
         stack: stack of the main thread, innermost call last.
         engine: the engine that was called, such as "engine 2"; "" if there is only one.
+        events: what this rank has done that all ranks must do alike, latest last.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class StackReport:
     schedule_step: int = 0
     stack: str = ""
     engine: str = ""
+    events: Sequence[str] = ()
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -163,6 +165,7 @@ def make_stack_report(rank: int, engines: Mapping[int, EngineView], thread: int 
         schedule_step=steps,
         stack=stacks(main),
         engine=f"engine {under_way}" if under_way and len(engines) > 1 else "",
+        events=list(EVENTS),
     )
 
 
@@ -254,6 +257,7 @@ _TAGS = {
     "control": "engine.join()",
     "tensor": "parts of a layer",
     "loss": "the mean loss",
+    "unfrozen": "the comparison of parameters that begin to train",
     "shared_gradients": "gradients that several parts share",
 }
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerolite.comm import SharedStore, keep_track
-from zerolite.comm.flight_recorder import WAIT, Mismatch
+from zerolite.comm.flight_recorder import EVENTS, WAIT, Mismatch
 from zerolite.comm.ranks import name_ranks
 from zerolite.diagnostics.diagnosis import Absent, diagnose
 from zerolite.diagnostics.exit_messages import ExitMessages, describe_end, lost_peer
@@ -111,6 +111,7 @@ class Watchdog:
         self._trains = threading.get_ident()
         others = [self._timeout_s] if self._counters else []
         self._timeout_s = min((t for t in (timeout_s, *others) if t), default=0.0)
+        EVENTS.clear()
         WAIT.explain_with(self.explain)
         if self._thread.is_alive():
             self._nudge()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zerolite.comm import Communicator
+from zerolite.comm.flight_recorder import EVENTS
 from zerolite.data.micro_batch import MicroBatch
 from zerolite.engine.components import EngineRef
 from zerolite.zero.accumulation import GradAccumulation
@@ -46,7 +47,14 @@ class LocalRunner:
             )
         engine, losses = self._engine, []
         for _ in range(self._accumulation.micro_batches):
-            micro = MicroBatch.of(next(batches), engine.loss_fn, self._device)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                EVENTS.append(
+                    f"came to the end of its batches in engine.train_batch, in step {engine.global_steps + 1}"
+                )
+                raise
+            micro = MicroBatch.of(batch, engine.loss_fn, self._device)
             loss = micro.loss(engine(*micro.args, **micro.kwargs), engine.loss_fn)
             engine.backward(loss)
             losses.append(loss.detach().float().reshape(()))

@@ -235,14 +235,14 @@ class ModelParallelStepPipeline(StepPipeline):
             super().finish_reductions()
             self._shared_grads.run()
 
-    def _adopt_changes(self, found: Mapping[int, torch.Tensor | None]) -> None:
+    def _adopt_changes(self, found: Mapping[int, torch.Tensor | None], before_update: bool) -> None:
         if not self.changes.all_dropped(found):
             name = self._buffer.layout.slots[next(iter(found))].name
             raise RuntimeError(
                 f"p.grad of parameter '{name}' was replaced, where tensor_parallel or a pipeline leaves parts of the "
                 "model on other ranks; use zerolite.set_full_grad(p, value) on all ranks"
             )
-        super()._adopt_changes(found)
+        super()._adopt_changes(found, before_update=False)  # begin anew: sums over parts have been added
 
 
 def counts_once(topology: Topology, buffer: ParameterBuffer, ties: Mapping[int, TiedParam]) -> Callable[[int], bool]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.access.parameter_access import OWNERS
+from zerolite.comm.flight_recorder import EVENTS
 from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks, describe_parameter
 from zerolite.engine.build_stage3 import launch_by_groups
 from zerolite.engine.components import EngineRef
@@ -107,10 +108,13 @@ class UnfrozenParams:
     @torch.no_grad()
     def _train(self, parameters: Parameters) -> None:
         names = self._names()
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        step = self._parts.pipeline.outcomes.global_steps + 1
+        EVENTS.append(f"began to train parameter '{names[id(parameters[0])]}'{more} in step {step}")
         described = {f"parameter '{names[id(p)]}'": describe_parameter(p) for p in parameters}
         order = {"the parameters": [names[id(p)] for p in parameters]}
         parts, setup = self._parts, self._parts.setup
-        check_equal_on_ranks(Description(described, orders=order), parts.comm, setup.device, _DIFFERENT)
+        check_equal_on_ranks(Description(described, orders=order), parts.comm, setup.device, _DIFFERENT, tag="unfrozen")
         parts.pipeline.outcomes.settle()
         parts.param_gatherer.wait_all()
         if parts.partitioned is not None:

@@ -51,6 +51,11 @@ class Announcer:
     def __call__(self, command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]:
         return NULL_CONTEXT if self._announce is None else self._announce(command, *numbers)
 
+    @property
+    def in_use(self) -> bool:
+        """True inside ``engine.join()``."""
+        return self._announce is not None
+
     def use(self, announce: Announce | None) -> None:
         """Announce commands with ``announce`` from now on, or stop announcing if it is None."""
         self._announce = announce

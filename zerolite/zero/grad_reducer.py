@@ -31,6 +31,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from zerolite.comm import Communicator
+from zerolite.comm.flight_recorder import EVENTS
 from zerolite.offload.offloaded_gradients import OffloadedGradients
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import GRADIENTS
@@ -281,6 +282,7 @@ class GradReducer:
                 f"graph has more uses of the parameter than ever before. {advice}"
             )
             if self._plan is None:
+                EVENTS.append(f"raised an error in a backward, for another gradient of parameter '{slot.name}'")
                 raise error
             self._late_error = self._late_error or error
         bucket.mark_late()

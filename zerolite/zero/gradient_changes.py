@@ -76,7 +76,9 @@ class GradientChanges:
             self.assigned.pop(index, None)
             if value is not None:
                 self.assigned[index] = value
-            elif (stats := self._collector.latest) is not None:
+                continue
+            shown.note_change("set to None", ())
+            if (stats := self._collector.latest) is not None:
                 stats.replace(index, None, 1.0)
         self._buffer.placements.drop_reads(written)
 

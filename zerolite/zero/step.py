@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from zerolite.comm import Communicator
+from zerolite.comm.flight_recorder import EVENTS
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
@@ -245,13 +246,15 @@ class StepPipeline:
             return "a backward is under way; read it when the backward has returned"
         return "engine.update() has used it" if self._updated else ""
 
-    def look_at_grads(self, before_backward: bool = False) -> None:
+    def look_at_grads(self, before_backward: bool = False, before_update: bool = False) -> None:
         """Apply the user's changes of ``p.grad``: None drops a gradient, a tensor replaces it.
 
         If the user has set all of them to None, this calls :meth:`zero_grad`: all ranks must have done so.
 
         Args:
             before_backward: only note the tensors, because a backward will add more gradients to them.
+            before_update: the accumulation ends here. So it need not begin anew if all are None, and a rank on which
+                they are launches what the others launch. The comparison of the ranks then finds it.
         """
         if self.suspended:
             self.check_available()
@@ -261,15 +264,19 @@ class StepPipeline:
             self.changes.refresh_stats()
         found = self._reducer.shown.changed(self._reducer.parameters)
         if found:
-            self._adopt_changes(found)
+            self._adopt_changes(found, before_update and not (self._updated or self.announce.in_use))
         stats = self._collector.latest
         if self.changes.assigned and stats is not None and not (before_backward or self._updated):
             self.changes.store_assigned(stats, self.gradient_scale.device_divisor(stats))
 
-    def _adopt_changes(self, found: Mapping[int, torch.Tensor | None]) -> None:
+    def _adopt_changes(self, found: Mapping[int, torch.Tensor | None], before_update: bool) -> None:
         if self.changes.all_dropped(found):
-            self.zero_grad()
-            return
+            if not before_update:
+                EVENTS.append(f"set p.grad of all parameters to None in step {self.outcomes.global_steps + 1}")
+                self.zero_grad()
+                return
+            self._reducer.losses.clear()
+            self._reducer.bucket_sums.clear()
         with self.announce(Command.OTHER):  # a rank without data cannot know of it
             self.changes.adopt(found)
 
@@ -313,7 +320,7 @@ class StepPipeline:
     def update(self, gather: bool = False) -> None:
         """Update the shards that this rank owns, or skip the step on all ranks; then settle counters, learning rates
         and the loss scale."""
-        self.look_at_grads()
+        self.look_at_grads(before_update=True)
         self._apply(gather)
 
     def _apply(self, gather: bool) -> None:
@@ -400,7 +407,7 @@ class StepPipeline:
 
     def step(self) -> None:
         """Run all phases. Afterwards there are no gradients."""
-        self.look_at_grads()
+        self.look_at_grads(before_update=True)
         with self.announce(Command.STEP):
             self._apply(gather=True)
             self.zero_grad()
