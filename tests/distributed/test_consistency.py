@@ -125,10 +125,10 @@ AFTER: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
         lambda engine, odd: nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3 if odd else 1e-2),
         "what was done to p.grad is mul_(",
     ),
-    "mul_": (lambda engine, odd: _each(engine, lambda g: g.mul_(0.5 if odd else 1.0)), "mul_(1.0) of 11 gradients on"),
+    "mul_": (lambda engine, odd: _each(engine, lambda g: g.mul_(0.5 if odd else 1.0)), "mul_(1.0) (11 gradients) on"),
     "times": (
         lambda engine, odd: _each(engine, lambda g: g * (0.5 if odd else 1.0)),
-        "but mul(0.5) of 11 gradients on",
+        "but mul(0.5) (11 gradients) on",
     ),
     "one": (
         lambda engine, odd: odd and engine.module.down.weight.grad.mul_(0.5),
@@ -136,11 +136,11 @@ AFTER: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
     ),
     "None": (
         lambda engine, odd: [setattr(p, "grad", None) for p in engine.module.parameters() if odd],
-        "is nothing on rank 0, but set to None of 11 gradients on rank 1",
+        "is nothing on rank 0, but set to None (11 gradients) on rank 1",
     ),
     "value": (
         lambda engine, odd: nn.utils.clip_grad_value_(engine.module.parameters(), 0.1 if odd else 1.0),
-        "_foreach_clamp_max_(1.0) of 11 gradients on rank 0, but ",
+        "_foreach_clamp_max_(1.0) (11 gradients) on rank 0, but ",
     ),
 }
 
@@ -167,6 +167,26 @@ def test_numbers_that_change_after_the_statistics_are_found_in_the_next_step(the
             said = raised(engine.step)
         assert words in said, (change, said)
         assert_same_on_ranks({"said": said})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_backward_that_one_rank_has_cut_short_is_told(stage: int) -> None:
+    """The rank catches the error and goes on to its step."""
+    engine = make_engine(setting(stage, "bf16"))
+    train(engine)
+    loss = loss_of(engine, 1, model="OddModel")
+    if is_last():
+        loss.register_hook(raise_in_backward)
+    assert ("no memory" in raised(engine.backward, loss)) is is_last()
+    said = raised(engine.step)
+    assert "is nothing on rank 0, but left incomplete by a backward that raised an error on rank 1" in said
+    engine.zero_grad()
+    train(engine, 1, 2)
+
+
+def raise_in_backward(gradient: torch.Tensor) -> None:
+    raise MemoryError("no memory")
 
 
 @pytest.mark.fast("2-1")

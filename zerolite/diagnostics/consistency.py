@@ -23,6 +23,7 @@ from zerolite.comm.ranks import list_of
 from zerolite.diagnostics.rank_comparison import Description, describe_value, raise_differences
 from zerolite.utils.accelerator import HostRead
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.shown_gradients import InPlaceChange
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 _HASH = 1 << 52  # hashes are smaller, so that two of them add without rounding in float64
@@ -64,7 +65,7 @@ class UpdateNumbers:
     divisor: float
     max_norm: float
     gathers: int = 0
-    changes: tuple[tuple[str, tuple[Any, ...], int], ...] = ()
+    changes: tuple[InPlaceChange, ...] = ()
 
     def fingerprint(self) -> tuple[int, list[torch.Tensor]]:
         """Return a hash below 2^52 of the values on the host, and the tensors on a device that belong to it.
@@ -76,7 +77,7 @@ class UpdateNumbers:
         tensors: list[torch.Tensor] = []
         factors: list[torch.Tensor] = []
         for change in self.changes:
-            _note(change, numbers, texts, factors)
+            _note((change.operation, change.numbers, change.count), numbers, texts, factors)
         if factors:
             tensors.append(torch.stack(factors))  # one tensor, because each is hashed in several launches
         for group in self.groups:
@@ -90,8 +91,7 @@ class UpdateNumbers:
         """Return the same numbers as a description."""
         found = Description({"the step": {"number": str(self.step + 1)}})
         found.items["the training so far"] = {"a count of backwards of": str(self.backwards)}
-        numbers = [f"({', '.join(map(describe_value, args))})" if args else "" for _, args, _ in self.changes]
-        changes = [f"{c[0]}{args} of {c[2]} gradients" for c, args in zip(self.changes, numbers, strict=True)]
+        changes = [_describe_change(change) for change in self.changes]
         found.items["what was done to p.grad"] = {"": "; ".join(changes) or "nothing"}
         found.items["what stage 3 has gathered"] = {"a hash": f"{self.gathers & (1 << 64) - 1:016x}"}
         found.items["the update"] = {"a gradient divisor of": repr(self.divisor), "a max_norm of": repr(self.max_norm)}
@@ -127,6 +127,11 @@ def _note(value: Any, numbers: array[float], texts: list[str], tensors: list[tor
             _note(item, numbers, texts, tensors)
     else:
         tensors.append(value)
+
+
+def _describe_change(change: InPlaceChange) -> str:
+    numbers = f"({', '.join(map(describe_value, change.numbers))})" if change.numbers else ""
+    return f"{change.operation}{numbers} ({change.count} gradients)" if change.count else change.operation
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,8 @@ class StepChecks:
         """
         self.raise_errors()
         groups = numbers_of(self._optimizer.param_groups, self._keys)
-        done = tuple((change.operation, change.numbers, change.count) for change in changes)
-        numbers = UpdateNumbers(counters.global_steps, counters.micro_steps, groups, divisor, max_norm, gathers, done)
+        steps, backwards = counters.global_steps, counters.micro_steps
+        numbers = UpdateNumbers(steps, backwards, groups, divisor, max_norm, gathers, tuple(changes))
         if self._updated is not None:
             self._updated.announce(numbers)
         if self._consistency is not None:

@@ -95,7 +95,7 @@ class Engine:
         # different times, so no buffers can be sent between them.
         recomputes = torch._C._current_graph_task_id() != -1
         if self._reducer.current.open and not recomputes:
-            self._reducer.end_backward(complete=False)
+            self._pipeline.end_failed_backward()
         if self._same_inputs is not None:
             self._same_inputs.compare(find_tensors((args, kwargs)))
         sends = self._broadcast_buffers and self._module.training and not recomputes
@@ -149,7 +149,7 @@ class Engine:
         """
         check_loss(loss)
         if self._reducer.current.open:
-            self._reducer.end_backward(complete=False)
+            self._pipeline.end_failed_backward()
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         share = None
         if weight is not None:

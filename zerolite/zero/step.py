@@ -211,6 +211,11 @@ class StepPipeline:
         self._accumulation.on_backward(scaled, weight, divided)
         self.outcomes.counters.micro_steps += 1
 
+    def end_failed_backward(self) -> None:
+        """End a backward that has raised. The next step compares if it has on all ranks."""
+        self._reducer.shown.note_change("left incomplete by a backward that raised an error", (), 0)
+        self._reducer.end_backward(complete=False)
+
     def wait_for_reductions(self) -> None:
         """End an open backward and wait for its reductions. Accumulated gradients that it did not reduce stay so."""
         self._reducer.end_backward(complete=False)
@@ -259,7 +264,7 @@ class StepPipeline:
         if self.suspended:
             self.check_available()
         if self._reducer.current.open:  # a backward has raised, and the sums of the user's hooks are still in p.grad
-            self._reducer.end_backward(complete=False)
+            self.end_failed_backward()
         if self.changes.exposed:  # values that the user has written into lent memory count, even if it is dropped now
             self.changes.refresh_stats()
         found = self._reducer.shown.changed(self._reducer.parameters)
