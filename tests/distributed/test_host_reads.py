@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.lockstep import loss_of, make_engine
+from tests.toolkit.optimizers import counted
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import snapshot
 from zerolite.utils.accelerator import HostRead
 
 STEPS, STEADY = 7, 3
@@ -38,25 +41,21 @@ def counting() -> Iterator[list[int]]:
         yield waits
 
 
-@pytest.mark.fast("2-1-schedule", "2-2-weight", "2-3-engine", "2-2-unused")
+@pytest.mark.fast("2-1-schedule", "2-2-weight", "2-3-engine")
 @pytest.mark.parametrize(
     ("stage", "loop"),
-    [(0, "unused"), (1, "schedule"), (2, "weight"), (3, "engine"), (3, "schedule"), (2, "phases"), (2, "unused")],
+    [(1, "schedule"), (2, "weight"), (3, "engine"), (3, "schedule"), (2, "phases")],
 )
 @on_ranks(2)
 def test_a_steady_step_waits_for_nothing(stage: int, loop: str) -> None:
-    """In the loop "unused" no rank uses the second weight of layer 0 before the last steps, and rank 1 alone that of
-    layer 1 in every second step; in "phases" those of a step are called one by one."""
+    """In the loop "phases" those of a step are called one by one."""
     made = at("3 defaults" if stage == 3 else stage, clip=0.4, optimizer=ADAMW)
     engine = make_engine(made, on_device=True)
     schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5) if loop == "schedule" else None
     with counting() as waits:
         for step in range(STEPS):
             waits.append(0)
-            extras = (True, True, True)
-            if loop == "unused":
-                extras = (step > 4 and engine.rank == 1, step % 2 == 0 and engine.rank == 1, True)
-            loss = loss_of(engine, step, 0, extras)
+            loss = loss_of(engine, step, 0)
             if schedule is not None:
                 loss.backward()
                 engine.optimizer.step()
@@ -71,3 +70,28 @@ def test_a_steady_step_waits_for_nothing(stage: int, loop: str) -> None:
             else:
                 engine.step()
     assert waits[STEADY:] == [0] * 4
+
+
+@pytest.mark.fast("2-2-100")
+@pytest.mark.parametrize(("stage", "layers"), [(0, 100), (2, 100), (1, 20)])
+@on_ranks(2)
+def test_the_device_sees_which_parameters_are_unused(stage: int, layers: int) -> None:
+    """A hundred of them, or twenty in torch's own optimizer. No rank uses the second weight of layer 0 before the last
+    steps, and rank 1 alone that of layer 1 in every second step. A step is one launch that waits for nothing, with the
+    numbers of a host that waits."""
+    kernels = layers == 100
+    optimizer = ADAMW if kernels else ("AdamW", {"lr": 1e-3, "fused": True})
+    outcomes = []
+    for on_device in (True, False):
+        engine = make_engine(at(stage, clip=0.4, optimizer=optimizer), on_device, layers)
+        with counting() as waits, counted() as calls:
+            for step in range(STEPS):
+                waits.append(0)
+                mixed = (step > 4 and engine.rank == 1, step % 2 == 0 and engine.rank == 1)
+                engine.backward(loss_of(engine, step, 0, (*mixed, *[False] * (layers - 3), True)))
+                engine.step()
+        assert len(calls["update"]) == STEPS * kernels and (not any(waits[STEADY:]) or not on_device)
+        states = engine.optimizer.state_dict()["state"]
+        counts = {f"step of {index}": torch.as_tensor(state["step"]) for index, state in states.items()}
+        outcomes.append({**snapshot(engine), **counts})
+    assert_same_bits(*outcomes, "decided on device and by the host")

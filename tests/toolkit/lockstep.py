@@ -29,12 +29,12 @@ class Gated(nn.Module):
 
 
 class Layers(nn.Module):
-    """``x [B, 7]`` -> ``[B, 3]``; ``extras`` says which of the three gated layers use their second weight."""
+    """``x [B, 7]`` -> ``[B, 3]``; ``extras`` says which of the gated layers use their second weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(7, 5)
-        self.layers = nn.ModuleList(Gated(5) for _ in range(3))
+        self.layers = nn.ModuleList(Gated(5) for _ in range(layers))
         self.gain = nn.Parameter(torch.tensor(1.5))
         self.last = nn.Linear(5, 3)
 
@@ -56,9 +56,9 @@ def skipping_on_device(enabled: bool) -> Iterator[None]:
         SKIPS_ON_DEVICE.discard("cpu")
 
 
-def make_engine(config: dict[str, Any], on_device: bool) -> Any:
+def make_engine(config: dict[str, Any], on_device: bool, layers: int = 3) -> Any:
     with skipping_on_device(on_device):
-        return zerolite.initialize(models.build(Layers), config)
+        return zerolite.initialize(models.build(Layers, layers=layers), config)
 
 
 def loss_of(

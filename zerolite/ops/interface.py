@@ -11,7 +11,7 @@ import torch
 from zerolite.ops.call import UpdateCall
 from zerolite.utils.c_functions import declare
 
-ABI = 3
+ABI = 4
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -41,6 +41,9 @@ class Update(Structure):
         ("row_count", c_int64),
         ("factor", c_void_p),
         ("skip", c_void_p),
+        ("use", c_void_p),
+        ("uses", c_void_p),
+        ("use_count", c_int64),
         ("threads", Threads),
     ]
 
@@ -68,6 +71,9 @@ class Update(Structure):
             row_count=call.rows.shape[0],
             factor=None if call.factor is None else call.factor.data_ptr(),
             skip=None if call.skip is None else call.skip.data_ptr(),
+            use=None if call.use is None else call.use.data_ptr(),
+            uses=None if call.uses is None else call.uses.data_ptr(),
+            use_count=0 if call.uses is None else call.uses.numel(),
             threads=threads or Threads(),
         )
         self._arrays = (*states, params, grads, outs, numels)

@@ -17,7 +17,10 @@ from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, MOMENTUM, SGD, TABLE
 from zerolite.ops.library import kernels_for
 from zerolite.utils.dtypes import FLOATS, HALF
 
-_TAIL = "Tensor(z!)[] outs, Tensor table, Tensor rows, Tensor? factor, Tensor? skip) -> ()"
+_TAIL = (
+    "Tensor(z!)[] outs, Tensor table, Tensor rows, Tensor? factor, Tensor? skip, "
+    "Tensor? use=None, Tensor? uses=None) -> ()"
+)
 _UPDATES = {  # operator: (rule, names of its states)
     "adam_": (ADAM, ("exp_avgs", "exp_avg_sqs")),
     "lion_": (LION, ("exp_avgs",)),
@@ -48,6 +51,19 @@ def _check(call: UpdateCall) -> None:
         good = scalar.dtype == torch.float32 and scalar.numel() == 1
         if not good or (call.params and scalar.device != call.params[0].device):
             raise ValueError(f"expected {name} to be one fp32 number on the device of params, got {_describe(scalar)}")
+    if call.use is not None or call.uses is not None:
+        _check_uses(call)
+
+
+def _check_uses(call: UpdateCall) -> None:
+    use, uses, segments = call.use, call.uses, call.table.shape[0]
+    if use is None or uses is None:
+        raise ValueError("expected use and uses together, got one of them")
+    if not (use.dtype == torch.int64 and use.shape == (segments,) and use.is_contiguous() and use.device.type == "cpu"):
+        raise ValueError(f"expected contiguous int64 use [{segments}] on the CPU, got {_describe(use)}")
+    good = uses.dtype == torch.float64 and uses.dim() == 1 and uses.is_contiguous()
+    if not good or (call.params and uses.device != call.params[0].device):
+        raise ValueError(f"expected contiguous float64 uses [n] on the device of params, got {_describe(uses)}")
 
 
 def _check_list(name: str, tensors: Tensors, like: Tensors, allowed: Sequence[torch.dtype]) -> None:
@@ -117,6 +133,10 @@ def _update_implementation(rule: int, count: int, real: bool) -> Any:
         kernels = kernels_for(call.params[0].device)
         if kernels is None:  # libraries check the bounds themselves
             _check_bounds(call.table, call.params, call.rows.shape[0])
+            if call.use is not None and call.uses is not None:
+                low, high = (int(bound) for bound in call.use.aminmax())
+                if low < -1 or high >= call.uses.numel():
+                    raise ValueError(f"expected use from -1 to {call.uses.numel() - 1}, got {low} to {high}")
         (kernels or reference).update(call)
         changed = (*call.params, *itertools.chain(*call.states), *call.outs)
         torch.autograd.graph.increment_version(changed)

@@ -83,10 +83,12 @@ def _call(rule: int, dtypes: Sequence[torch.dtype | None], skip: float, device: 
         _tensors(grad, 1, device),
         [[tensor.abs_() for tensor in _tensors(state, 2 + i, device)] for i in range(_STATES[rule])],
         [] if out is None else [tensor.to(out) for tensor in params],
-        torch.tensor([[0, 0, _NUMELS[0], 0], [1, 1, _NUMELS[1] - 1, 0]], dtype=torch.int64, device="cpu"),
+        torch.tensor([[0, 0, _NUMELS[0], 0], [1, 1, 16, 0], [1, 17, 16, 0]], dtype=torch.int64, device="cpu"),
         torch.tensor([_ROWS[rule]], dtype=torch.float32, device="cpu"),
         torch.tensor([0.5], dtype=torch.float32, device=device),
         torch.tensor([skip], dtype=torch.float32, device=device),
+        torch.tensor([-1, 1, 0], dtype=torch.int64, device="cpu"),
+        torch.tensor([0.0, 2.0], dtype=torch.float64, device=device),
     )
 
 

@@ -66,11 +66,13 @@ class UpdateRule:
         rows: torch.Tensor,
         factor: torch.Tensor | None,
         skip: torch.Tensor | None,
+        use: torch.Tensor | None = None,
+        uses: torch.Tensor | None = None,
     ) -> None:
         """Call the operator. For the arguments see :class:`zerolite.ops.call.UpdateCall`."""
         # Without states the operator still takes its lists of states; they are empty.
         operator = getattr(torch.ops.zerolite, self.operator)
-        operator(params, grads, *(states or [[]] * len(self.states)), outs, table, rows, factor, skip)
+        operator(params, grads, *(states or [[]] * len(self.states)), outs, table, rows, factor, skip, use, uses)
 
     unsupported = staticmethod(unsupported)
 

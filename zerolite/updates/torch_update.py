@@ -30,6 +30,7 @@ class TorchUpdate:
     one_launch: ClassVar[bool] = False
     syncs_masters: ClassVar[bool] = False
     splits_buckets: ClassVar[bool] = False
+    most_maybe_unused: ClassVar[int | None] = 32  # they are updated one by one
 
     def __init__(
         self,
@@ -92,6 +93,24 @@ class TorchUpdate:
 
     @torch.no_grad()
     def update(
+        self,
+        sub_group: Sequence[SpanTensors],
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        uses: torch.Tensor | None = None,
+    ) -> None:
+        if uses is not None:
+            assert used is not None
+            for index in sorted(self._maybe_unused):
+                bucket = self._buffer.layout.slots[index].bucket
+                if own := [tensors for tensors in sub_group if tensors.span.bucket == bucket]:
+                    left_out = uses[index] == 0 if found_inf is None else (uses[index] == 0) | (found_inf != 0)
+                    self._update(own, factor, frozenset([index]), left_out.float())
+            used -= self._maybe_unused
+        self._update(sub_group, factor, used, found_inf)
+
+    def _update(
         self,
         sub_group: Sequence[SpanTensors],
         factor: float | torch.Tensor,

@@ -16,6 +16,7 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.optim_shards import Groups, OptimParamShard, SpanTensors, State
 from zerolite.zero.spans import Span, group_by_kind, segments
 
+_Row = tuple[int, int, int]
 Flat = list[torch.Tensor]  # one flat tensor per bucket, laid out like the masters
 
 
@@ -28,12 +29,16 @@ class _Launch:
     Attributes:
         members: indices of the spans in the sub-group.
         table: int64, [segments, 4] on the host: index in ``members``, start in the span, elements, row of scalars.
-        rows: for each row, its param group and the number of steps that its parameters have missed.
+        rows: for each row, its param group, the number of steps that its parameters have missed, and -1. Or the row is
+            of a single parameter that the device may leave out: its param group, 0, and the parameter, whose number of
+            missed steps changes.
+        use: int64, [segments] on the host: the parameter that the device may leave out, or -1; None if all are -1.
     """
 
     members: tuple[int, ...]
     table: torch.Tensor
-    rows: tuple[tuple[int, int], ...]
+    rows: tuple[_Row, ...]
+    use: torch.Tensor | None
 
 
 class FlatUpdate:
@@ -48,6 +53,7 @@ class FlatUpdate:
     one_launch: ClassVar[bool] = True
     syncs_masters: ClassVar[bool] = True
     splits_buckets: ClassVar[bool] = True
+    most_maybe_unused: ClassVar[int | None] = None
     can_skip_on_device = True
 
     def __init__(
@@ -130,11 +136,15 @@ class FlatUpdate:
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
+        uses: torch.Tensor | None = None,
     ) -> None:
         groups, names = self._inner.param_groups, self._rule.states if self._states is not None else ()
         for launch in self._plan(sub_group, used):
             # In float64 on the host and rounded once, because bias corrections lose digits in fp32 after many steps.
-            rows = [self._rule.row(groups[group], self._steps - missed) for group, missed in launch.rows]
+            rows = [
+                self._rule.row(groups[group], self._steps - (missed if alone < 0 else self._steps_missed[alone]))
+                for group, missed, alone in launch.rows
+            ]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
             on_device = factor if isinstance(factor, torch.Tensor) else None
             if on_device is None:
@@ -149,6 +159,8 @@ class FlatUpdate:
                 scalars.float(),
                 on_device,
                 found_inf,
+                launch.use,
+                None if launch.use is None else uses,
             )
 
     def on_update_skipped(self) -> None:
@@ -259,19 +271,14 @@ class FlatUpdate:
 
     def _plan(self, sub_group: Sequence[SpanTensors], used: frozenset[int] | None) -> list[_Launch]:
         """Return the launches for these tensors, from the cache if possible."""
-        # A parameter that the device may leave out is updated in a call of its own. Its launch is not cached: it has
-        # the number of missed steps, which may change with any step.
-        changing = used is not None and used <= self._maybe_unused
         key = tuple((tensors.span, tensors.gradient.dtype, tensors.out is None) for tensors in sub_group)
-        plan = None if changing else self._launches.get(key)
+        plan = self._launches.get(key)
         if plan is None:
             launches = (
                 self._launch([sub_group[i].span for i in members], members, used)
                 for members in self._group_by_kind(sub_group)
             )
-            plan = [launch for launch in launches if launch is not None]
-            if not changing:
-                self._launches[key] = plan
+            plan = self._launches[key] = [launch for launch in launches if launch is not None]
         return plan
 
     def _group_by_kind(self, sub_group: Sequence[SpanTensors]) -> list[tuple[int, ...]]:
@@ -284,17 +291,23 @@ class FlatUpdate:
     def _launch(self, spans: Sequence[Span], members: tuple[int, ...], used: frozenset[int] | None) -> _Launch | None:
         """Make a launch for these spans, None if no parameter in them is used.
 
-        Adjacent shards with equal group and step count form one segment.
+        Adjacent shards with equal group and step count form one segment. One that the device may leave out is a segment
+        of its own.
         """
 
-        def owned(bucket: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        def owned(bucket: int) -> Iterator[tuple[int, int, _Row]]:
             for shard in self._shards[bucket]:
                 fragment, index = shard.fragment, shard.index
-                if used is None or index in used:
-                    yield fragment.shard_start, fragment.numel, (shard.group, self._steps_missed[index])
+                if index in self._maybe_unused:
+                    yield fragment.shard_start, fragment.numel, (shard.group, 0, index)
+                elif used is None or index in used:
+                    yield fragment.shard_start, fragment.numel, (shard.group, self._steps_missed[index], -1)
 
-        rows: dict[tuple[int, int], int] = {}
+        rows: dict[_Row, int] = {}
         table = [[*segment, rows.setdefault(row, len(rows))] for *segment, row in segments(spans, owned)]
         if not table:
             return None
-        return _Launch(members, torch.tensor(table, dtype=torch.int64, device="cpu"), tuple(rows))
+        keys = list(rows)
+        parameters = [keys[row][2] for *_, row in table]
+        use = None if max(parameters) < 0 else torch.tensor(parameters, dtype=torch.int64, device="cpu")
+        return _Launch(members, torch.tensor(table, dtype=torch.int64, device="cpu"), tuple(keys), use)

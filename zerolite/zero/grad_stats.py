@@ -184,9 +184,9 @@ class StatsVector:
         self._values[TOTAL] = self._squares.sum()
         self._read = None
 
-    def unused(self, index: int) -> torch.Tensor:
-        """Return True if a parameter got no gradient on any rank; a 0-dim bool tensor on the device."""
-        return self._uses[index] == 0
+    def uses(self) -> torch.Tensor:
+        """Number of ranks in whose backward each parameter got a gradient, [n] float64 on the device."""
+        return self._uses
 
     def start_read(self) -> None:
         """Begin the copy to the host, behind the work queued so far."""

@@ -81,6 +81,7 @@ class UpdateMethod(Protocol):
             first update. After that update the compute parameters differ from the rounded masters, as if the user had
             written them.
         splits_buckets: a span may be a part of a bucket.
+        most_maybe_unused: parameters of which ``update`` can leave to the device if they are updated; None: any number.
         can_skip_on_device: ``update`` takes ``found_inf``.
         state_names: names of the states with one value per element; None if they are known only from states that
             exist.
@@ -89,6 +90,7 @@ class UpdateMethod(Protocol):
     one_launch: ClassVar[bool]
     syncs_masters: ClassVar[bool]
     splits_buckets: ClassVar[bool]
+    most_maybe_unused: ClassVar[int | None]
 
     @property
     def can_skip_on_device(self) -> bool: ...
@@ -114,6 +116,7 @@ class UpdateMethod(Protocol):
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
+        uses: torch.Tensor | None = None,
     ) -> None:
         """Update the shards in ``sub_group`` from ``factor × gradient``.
 
@@ -123,6 +126,8 @@ class UpdateMethod(Protocol):
             used: parameters that are updated (None: all). The others stay as they are, like parameters of torch whose
                 ``grad`` is None.
             found_inf: fp32 tensor of shape [] on the device; if it is not zero, the device skips the update.
+            uses: float64 by parameter on the device. The device leaves out the ``maybe_unused`` of :meth:`begin` whose
+                number is zero. None if there are none of these.
         """
 
     def on_update_skipped(self) -> None:

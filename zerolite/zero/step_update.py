@@ -20,9 +20,6 @@ from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.spans import Span, sub_groups
 
-_MAX_MAYBE_UNUSED = 32  # parameters that are updated one by one, so that the host need not wait
-_NONE: Mapping[int, torch.Tensor] = {}
-
 
 class StagedUpdate(Protocol):
     """Update of the buckets that need staging copies, sub-group by sub-group.
@@ -161,8 +158,8 @@ class StepUpdate:
     def _run_unread(self, vector: StatsVector, user_factor: Factor, max_norm: float, gather: bool) -> None:
         """Update, or skip on the device, without reading the statistics. Every rank launches the same all-gathers.
 
-        A parameter that this rank has not used may have been used on another. The device decides for each of them, in
-        an update of its own. If there are too many, the host reads from the statistics which were used.
+        A parameter that this rank has not used may have been used on another. The device decides for each of them. If
+        there are too many for the update method, the host reads from the statistics which were used.
         """
         divisor = self._scale.local_divisor()
         used: frozenset[int] | None = None
@@ -171,7 +168,8 @@ class StepUpdate:
             used = frozenset(self._reducer.used)
             if self._world_size > 1:
                 maybe_unused = frozenset(s.index for s in self._buffer.layout.slots if s.numel and s.index not in used)
-            if len(maybe_unused) > _MAX_MAYBE_UNUSED:
+            most = self._method.most_maybe_unused
+            if most is not None and len(maybe_unused) > most:
                 used, maybe_unused = vector.get().used, frozenset()
         total = vector.total_square()
         found_inf = ~torch.isfinite(total) | vector.mixed() if self._outcomes.check_finite else None
@@ -184,12 +182,10 @@ class StepUpdate:
             factor = clip_coefficient_on_device(total.sqrt() / scale, max_norm) / scale * user_factor
         if isinstance(factor, torch.Tensor):
             factor = factor.float()
-        left_out = {index: vector.unused(index) for index in sorted(maybe_unused)}
         if found_inf is not None:
-            left_out = {index: unused | found_inf for index, unused in left_out.items()}
             found_inf = found_inf.float()
-        left_out = {index: flag.float() for index, flag in left_out.items()}
-        self._update(factor, used, found_inf, gather, left_out)
+        uses = vector.uses() if maybe_unused else None
+        self._update(factor, None if used is None else used | maybe_unused, found_inf, gather, maybe_unused, uses)
         self._outcomes.read_later(vector, divisor, maybe_unused)
 
     def _update(
@@ -198,27 +194,24 @@ class StepUpdate:
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
         gather: bool,
-        maybe_unused: Mapping[int, torch.Tensor] = _NONE,
+        maybe_unused: frozenset[int] = frozenset(),
+        uses: torch.Tensor | None = None,
     ) -> None:
         """Update once, which consumes the gradients.
 
         Args:
-            factor: see :meth:`UpdateMethod.update`, also for ``used`` and ``found_inf``.
+            factor: see :meth:`UpdateMethod.update`, also for ``used``, ``found_inf`` and ``uses``.
             gather: all-gather each bucket as soon as it is updated.
-            maybe_unused: further parameters, by index, each with a ``found_inf`` of its own.
+            maybe_unused: parameters of ``used`` that the device may leave out.
 
         Raises:
             OSError: the disk failed. Then some masters are a step ahead of others.
         """
-        self._method.begin(used if used is None else used | maybe_unused.keys(), frozenset(maybe_unused))
+        self._method.begin(used, maybe_unused)
         if self._order is not self._reducer.order.buckets:  # it was learned in a backward
             self.plan()
 
-        update = functools.partial(self._method.update, factor=factor, used=used, found_inf=found_inf)
-        if maybe_unused:
-            update = functools.partial(
-                self._update_maybe_unused, update=update, factor=factor, maybe_unused=maybe_unused
-            )
+        update = functools.partial(self._method.update, factor=factor, used=used, found_inf=found_inf, uses=uses)
         # Set before the first write, because an exception between two buckets leaves some masters ahead.
         self.params_outdated = not gather
         try:
@@ -226,16 +219,6 @@ class StepUpdate:
         except BaseException as error:
             self.failed_update, self.params_outdated = f"{type(error).__name__}: {error}", False
             raise
-
-    def _update_maybe_unused(
-        self, sub_group: Sequence[SpanTensors], update: Update, factor: Factor, maybe_unused: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Update each of ``maybe_unused`` by itself, with a flag of its own. Then call ``update`` for the others."""
-        for index, left_out in maybe_unused.items():
-            bucket = self._buffer.layout.slots[index].bucket
-            if own := [tensors for tensors in sub_group if tensors.span.bucket == bucket]:
-                self._method.update(own, factor, frozenset([index]), left_out)
-        update(sub_group)
 
     def _update_all(self, update: Update, gather: bool) -> None:
         syncs = gather and self._method.syncs_masters
