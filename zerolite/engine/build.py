@@ -61,8 +61,9 @@ from zerolite.engine.state_offload import StateOffload
 from zerolite.engine.unfrozen_params import UnfrozenParams
 from zerolite.monitor.memory_report import TensorOwners
 from zerolite.optim.muon import muon_groups
-from zerolite.precision.dtypes import GraphBoundary
+from zerolite.precision.dtypes import GraphBoundary, scales_of_quantized
 from zerolite.precision.fp32_modules import Fp32Modules
+from zerolite.zero.buffer import check_has_memory
 from zerolite.zero.stage3.partitioned_model import unpartition_model
 from zerolite.zero.stages import STAGES
 
@@ -116,7 +117,7 @@ def build_engine(
     policy = STAGES[resolved.zero_optimization.chosen_stage]
     precision = precision_of(resolved)
     fp32 = Fp32Modules(model, resolved.fp32_modules, precision.compute, precision.autocast, device.type)
-    precision = dataclasses.replace(precision, keeps_fp32=fp32.holds)
+    precision = dataclasses.replace(precision, keeps_fp32=fp32.holds, keeps_dtype=scales_of_quantized(model))
     trains = optimizer is not None or resolved.optimizer is not None
     if trains:
         groups = param_groups_of(model, optimizer, model_parameters, staged is not None)
@@ -125,6 +126,8 @@ def build_engine(
     else:
         groups = freeze(model, resolved, model_parameters, arguments.lr_scheduler)
     others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
+    for name, parameter in model.named_parameters():
+        check_has_memory(name, parameter)
     check_initialize(resolved, model, optimizer, groups, comm, device, **others)
     if not policy.shard_parameters:
         unpartition_model(model)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerolite.utils.accelerator import FakeMode, fake_mode
+from zerolite.utils.dtypes import is_castable
 from zerolite.utils.nested import find_tensors, written_arguments
 
 Labels = frozenset[str]
@@ -42,7 +43,7 @@ def fake_parameters(model: nn.Module, device: torch.device, dtype: torch.dtype |
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
-            cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            cast = dtype is not None and isinstance(tensor, nn.Parameter) and is_castable(tensor)
             value = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device=device)
             fakes[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
         return fakes[id(tensor)]

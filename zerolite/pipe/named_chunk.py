@@ -25,6 +25,7 @@ from zerolite.pipe.dependencies import (
 )
 from zerolite.pipe.parameter_assignment import Buffers, ParameterAssignment
 from zerolite.precision.dtypes import Precision
+from zerolite.utils.dtypes import is_castable
 from zerolite.utils.nested import find_tensors, map_tensors, named_leaves
 from zerolite.utils.skeleton import Skeleton
 
@@ -413,7 +414,7 @@ class _ShapeInference:
         compute = self._model_split.precision.compute
         shapes = {
             path: {
-                name: (tuple(p.shape), compute if compute is not None and p.is_floating_point() else p.dtype)
+                name: (tuple(p.shape), compute if compute is not None and is_castable(p) else p.dtype)
                 for name, p in model.get_submodule(path)._parameters.items()
                 if p is not None
             }

@@ -9,9 +9,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
-from zerolite.utils.dtypes import DTYPES, HALF
+from zerolite.utils.dtypes import DTYPES, HALF, is_castable
 from zerolite.utils.nested import find_tensors, map_tensors
+
+
+def scales_of_quantized(model: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
+    """Return a function that is True for the frozen parameters, except biases, of modules that have frozen parameters
+    in integers or fp8.
+
+    Those are quantized weights, and the others scale them. A cast of the scales would change every weight.
+    """
+    found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    for module in model.modules():
+        frozen = {name: p for name, p in module._parameters.items() if p is not None and not p.requires_grad}
+        if any(not (is_castable(p) or p.is_complex() or p.dtype is torch.bool) for p in frozen.values()):
+            found.update({p: None for name, p in frozen.items() if name != "bias"})
+    return found.__contains__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +42,7 @@ class Precision:
         outputs_in_fp32: True: all 16-bit outputs of the model become fp32. False: only a loss does. None: only a loss
             does, or all outputs if the model returns no loss.
         keeps_fp32: returns True for a parameter or buffer of a module that stays in fp32.
+        keeps_dtype: returns True for a frozen parameter that scales quantized values.
     """
 
     compute: torch.dtype | None = None
@@ -36,12 +52,15 @@ class Precision:
     buffers: torch.dtype | None = None
     outputs_in_fp32: bool | None = None
     keeps_fp32: Callable[[torch.Tensor], bool] = lambda tensor: False
+    keeps_dtype: Callable[[torch.Tensor], bool] = lambda tensor: False
 
     def compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        if not parameter.is_floating_point():
+        if not parameter.is_floating_point() or not (is_castable(parameter) or parameter.requires_grad):
             return parameter.dtype
         if self.keeps_fp32(parameter):
             return torch.float32
+        if self.keeps_dtype(parameter) and not parameter.requires_grad:
+            return parameter.dtype
         return self.compute or parameter.dtype
 
     def buffer_dtype(self, buffer: torch.Tensor) -> torch.dtype:
@@ -62,10 +81,11 @@ class Precision:
         return torch.autocast(device.type, dtype=self.autocast)
 
     def cast(self, inputs: object) -> Any:
-        """Return ``inputs`` with every floating tensor, at any depth of containers, in the compute dtype."""
+        """Return ``inputs`` in the compute dtype: every floating tensor, at any depth of containers, unless it is
+        quantized."""
         if self.compute is None:
             return inputs
-        return map_tensors(lambda t: t.to(self.compute) if t.is_floating_point() else t, inputs)
+        return map_tensors(lambda t: t.to(self.compute) if is_castable(t) else t, inputs)
 
     def widens(self, outputs: object) -> Callable[[torch.Tensor], bool]:
         """Return a predicate that is True for the tensors in the model's ``outputs`` that become fp32."""

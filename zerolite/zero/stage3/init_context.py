@@ -24,6 +24,7 @@ from zerolite.offload.placements import HostPlacement, Placement, Placements
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.accelerator import default_device
+from zerolite.zero.buffer import check_has_memory
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, broadcast_from_rank0, hidden_from_modes, partition
 from zerolite.zero.stage3.partitioned_model import partition_model
@@ -150,6 +151,7 @@ class Init:
                 if parameter is None or handle_of(parameter) is not None or is_lazy(parameter):
                     continue
                 if not parameter.is_meta:
+                    check_has_memory(name, parameter)
                     broadcast_from_rank0(parameter, self._context)
                     partition(parameter, name, self._context, self._dtype)
             self._unpartitioned.pop(id(module), None)

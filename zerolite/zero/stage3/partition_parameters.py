@@ -15,6 +15,7 @@ from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.offload.placements import Placement
 from zerolite.utils.accelerator import address
+from zerolite.utils.dtypes import is_castable
 from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.zero.buffer import dense_strides, flattened
 from zerolite.zero.stage3.comm_context import CommContext, gather
@@ -23,8 +24,8 @@ from zerolite.zero.stage3.partitioned_parameter import (
     AVAILABLE,
     NOT_AVAILABLE,
     PartitionedParameter,
+    copy_with_values,
     handle_of,
-    user_attributes,
 )
 from zerolite.zero.stage3.released_parameter import NEEDS_NO_VALUES, SHAPE_FUNCTIONS
 
@@ -60,10 +61,10 @@ def partition(
         parameter: the parameter, with the same values on all ranks.
         name: qualified name, for messages.
         context: context of its all-gathers.
-        dtype: dtype of the shard if the parameter is floating; None for its own.
+        dtype: dtype of the shard if the parameter is floating and not quantized; None for its own.
         placement: placement of the shard; None for the one that the context chooses.
     """
-    if dtype is not None and parameter.is_floating_point():
+    if dtype is not None and is_castable(parameter):
         parameter.data = parameter.data.to(dtype)
     handle = PartitionedParameter(parameter, name, context, placement)
     parameter.__deepcopy__ = functools.partial(_deepcopy, handle)  # type: ignore[method-assign]
@@ -81,13 +82,11 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
         values = torch.empty_strided(
             handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.context.device
         )
-        copied = torch.nn.Parameter(values, parameter.requires_grad)
+        copied = copy_with_values(parameter, values, memo)
         del values
-        vars(copied).update(user_attributes(parameter))
         partition(copied, handle.name, handle.context.context_for_copies(), placement=handle.placement).shard.copy_(
             handle.shard
         )
-    memo[id(parameter)] = copied
     return copied
 
 

@@ -13,6 +13,7 @@ from zerolite.offload.placements import HostPlacement, Placements
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
+from zerolite.zero.buffer import check_has_memory
 from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import FetchLimits
@@ -247,6 +248,8 @@ def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.d
     """Partition every ordinary parameter of ``model`` with rank 0's values. Modules on the meta device are materialised
     one by one, children first. Called on all ranks, with equal models."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        check_has_memory(name, parameter)
     plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
     different = differing(plain, context.comm, context.device)
     for parameter, differs in zip(plain, different, strict=True):

@@ -20,6 +20,7 @@ Only this module writes the fields of a :class:`PartitionedParameter`. Its :clas
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 import weakref
@@ -35,7 +36,7 @@ from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
 from zerolite.zero.buffer import dense_strides, flattened
 from zerolite.zero.layout import shard_numel
-from zerolite.zero.stage3.released_parameter import no_gather_error, restore_class, set_released_class
+from zerolite.zero.stage3.released_parameter import class_of, no_gather_error, restore_class, set_released_class
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.comm_context import AllGather, CommContext
@@ -337,10 +338,7 @@ class PartitionedParameter:
             raise no_gather_error(self.name)
         else:
             values.copy_(self.context.gather_copies([self])[0].as_strided(self.shape, self.strides))
-        copied = torch.nn.Parameter(values, parameter.requires_grad)
-        vars(copied).update(user_attributes(parameter))
-        memo[id(parameter)] = copied
-        return copied
+        return copy_with_values(parameter, values, memo)
 
     def unpartition(self) -> None:
         """Turn the parameter into an ordinary one with full values. Called on all ranks, in the same order."""
@@ -439,6 +437,19 @@ _OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_zero_ha
 def user_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
     """Return the attributes that a user has set on a partitioned parameter."""
     return {k: value for k, value in vars(parameter).items() if not (k.startswith("ds_") or k in _OURS)}
+
+
+def copy_with_values(parameter: torch.nn.Parameter, values: torch.Tensor, memo: dict[int, Any]) -> torch.nn.Parameter:
+    """Return an ordinary parameter with the memory of ``values`` and the class and attributes of ``parameter``, for
+    ``copy.deepcopy``."""
+    own = class_of(parameter)
+    attributes = user_attributes(parameter)
+    if own is not torch.nn.Parameter:  # the attributes may say how to read the values
+        attributes = copy.deepcopy(attributes, memo)
+    copied: torch.nn.Parameter = torch.Tensor._make_subclass(own, values, parameter.requires_grad)
+    vars(copied).update(attributes)
+    memo[id(parameter)] = copied
+    return copied
 
 
 def handle_of(tensor: object) -> PartitionedParameter | None:

@@ -230,23 +230,27 @@ def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
 
 
 def set_released_class(parameter: torch.Tensor) -> None:
-    """Give a released parameter the class that gathers for operations. A parameter of a user's class keeps its class if
-    that has its own ``__torch_function__``."""
+    """Give a released parameter the class that gathers for operations, derived from the user's class if it has one."""
     own = type(parameter)
     if own is torch.nn.Parameter:
         parameter.__class__ = ReleasedParameter
     elif issubclass(own, torch.nn.Parameter) and not issubclass(own, ReleasedParameter):
-        if own.__torch_function__ == torch.nn.Parameter.__torch_function__:
-            parameter.__class__ = _released_subclass(own)
+        parameter.__class__ = _released_subclass(own)
+
+
+def class_of(parameter: torch.Tensor) -> type:
+    """Return the class that a parameter has while it is not released."""
+    own = type(parameter)
+    if own is ReleasedParameter:
+        return torch.nn.Parameter
+    return own.__mro__[2] if issubclass(own, ReleasedParameter) else own
 
 
 def restore_class(parameter: torch.Tensor) -> None:
     """Undo :func:`set_released_class`."""
-    own = type(parameter)
-    if own is ReleasedParameter:
-        parameter.__class__ = torch.nn.Parameter
-    elif issubclass(own, ReleasedParameter):
-        parameter.__class__ = own.__mro__[2]
+    own = class_of(parameter)
+    if own is not type(parameter):
+        parameter.__class__ = own
 
 
 @functools.cache

@@ -181,7 +181,7 @@ def _accumulator(handle: PartitionedParameter) -> Any:
         RuntimeError: a graph has one already that was created while the parameter was released.
     """
     parameter = handle.parameter
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         accumulator: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     if tuple(accumulator._input_metadata[0].shape) != tuple(handle.shape):
         raise RuntimeError(

@@ -19,6 +19,7 @@ from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.state import StoredModel
 from zerolite.compat.deepspeed.runtime.checkpoints import is_from_deepspeed
 from zerolite.compat.deepspeed_import import import_deepspeed
+from zerolite.utils.dtypes import is_castable
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -67,7 +68,7 @@ def _state(path: Path, without_frozen: bool) -> dict[str, object]:
                     "pass exclude_frozen_parameters=True here too"
                 )
             value = reader.read(key)
-            value = value.float() if value.is_floating_point() else value
+            value = value.float() if is_castable(value) else value
             state.update(dict.fromkeys((name, *about.aliases), value))
     return state
 
