@@ -37,6 +37,7 @@ def _end(reference: EngineRef, parts: StepComponents, offload: StateOffload, hoo
     """
     offload.restore()
     parts.param_gatherer.wait_all()
+    parts.reducer.current.end()  # an exception may have cut its last backward short
     arrivals = parts.reducer.arrivals
     remove_hooks(arrivals.handles, parts.param_gatherer.handles, hooks, parts.setup.fp32.handles)
     for parameter in arrivals.parameters:  # pending gradients are gone; those of a later life of the model stay
