@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolite
 from examples.gpt.model import GPT, GPTConfig
@@ -26,9 +29,11 @@ from zerolite.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    functions,
     parallelize_module,
     tensor_ranks,
 )
+from zerolite.tensor_parallel.layers import shard_column
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 
 LAYERS = 2
@@ -332,3 +337,138 @@ def test_nothing_is_kept(sequence_parallel: bool) -> None:
     finally:
         gc.enable()
     assert living[2] - living[1] < 500  # the smallest activation takes 1536; the record of fences grows by some numbers
+
+
+# -------------------------------------------------------------------- a sum over ranks beside a product
+
+
+class Products(TorchDispatchMode):
+    """Writes down products, launches of sums over ranks, and waits for them."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.launch = comm.all_reduce
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.log.append("product")
+        return function(*args, **(kwargs or {}))
+
+    def all_reduce(self, *args: Any) -> Any:
+        self.log.append("launch")
+        pending = self.launch(*args)
+        wait = pending.wait
+
+        def logged() -> Tensor:
+            self.log.append("wait")
+            return wait()
+
+        pending.wait = logged
+        return pending
+
+
+@on_ranks(2)
+def test_the_sum_of_an_input_gradient_runs_beside_the_last_product() -> None:
+    comm = communicator()
+    layers = [ColumnParallelLinear(8, 2 * size, comm=comm) for size in (2, 3, 4)]
+    source = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    last = ["product", "launch", "product", "wait"]
+    for used, expected in (
+        (layers[:1], last),
+        (layers, ["product"] * 4 + last),
+        ([*layers, None], ["product"] * 4 + last),  # a layer without weight gradient
+    ):
+        x = source * 1
+        if used[-1] is None:
+            used = used[:-1]
+            layers[2].requires_grad_(False)
+            expected = expected[1:]
+        loss = sum(layer(x).square().sum() for layer in used)
+        products = Products(comm)
+        with mock.patch.object(comm, "all_reduce", products.all_reduce), products:
+            loss.backward()
+        assert products.log == expected
+
+
+class Conv1D(nn.Module):
+    """The part of Hugging Face's that a column-parallel layer uses: the weight is [inputs, outputs]."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf, self.nx = outputs, inputs
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+
+
+def _plain(layer: ColumnParallelLinear, x: Tensor, comm: Communicator) -> Tensor:
+    """What a layer computes, by F.linear and with the sum where autograd comes to it."""
+    return F.linear(functions.shared_copy(x, comm), layer.weight.t() if layer.transposed else layer.weight, layer.bias)
+
+
+def _own(layer: ColumnParallelLinear, x: Tensor, comm: Communicator) -> Tensor:
+    return layer(x)
+
+
+def _gradients(run: Any, how: str, layers: Sequence[ColumnParallelLinear], source: Tensor, comm: Any) -> list[Any]:
+    """Gradients of ``source``, weights and biases. how: what is done with the layers."""
+    wanted = [source, *(p for layer in layers for p in (layer.weight, layer.bias) if p is not None)]
+    x = source * 1
+    if how == "strided":
+        x = x.transpose(0, 1)
+
+    def call(x: Tensor) -> Tensor:
+        outs = [run(layer, x, comm) for layer in layers]
+        used = outs[:-1] if how == "unused" else outs
+        return torch.cat([out.flatten(0, -2) for out in used], 1)
+
+    if how.startswith("checkpoint"):
+        out = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=how.endswith("reentrant"))
+    else:
+        out = call(x)
+    loss = out.float().sin().sum()
+    if how == "weights":
+        return list(torch.autograd.grad(loss, wanted[1:]))
+    if how == "input":
+        return list(torch.autograd.grad(loss, wanted[:1]))
+    if how == "second":
+        first = torch.autograd.grad(loss, wanted, create_graph=True)
+        loss = sum(gradient.float().square().sum() for gradient in first)
+    if how == "twice":
+        loss.backward(retain_graph=True)
+    loss.backward()
+    found = [tensor.grad for tensor in wanted]
+    for tensor in wanted:
+        tensor.grad = None
+    return found
+
+
+HOWS = ("plain", "strided", "unused", "checkpoint", "checkpoint reentrant", "weights", "input", "second", "twice")
+
+
+@on_ranks(2)
+def test_column_parallel_layers_have_the_bits_of_plain_ones() -> None:
+    comm = communicator()
+    for number, how in enumerate(HOWS):
+        for dtype in (torch.float32, torch.bfloat16):
+            for bias, transposed, shape in (
+                (True, False, (3, 17, 48)),
+                (False, False, (51, 48)),
+                (True, True, (3, 7, 48)),
+            ):
+                torch.manual_seed(number)
+                layers = []
+                for size in (64, 32, 32):
+                    layer: Any = Conv1D(size, 48) if transposed else nn.Linear(48, size, bias)
+                    shard_column(layer, comm)
+                    layers.append(layer.to(dtype))
+                if how == "strided" and len(shape) == 2:
+                    continue
+                source = torch.randn(shape).to(dtype).requires_grad_()
+                found = _gradients(_own, how, layers, source, comm)
+                expected = _gradients(_plain, how, layers, source, comm)
+                for own, other in zip(found, expected, strict=True):
+                    assert (own is None) == (other is None)
+                    if how == "second":  # added in another order
+                        assert relative(own, other) < (1e-5 if dtype == torch.float32 else 0.05)
+                    else:
+                        assert own is None or torch.equal(own, other), (how, dtype, bias, transposed)

@@ -73,14 +73,19 @@ def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 1, in_place: bool =
     return _applied("reduce_scatter", x, comm, dim, in_place)
 
 
-def shared_copy(x: Tensor, comm: Communicator) -> Tensor:
+def shared_copy(x: Tensor, comm: Communicator, make: Callable[[Tensor, Communicator], Tensor] | None = None) -> Tensor:
     """Return :func:`copy` of ``x``, one for all layers that read the tensor.
 
     Their gradients are summed on this rank first, so query, key and value need one all-reduce instead of three. The
-    copy lives as long as ``x`` and shares its memory.
+    copy lives as long as ``x`` and shares its memory. It is ``x`` itself if no gradient of that is needed.
+
+    Args:
+        make: makes the copy in another way.
     """
     if comm.world_size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
+    if make is not None:
+        return _cached(x, comm, make, lambda: make(x, comm))
     return _cached(x, comm, "copy", lambda: _applied("copy", x, comm, in_place=True))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.tensor_parallel import functions
+from zerolite.tensor_parallel.column_linear import column_linear
 from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.plan import linear_shape
 from zerolite.tensor_parallel.regions import Region, full_tensor
@@ -128,9 +129,9 @@ class ColumnParallelLinear(TensorParallelLayer, nn.Linear):
             if self.sequence is not None and not self.sequence.is_sharded:
                 raise RuntimeError(_NOT_SHARDED)
             x = self._gather_sequence(x, self.sequence_dim)
+            out = F.linear(x, weight.t() if self.transposed else weight, bias)
         else:
-            x = functions.shared_copy(x, self.comm)
-        out = F.linear(x, weight.t() if self.transposed else weight, bias)
+            out = column_linear(x, weight.t() if self.transposed else weight, bias, self.comm)
         if self.gather_output:
             return self._gathered(out)
         if self.region is not None:
