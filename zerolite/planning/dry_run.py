@@ -240,16 +240,16 @@ def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
     from zerolite.pipe.dry_stage import learn_boundaries
 
     with _simulated_rank(job, dry_pipeline) as mode:
-        runners: list[PipelineRunner] = []
+        engines: list[PipelineEngine] = []
         batches: Iterator[Any] = iter(())
         for stage in range(job.grid.pipe):
             dry_run = _DryRun(job.at_stage(stage), MemoryTracker(), mode, dry_pipeline)
             engine = dry_run.make_engine(dry_run.make_model())
             batches = micro_batches(engine, dry_run.batch)
             assert isinstance(engine, PipelineEngine)
-            runners.append(cast("PipelineRunner", engine.runner))
+            engines.append(engine)
         with as_plan_error("the model's forward"):
-            learn_boundaries(runners, batches)
+            learn_boundaries([cast("PipelineRunner", engine.runner) for engine in engines], batches)
 
 
 class _DryRun:
