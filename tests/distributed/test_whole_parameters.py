@@ -12,7 +12,7 @@ import torch
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
-from tests.toolkit.configs import config
+from tests.toolkit.configs import at, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import BATCHES, LOSSES, make_engine, raises, train_engine
@@ -207,3 +207,47 @@ def test_a_plan_shows_the_padding() -> None:
     made = plan(models.Chain, settings(2, ADAFACTOR, zero={"reduce_bucket_size": 1}), 8, device="cpu")
     numel = 12 * 384 * 384
     assert numel * 4 < made.states["compute_parameters"] <= numel * 4 * 1.34
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, whose groups it shares and in which it counts steps (timm's Lookahead)."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {"count": 0})
+        self.base, self.param_groups = base, base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for group in self.base.param_groups:
+            group["count"] += 1
+            for parameter in group["params"] if group["count"] % 2 == 0 else ():
+                if parameter.grad is not None:
+                    parameter.mul_(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(1)
+def test_an_optimizer_that_counts_in_groups_over_several_buckets(stage: int) -> None:
+    """Each update of a bucket is a call of it, and a step counts once; groups without a part of the bucket rest."""
+    found = []
+    for plain in (True, False):
+        model = models.build(models.Mlp)
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() == 1]
+        own = Around(torch.optim.SGD([{"params": weights}, {"params": others, "lr": 0.125}], lr=0.0625))
+        made = at(stage)
+        del made["optimizer"]
+        forward: Any = model
+        if not plain:
+            forward = engine = zerolite.initialize(
+                model, {**made, "zero_allow_untested_optimizer": True}, optimizer=own
+            )
+        for step in range(4):
+            models.square_loss(forward, models.float_batch(step, 0, 0)).backward()
+            own.step()
+            own.zero_grad()
+        found.append(dict(model.named_parameters()) if plain else engine.full_state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value.detach(), rtol=1e-6, atol=1e-7)

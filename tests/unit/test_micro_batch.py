@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from zerolite.data.micro_batch import MicroBatch
+from zerolite.utils.nested import map_tensors
 
 CPU = torch.device("cpu")
 X, Y = torch.ones(2, 3), torch.zeros(2, 3)
@@ -52,3 +53,14 @@ def test_what_is_no_loss_is_refused(outputs: Any) -> None:
         MicroBatch.of(X, None, CPU).loss(outputs, None)
     with pytest.raises(ValueError, match=r"expected the loss_fn to give .* shape \(2, 3\); reduce it"):
         MicroBatch.of((X, Y), lambda o, t: X, CPU).loss(outputs, lambda o, t: X)
+
+
+def test_a_tuple_with_a_constructor_of_its_own_is_rebuilt() -> None:
+    class Pair(tuple):
+        def __new__(cls, first, second):
+            return super().__new__(cls, (first, second))
+
+    pair = Pair(torch.ones(2), 3)
+    pair.note = "kept"
+    halves = map_tensors(torch.Tensor.half, pair)
+    assert type(halves) is Pair and halves.note == "kept" and halves[0].dtype is torch.float16 and halves[1] == 3

@@ -110,8 +110,8 @@ def match_groups(
 ) -> list[int | None]:
     """Return for each param group the index of the stored group with the same parameters, or None.
 
-    Only parameters that both models have are compared. A group without parameters matches an empty one of the same
-    index.
+    Only parameters that both models train are compared. A group without any (an empty one, or one of frozen parameters)
+    matches such a group of the same index.
 
     Args:
         here: names of the parameters in each group.
@@ -123,8 +123,8 @@ def match_groups(
     result: list[int | None] = []
     for place, group in enumerate(here):
         members = frozenset(names[name] for name in group if name in names)
-        both_empty = not group and place < len(stored) and not stored[place].names
-        result.append(by_members.get(members) if members else place if both_empty else None)
+        both_untrained = place < len(stored) and known.isdisjoint(stored[place].names)
+        result.append(by_members.get(members) if members else place if both_untrained else None)
     return result
 
 

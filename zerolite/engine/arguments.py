@@ -35,6 +35,12 @@ def param_groups_of(
         staged: the model is one stage of a pipeline, so parameters of other stages are left out, also of the
             optimizer's groups.
     """
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        raise ValueError(
+            "zerolite.initialize: expected optimizer to be one torch.optim.Optimizer, a class or a function that makes "
+            f"one, got a {type(optimizer).__name__}. Give one optimizer with several param groups; or step several "
+            'yourself beside the config\'s {"type": "SGD", "params": {"lr": 0.0}} (docs/optimizers.md)'
+        )
     if isinstance(optimizer, Optimizer):
         if model_parameters is not None:
             raise ValueError(

@@ -435,8 +435,8 @@ class Engine:
         """All-gather the updated values into the module's parameters. Called on all ranks."""
         self._pipeline.all_gather_params()
 
-    def zero_grad(self) -> None:
-        """Drop all gradients since the last step. Called on all ranks."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients since the last step; ``set_to_none`` has no effect. Called on all ranks."""
         self._pipeline.zero_grad()
 
     # ---------------------------------------------------------------- data and metrics

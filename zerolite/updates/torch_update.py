@@ -59,6 +59,9 @@ class TorchUpdate:
         # Memory for states that do not exist yet, by index of the parameter: see _reserve.
         self._reserved: dict[int, list[torch.Tensor]] = {}
         self._state_dtypes: dict[tuple[int, torch.dtype, int], dict[str, torch.dtype]] = {}
+        # Other libraries count steps in param groups: the numbers before this step, by id of the group.
+        self._counts: dict[int, dict[str, Any]] = {}
+        self._may_count = not type(inner).__module__.startswith("torch.")
         step: Any = type(inner).step
         # Without torch's wrapper, which calls the user's hooks: one step may update several sub-groups.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -80,6 +83,7 @@ class TorchUpdate:
         """Begin the updates of a step. ``used`` is not needed: torch's optimizers count steps in their states."""
         self._maybe_unused = maybe_unused
         self._new_states.clear()
+        self._counts.clear()
 
     def on_left_out(self, indices: Iterable[int]) -> None:
         """Drop the new states of parameters that the device has left out. Their step counts are on the device."""
@@ -144,6 +148,8 @@ class TorchUpdate:
         try:
             with self._limited_to(shards), self._with_found_inf(found_inf):
                 if shards:
+                    if self._may_count:
+                        self._restore_counts()
                     self._step(self._inner)
         finally:
             for shard in shards:
@@ -154,6 +160,16 @@ class TorchUpdate:
         for tensors in bound:  # the others may have values that the user has written and the masters have not
             if tensors.out is not None:
                 tensors.out.copy_(tensors.master)
+
+    def _restore_counts(self) -> None:
+        """Let each call of a step begin with the numbers that the groups had before the step, so that they count it
+        once."""
+        for group in self._inner.param_groups:
+            now = {key: value for key, value in group.items() if type(value) in (int, float, bool)}
+            before = self._counts.setdefault(id(group), now)
+            for key in now.keys() - before.keys():
+                del group[key]
+            group.update(before)
 
     def _set_grads(self, shards: Sequence[OptimParamShard], gradient: torch.Tensor) -> None:
         """Set the ``grad`` of shards of one bucket to views of ``gradient``."""
@@ -338,7 +354,7 @@ class TorchUpdate:
     @contextlib.contextmanager
     def _limited_to(self, shards: Sequence[OptimParamShard]) -> Iterator[None]:
         """Return a context in which these shards are the only parameters of the inner optimizer."""
-        everything = self._inner.param_groups
+        everything = list(self._inner.param_groups)
         model_params = [group["params"] for group in everything]
         chosen: dict[int, list[torch.Tensor]] = {}
         for shard in shards:
@@ -346,10 +362,11 @@ class TorchUpdate:
         try:
             for index, tensors in chosen.items():
                 everything[index]["params"] = tensors
-            self._inner.param_groups = [everything[index] for index in sorted(chosen)]
+            # In place, because an optimizer around another one shares the list with it (Lookahead, SAM).
+            self._inner.param_groups[:] = [everything[index] for index in sorted(chosen)]
             yield
         finally:
-            self._inner.param_groups = everything
+            self._inner.param_groups[:] = everything
             for group, parameters in zip(everything, model_params, strict=True):
                 group["params"] = parameters
 

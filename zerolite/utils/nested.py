@@ -198,7 +198,11 @@ def _rebuilt_sequence(value: Any, mapped: list[object]) -> object:
         result = copy.copy(value)
         result[:] = mapped
         return result
-    return value._make(mapped) if hasattr(value, "_make") else type(value)(mapped)
+    if type(value) is tuple or hasattr(value, "_make"):
+        return tuple(mapped) if type(value) is tuple else value._make(mapped)
+    made = tuple.__new__(type(value), mapped)  # a subclass may have a constructor of its own
+    vars(made).update(vars(value)) if hasattr(value, "__dict__") else None
+    return made
 
 
 def _rebuilt_dataclass(value: object, changed: Mapping[str, object]) -> object:
