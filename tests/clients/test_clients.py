@@ -193,6 +193,24 @@ def test_a_run_of_deepspeed_is_resumed(tmp_path: Path, stage: int, precision: st
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-6 if precision == "fp32" else 1e-3)
 
 
+def test_the_pipeline_example_of_deepspeed(tmp_path: Path) -> None:
+    """Two stages have the losses of two data-parallel ranks, over the same samples."""
+    result = run(tmp_path, "pipeline_example.py")
+    assert len(result["base"]) == 3 and result["pipe"] == pytest.approx(result["base"], rel=1e-5)
+
+
+def test_the_first_step_of_deepspeed_chat(tmp_path: Path) -> None:
+    """LoRA on transformers' OPT: at stage 3 ``zero.Init`` draws other initial values."""
+    need("transformers")
+    results = run(tmp_path, "chat_step1.py", "0,none", "2,offload", "3,none", "3,offload")
+    for case, result in results.items():
+        assert result["losses"] == pytest.approx(
+            results[f"{case[0] if case[0] == '3' else 0},none"]["losses"], rel=1e-5
+        )
+        assert result["fused"] == pytest.approx(result["evaluated"], rel=1e-5), case
+        assert result["numel"] == results["0,none"]["numel"]
+
+
 def test_accelerate_launch(tmp_path: Path) -> None:
     """accelerate's own launcher, which looks for DeepSpeed itself and hands the config to the script."""
     need("accelerate")

@@ -113,6 +113,49 @@ def test_what_is_absent_is_said_in_a_sentence() -> None:
         _ = deepspeed.no_such_name
 
 
+def test_names_that_scripts_import() -> None:
+    runtime, utils = deepspeed.runtime, deepspeed.utils
+    runtime.utils.set_random_seed(3)
+    drawn = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(2))
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    helper = deepspeed.compression.helper
+    helper.recursive_setattr(model, "0.0", torch.nn.ReLU())
+    assert type(helper.recursive_getattr(model, "0.0")) is torch.nn.ReLU
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert float(runtime.utils.clip_grad_norm_([parameter], 1.0)) == 5.0
+    assert torch.allclose(parameter.grad, torch.tensor([0.6, 0.8]))
+    with deepspeed.zero.OnDevice(torch.bfloat16, "meta"):
+        weight = torch.nn.Linear(2, 2).weight
+    assert weight.is_meta and weight.dtype is torch.bfloat16 and torch.empty(1).dtype is torch.float32
+    assert utils.instrument_w_nvtx(lambda x: x + 1)(1) == 2
+    assert deepspeed.accelerator.is_current_accelerator_supported()
+    runtime.utils.see_memory_usage("now", force=True)
+
+
+def test_a_config_as_an_object() -> None:
+    given = {"train_batch_size": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    config = deepspeed.DeepSpeedConfig(given)
+    assert (config.train_batch_size, config.zero_enabled, config.bfloat16_enabled) == (4, True, True)
+    assert config.optimizer_name is None and config.raw is given
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="fp16.enabled"):
+        _ = deepspeed.DeepSpeedConfig({"fp16": {"enabled": "yes"}}).train_batch_size
+
+
+@pytest.mark.slow
+def test_estimates_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    from zerolite.compat.deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    model = torch.nn.Linear(300, 300)
+    stage3.estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=2)
+    stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live(model, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines if "per GPU" in line] == ["cpu", "cpu", "offload", "cpu", "offload"]
+    model(torch.ones(1, 300)).sum().backward()  # the model is as it was
+
+
 SCRIPT = """\
 import importlib.metadata, importlib.util, subprocess, sys
 spec = importlib.util.find_spec("deepspeed")
@@ -127,12 +170,27 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import zerolite.compat.deepspeed.runtime.engine as ours
 assert DeepSpeedEngine is ours.DeepSpeedEngine is deepspeed.DeepSpeedEngine
 assert ours.__spec__.name == ours.__name__ == "zerolite.compat.deepspeed.runtime.engine"
-try:
-    import deepspeed.moe
-except ImportError as error:
-    assert "docs/deepspeed.md" in str(error)
-else:
-    raise AssertionError("deepspeed.moe")
+import zerolite.compat.deepspeed.compression.helper as helper
+from deepspeed.compression.helper import recursive_getattr
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+assert recursive_getattr is helper.recursive_getattr and OffloadDeviceEnum.cpu == "cpu"
+for statement, words in {
+    "import deepspeed.moe": "no layers for mixtures of experts",
+    "from deepspeed import init_inference": "no inference engine",
+    "from deepspeed.profiling.flops_profiler import FlopsProfiler": "flops_profiler counts",
+    "from deepspeed.monitor.monitor import MonitorMaster": "engine.monitor",
+    "from deepspeed.runtime.fp16.loss_scaler import LossScaler": "optimizer.loss_scale",
+    "from deepspeed.runtime.pipe.topology import ProcessTopology": "pipeline.stages",
+    "from deepspeed.checkpoint.ds_to_universal import main": "at any stage",
+    "from deepspeed.utils.timer import SynchronizedWallClockTimer": "wall_clock_breakdown",
+    "from deepspeed.compression.compress import init_compression": "it compresses no models",
+}.items():
+    try:
+        exec(statement)
+    except ImportError as error:
+        assert "docs/deepspeed.md" in str(error) and words in str(error), error
+    else:
+        raise AssertionError(statement)
 subprocess.run([sys.executable, __file__], check=True)
 """
 

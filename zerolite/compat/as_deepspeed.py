@@ -50,6 +50,12 @@ class AliasFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        from zerolite.compat.deepspeed.absent import sentence_for
+
+        if fullname.startswith(f"{PACKAGE}."):  # what `from deepspeed import name` looks for at last
+            sentence = sentence_for(fullname.removeprefix(f"{PACKAGE}."))
+            if sentence is not None and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
+                raise ImportError(sentence, name=fullname)
         if not fullname.startswith("deepspeed."):
             return None
         original = PACKAGE + fullname.removeprefix("deepspeed")
@@ -58,6 +64,9 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         except ModuleNotFoundError:
             found = None
         if found is None:
+            sentence = sentence_for(fullname.removeprefix("deepspeed."))
+            if sentence is not None:  # no ModuleNotFoundError, which `from deepspeed import name` drops
+                raise ImportError(sentence, name=fullname)
             message = f"zerolite's deepspeed has no module {fullname!r}; docs/deepspeed.md lists its modules"
             raise ModuleNotFoundError(message, name=fullname)
         return importlib.machinery.ModuleSpec(

@@ -6,6 +6,8 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 import zerolite.comm
 from zerolite.comm import local_rank, torch_api
 
@@ -43,6 +45,12 @@ def init_distributed(
         world_size=None if world_size < 0 else world_size,
         timeout=timeout,
     )
+
+
+def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> Any:
+    """Sum ``tensor`` over the ranks in place: ``all_reduce``, which DeepSpeed does here without a gradient."""
+    options = {} if op is None else {"op": op}
+    return torch_api.function("all_reduce")(tensor, group=group, **options)
 
 
 def get_local_rank() -> int:

@@ -11,6 +11,7 @@ import torch
 
 import zerolite.zero
 from zerolite.compat.deepspeed.runtime.config import read_config
+from zerolite.compat.deepspeed.utils.init_on_device import OnDevice
 from zerolite.zero import (
     ZeroParamStatus,
     register_external_parameter,
@@ -20,6 +21,7 @@ from zerolite.zero import (
 __all__ = [
     "GatheredParameters",
     "Init",
+    "OnDevice",
     "ZeroParamStatus",
     "register_external_parameter",
     "unregister_external_parameter",

@@ -13,13 +13,13 @@ import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from zerolite.comm import ranks_of_job
 from zerolite.compat.deepspeed.utils.logging import warn_once
-from zerolite.config.errors import printable
+from zerolite.config.errors import ConfigError, printable
 from zerolite.config.known_keys import ALIASES, RENAMED, UNSUPPORTED
-from zerolite.config.load import supported_keys
+from zerolite.config.load import load_config, supported_keys
 from zerolite.config.source import read_source
 
 _TOP_LEVEL = frozenset(path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *ALIASES))
@@ -59,17 +59,61 @@ _ON_THE_HOST = {
 }
 
 
-@dataclass(frozen=True)
+DeepSpeedConfigError = ConfigError
+
+_SETTINGS = {
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "zero_config": "zero_optimization",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+}
+"""Keys of DeepSpeedConfig's attributes whose names are others."""
+
+
 class DeepSpeedConfig:
     """A config in two forms.
+
+    Its settings are attributes, such as ``train_batch_size`` or ``zero_optimization_stage``; those of a missing block
+    are None.
 
     Attributes:
         raw: the user's own dict, which clients read again.
         zerolite: the config for zerolite.
     """
 
-    raw: dict[str, Any]
-    zerolite: dict[str, Any]
+    def __init__(self, config: Any, mpu: object = None) -> None:
+        """
+        Args:
+            config: a dict, which stays unchanged, a path, JSON text, or JSON text in base64.
+            mpu: must be None.
+
+        Raises:
+            ConfigError: it is unreadable.
+            ValueError: for an ``mpu``.
+        """
+        if mpu is not None:
+            raise ValueError(f"DeepSpeedConfig: expected no mpu, got {mpu!r}; set tensor_parallel.size in the config")
+        self.raw, self.zerolite = _read(config)
+
+    @property
+    def zero_enabled(self) -> bool:
+        return bool(self.zero_optimization_stage)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("raw", "zerolite"):
+            raise AttributeError(name)
+        value: Any = load_config(self.zerolite).resolve(ranks_of_job())
+        for part in _SETTINGS.get(name, name).split("."):
+            if value is None:
+                return None
+            if not hasattr(value, part):
+                raise AttributeError(f"DeepSpeedConfig has no setting {name!r}; read the dict in its attribute raw")
+            value = getattr(value, part)
+        return value
 
 
 def read_config(source: Any) -> DeepSpeedConfig:
@@ -77,8 +121,11 @@ def read_config(source: Any) -> DeepSpeedConfig:
 
     Raises ConfigError if it is unreadable.
     """
-    if isinstance(source, DeepSpeedConfig):
-        return source
+    return source if isinstance(source, DeepSpeedConfig) else DeepSpeedConfig(source)
+
+
+def _read(source: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config as it was given, and as zerolite reads it."""
     if isinstance(source, str) and not os.path.exists(source):
         source = _decoded(source)
     raw = source if isinstance(source, dict) else read_source(source).values
@@ -93,7 +140,7 @@ def read_config(source: Any) -> DeepSpeedConfig:
             if _has_effect(block.pop(key)):
                 warn_once(f"config: {path} has no effect here; numbers do not depend on it")
     _set_defaults(values)
-    return DeepSpeedConfig(raw, values)
+    return raw, values
 
 
 def _decoded(text: str) -> str:
@@ -140,6 +187,10 @@ def _set_defaults(values: dict[str, object]) -> None:
     for key, value in _leaves(values):
         if isinstance(value, float) and math.isinf(value) and key != "steps_per_print":
             raise ValueError(f"config: expected a finite number for {key}, got {value}; write one")
+    zero = values.get("zero_optimization")
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):  # 0 in DeepSpeed: each parameter by itself
+        if isinstance(zero, dict) and zero.get(key) == 0 and not isinstance(zero[key], bool):
+            zero[key] = 1
     optimizer = values.get("optimizer")
     if isinstance(optimizer, dict) and str(optimizer.get("type", "")).lower() in ("adam", "adamw"):
         params = optimizer["params"] = dict(optimizer.get("params") or {})

@@ -34,6 +34,13 @@ def _setting(path: str) -> Callable[[DeepSpeedEngine], Any]:
     return lambda self: get(self.zerolite.config)
 
 
+class ThroughputTimer:
+    """DeepSpeed's timer of samples a second. The config's ``steps_per_print`` logs them here."""
+
+    def update_epoch_count(self) -> None:
+        """Do nothing: the rates that are logged do not depend on epochs."""
+
+
 class DeepSpeedEngine(torch.nn.Module):
     """A module around the user's model, with the forward, backward and step of a :class:`zerolite.Engine`.
 
@@ -168,6 +175,11 @@ class DeepSpeedEngine(torch.nn.Module):
         """See :meth:`zerolite.Engine.reload_states`."""
         self.zerolite.reload_states(non_blocking)
 
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        """The object whose ``update_epoch_count`` scripts call at the end of an epoch."""
+        return ThroughputTimer()
+
     # ---------------------------------------------------------------- checkpoints and full models
 
     def save_checkpoint(
@@ -257,6 +269,7 @@ class DeepSpeedEngine(torch.nn.Module):
     micro_steps = _engine_attribute("micro_steps")
     skipped_steps = _engine_attribute("skipped_steps")
     device = _engine_attribute("device")
+    monitor = _engine_attribute("monitor")
     local_rank = _engine_attribute("local_rank")
     global_rank = _engine_attribute("rank")
     world_size = _engine_attribute("world_size")

@@ -8,6 +8,7 @@ import torch
 
 from zerolite.compat.deepspeed.utils import groups
 from zerolite.compat.deepspeed.utils.logging import log_dist, logger
+from zerolite.compat.deepspeed.utils.nvtx import instrument_w_nvtx
 from zerolite.compat.deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -27,6 +28,7 @@ from zerolite.data.dataloader import RepeatingLoader
 __all__ = [
     "RepeatingLoader",
     "groups",
+    "instrument_w_nvtx",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
