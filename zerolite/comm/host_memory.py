@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import socket
@@ -21,6 +22,7 @@ from zerolite.utils.memory_tags import BUCKETS, tag_memory
 logger = logging.getLogger("zerolite")
 
 _DIRECTORY = Path("/dev/shm")
+_PREFIX = "zerolite-"
 _PAGE = 4096
 
 
@@ -112,13 +114,15 @@ def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Map ``nbytes`` of memory of every rank of ``group``: uint8 [nbytes] by rank; an empty list on all ranks if there
     is no room.
 
-    The files behind it are removed as soon as all ranks have mapped them. So nothing is left, however the processes
-    end. Called on all ranks of ``group``.
+    The files behind it are removed as soon as all ranks have mapped them. If a signal ends a process before that, the
+    next call of any process on this host removes its file. Called on all ranks of ``group``.
     """
-    path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
+    _remove_abandoned()
+    path = _DIRECTORY / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+    lock: int | None = None
     try:
-        created = _create(path, nbytes)
-        paths = _gather(str(path) if created else "", group)
+        lock = _create(path, nbytes)
+        paths = _gather("" if lock is None else str(path), group)
         if not all(paths):
             if dist.get_rank(group) == 0:
                 logger.warning(
@@ -134,6 +138,20 @@ def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         return maps if all(mapped) else []
     finally:
         path.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _remove_abandoned() -> None:
+    """Remove the files of processes that ended before they could. A living one holds the lock of its file."""
+    for path in _DIRECTORY.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # of another user, removed meanwhile, or locked
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def _map_all(paths: list[str], size: int) -> list[torch.Tensor]:
@@ -146,19 +164,21 @@ def _map_all(paths: list[str], size: int) -> list[torch.Tensor]:
         return []
 
 
-def _create(path: Path, size: int) -> bool:
-    """Make a file of ``size`` bytes. Returns False if there is no room.
+def _create(path: Path, size: int) -> int | None:
+    """Make a file of ``size`` bytes, and hold its lock. Returns its descriptor; None if there is no room.
 
     Its pages are reserved now: without this, a write to a page that does not fit would kill the process with SIGBUS.
     """
+    unlocked = path.with_name(f".{path.name}")  # without the prefix: not taken for an abandoned one
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        descriptor = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except OSError:
-        return False
+        return None
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(path)
         os.posix_fallocate(descriptor, 0, size)
     except OSError:
-        return False
-    finally:
         os.close(descriptor)
-    return True
+        return None
+    return descriptor
