@@ -257,6 +257,29 @@ def test_damage_that_one_rank_reads_is_told_on_all(ram: Path) -> None:
 
 
 @on_ranks(1)
+def test_a_parameter_that_is_renamed_in_the_state_alone(ram: Path) -> None:
+    """Among the parameters or in a param group: named on load and export, and nothing is loaded."""
+    engine = about_to_save(ram, stage=1)
+    path, before = ram / "global_step1", facts(engine)
+    for place in ("parameters", "groups"):
+        body = json.loads(crafted.files_of(path)[STATE])
+        if place == "parameters":
+            body["parameters"]["up.waight"] = body["parameters"].pop("up.weight")
+        else:
+            body["optimizer"]["groups"][0]["names"][0] = "up.waight"
+        kept = crafted.files_of(path)
+        crafted.craft(path, STATE, body)
+        for more in ({}, {"load_module_strict": False}):
+            told = raised(lambda more=more: engine.load_checkpoint(ram, **more))
+            assert "state.json' is damaged" in told and "'up.waight'" in told, told
+        if place == "parameters":
+            with pytest.raises(CheckpointError, match=r"state.json' is damaged.*'up.waight'"):
+                export_checkpoint(path, ram / "out")
+        assert differences(before, facts(engine)) == []
+        crafted.put_back(path, kept)
+
+
+@on_ranks(1)
 def test_a_shape_that_is_not_the_models_is_named(ram: Path) -> None:
     """A tensor is smaller or larger than the parameter, or there is none: named, and nothing is loaded."""
     engine = about_to_save(ram, stage=1)

@@ -20,7 +20,7 @@ from zerolite.checkpoint import filesystem, json_codec
 from zerolite.checkpoint.boxes import Box, BoxIndex
 from zerolite.checkpoint.directory import complete_checkpoints
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.file_model import FileModel, validated
+from zerolite.checkpoint.file_model import validated
 from zerolite.checkpoint.manifest import (
     BLOCK_BYTES,
     INDEX,
@@ -33,9 +33,10 @@ from zerolite.checkpoint.manifest import (
     read_manifest,
 )
 from zerolite.checkpoint.safetensors import as_bytes
+from zerolite.checkpoint.state import StoredModel
 
 Result = TypeVar("Result")
-State = TypeVar("State", bound=FileModel)
+State = TypeVar("State", bound=StoredModel)
 _CHUNK_BYTES = 8 * BLOCK_BYTES  # read at once
 
 
@@ -88,7 +89,9 @@ class CheckpointReader:
         """Return the stored state as an object of ``model``. Raises CheckpointError if it does not fit."""
         state = self.state
         with self._damaged_state():
-            return validated(lambda: model.model_validate(state))
+            found = validated(lambda: model.model_validate(state))
+            found.check_tensors(self.tensors.keys(), self.manifest.about.exclude_frozen_parameters)
+        return found
 
     @contextlib.contextmanager
     def _damaged_state(self) -> Iterator[None]:

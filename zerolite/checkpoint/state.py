@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -95,6 +95,17 @@ class StoredModel(FileModel):
     parameters: dict[str, ParameterFacts]
     buffers: dict[str, TensorFacts]
 
+    def check_tensors(self, stored: Collection[str], without_frozen: bool) -> None:
+        """Raise ValueError if this file names a parameter that has no stored tensor.
+
+        Args:
+            stored: keys of the stored tensors.
+            without_frozen: frozen parameters were left out of the checkpoint.
+        """
+        for name, entry in self.parameters.items():
+            if f"parameters/{name}" not in stored and (entry.trained or not without_frozen):
+                raise ValueError(f"expected a tensor for each parameter in it, found none for '{name}'")
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -152,7 +163,11 @@ class SavedState(StoredModel):
     client_state: Plain
 
     def check_shapes(self, stored: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError if a stored tensor has another shape than this file says. ``stored``: shapes by key."""
+        """Raise ValueError if a stored tensor has another shape than this file says, or a param group has parameters
+        that the file does not have. ``stored``: shapes by key."""
+        unknown = [name for group in self.optimizer.groups for name in group.names if name not in self.parameters]
+        if unknown:
+            raise ValueError(f"expected parameters of the file in the param groups, found '{unknown[0]}'")
         for kind, entries in (("parameters", self.parameters), ("buffers", self.buffers)):
             for name, entry in entries.items():
                 shape = stored.get(f"{kind}/{name}")
