@@ -15,7 +15,7 @@ from torch.utils import checkpoint as checkpointing
 import zerolite
 from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, Parts, batch
+from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, Parts, batch, loss_of
 from tests.toolkit.training import raises
 
 CASES = Cases()
@@ -295,6 +295,51 @@ class Recomputed(torch.autograd.Function):
 class Solver(Parts):
     def forward(self, x: Tensor) -> Tensor:
         return Recomputed.apply(self.block, x, *self.block.parameters())
+
+
+class Normalised(nn.Linear):
+    """A layer that writes its weight in its own forward, as EDM2 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.copy_(nn.functional.normalize(self.weight))
+            self.bias.clamp_(min=-0.01)
+        return super().forward(x)
+
+
+@CASES.variants(plainly=directly, recomputed=plain_checkpoint)
+class WritesInForward(Case):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__(
+            call=call, first=nn.Linear(WIDTH, WIDTH), frozen=Normalised(WIDTH, WIDTH).requires_grad_(False)
+        )
+        self.layers = nn.ModuleList(Normalised(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.first(x))
+        for layer in self.layers:
+            x = self.call(layer, x).tanh()
+        return x
+
+
+@CASES.add
+class WritesBeforeSecondOrder(Case):
+    """A written weight that stays gathered until the step, because a gradient of its gradient may need it."""
+
+    stable = False
+
+    def __init__(self) -> None:
+        super().__init__(first=Normalised(WIDTH, WIDTH), last=Normalised(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        x = batch(step).requires_grad_()
+        loss = loss_of(engine(x))
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().mean()
 
 
 @CASES.add

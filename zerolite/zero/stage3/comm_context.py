@@ -262,6 +262,8 @@ class CommContext:
     def unhold(self, members: Sequence[PartitionedParameter]) -> None:
         """End one :meth:`hold`, and release those that nothing else needs. Called on all ranks."""
         ended = [member for member in members if member.unhold()]
+        for member in ended:
+            member.mark_seen()  # the context has written or dropped what was changed in it
         coordinator = self._coordinator()
         if coordinator is not None:  # an open execution may still need some
             coordinator.release(coordinator.schedule.unhold([member.index for member in ended]))

@@ -396,6 +396,9 @@ class PartitionedParameterCoordinator:
 
     def _unhold_after_step(self) -> None:
         held, self._held_for_step = self._held_for_step, []
+        for handle in held:
+            if handle.holds == 1:  # otherwise a gather context of the user decides
+                handle.keep_written_values()
         self.context.unhold(held)
 
     def on_update(self) -> None:
@@ -403,6 +406,8 @@ class PartitionedParameterCoordinator:
         self.context.on_update()
         self._used_outside = False
         if self._step_open or self._held_for_step:
+            for handle in self.handles:  # their full values are older than the shards now
+                handle.mark_seen()
             self.reset()
         with self._observers.phase(GATHER):
             if self.schedule.held or self.context.gathered_by_user:  # more than the persistent ones are available
@@ -411,8 +416,12 @@ class PartitionedParameterCoordinator:
                 self._trained_persistent.refresh()
 
     def collect_writes(self) -> None:
-        """Copy the user's writes into trained persistent parameters, the same on all ranks, into their shards."""
+        """Copy the user's writes into trained available parameters, the same on all ranks, into their shards."""
         self._trained_persistent.copy_writes_to_shards()
+        if self._step_open or self._held_for_step:  # otherwise persistent ones alone are available
+            for handle in self.handles:
+                if not handle.persistent and handle.holds <= 1:
+                    handle.keep_written_values()
 
     def collect_frozen_writes(self) -> None:
         """Do the same for frozen ones. Their shards are read only when they become trained or leave the device."""
@@ -509,9 +518,11 @@ class PartitionedParameterCoordinator:
             self.context.issue_all_gather(missing)
 
     def release(self, indices: Iterable[int]) -> None:
-        """Release these parameters."""
+        """Release these parameters, with what their modules have written into them."""
         for index in indices:
-            self.handles[index].release()
+            handle = self.handles[index]
+            handle.keep_written_values()
+            handle.release()
 
     def describe_position(self) -> str:
         """Return a description of the execution and the module at which this rank is, for messages."""

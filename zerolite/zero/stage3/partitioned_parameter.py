@@ -69,6 +69,8 @@ class PartitionedParameter:
         left_storage: the storage that the last release left to such tensors; does not keep it alive.
         writes: number of times that the user has written new values.
         replaced_at: ``version`` at each ``p.data = values``.
+        seen_version: the parameter's own version counter when its values were gathered, or a gather context ended. If
+            the counter has grown, the model has written values in place. None while it is not available.
     """
 
     __slots__ = (
@@ -88,6 +90,7 @@ class PartitionedParameter:
         "placement",
         "ref",
         "replaced_at",
+        "seen_version",
         "shape",
         "shard",
         "status",
@@ -120,6 +123,7 @@ class PartitionedParameter:
         self.persistent = False
         self.holds = 0
         self.writes = 0
+        self.seen_version: int | None = None
         self.replaced_at: list[tuple[int, int]] = []
         comm, part = context.comm, shard_numel(self.numel, context.comm.world_size)
         placement = placement or context.placement_of(part)
@@ -292,6 +296,20 @@ class PartitionedParameter:
             if self.context.reader is not None:
                 self.context.reader.on_written(self)
 
+    def keep_written_values(self) -> None:
+        """Copy values into the shard that the model has written in place inside a forward or backward, such as a
+        normalised weight. All ranks have written the same ones."""
+        seen, parameter = self.seen_version, self.ref()
+        if seen is not None and parameter is not None and _version_of(parameter) != seen:
+            self.write()
+            self.mark_seen()
+
+    def mark_seen(self) -> None:
+        """Take the present values for those of the shards, or for older ones."""
+        parameter = self.ref()
+        if self.seen_version is not None and parameter is not None:
+            self.seen_version = _version_of(parameter)
+
     def count_write(self) -> None:
         """Count a write that the caller has made in the shard, and in ``full`` if that has values."""
         self.writes += 1
@@ -378,7 +396,7 @@ class PartitionedParameter:
 
     def free_full_values(self) -> None:
         """Go to NOT_AVAILABLE from any state and free the memory, after a failed gather too."""
-        self.pending = None
+        self.pending = self.seen_version = None
         self.status = NOT_AVAILABLE
         parameter = self.ref()
         if parameter is not None:
@@ -407,6 +425,14 @@ class PartitionedParameter:
             set_released_class(parameter)
 
 
+def _version_of(parameter: torch.nn.Parameter) -> int:
+    """Return torch's count of writes in place. A class that intercepts functions would intercept this one too."""
+    if type(parameter) is torch.nn.Parameter:
+        return parameter._version
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version
+
+
 def mark_in_flight(members: Sequence[PartitionedParameter], gather: AllGather) -> None:
     """Go from NOT_AVAILABLE to INFLIGHT: ``gather`` brings the full values."""
     for member in members:
@@ -428,6 +454,7 @@ def mark_available(members: Sequence[PartitionedParameter]) -> None:
             # Keeps the parameter's version counter. Autograd compares the counters of saved tensors, and would take the
             # gather for a change in place.
             parameter.data = member.view
+            member.seen_version = None if parameter.is_inference() else _version_of(parameter)
             parameter.ds_status = AVAILABLE  # type: ignore[attr-defined]
 
 
