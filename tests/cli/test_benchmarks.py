@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,19 @@ def test_checkpoint(tmp_path: Path) -> None:
         assert 0 < row["save_s"] <= row["durable_s"] and 0 < row["warm_s"] and row["file_bytes"] > 0
         assert all(row[ratio] > 0 for ratio in ("of_zeros", "of_random", "warm_of_disk"))
         assert (row["copies"] is None) == (name == "ddp"), "DDP saves in the foreground alone"
+
+
+def test_same_bits(tmp_path: Path) -> None:
+    """Hashes of two runs of the same commit are equal, and another hash is named."""
+    hashes, only = tmp_path / "hashes.json", "--only"
+    run("same_bits.py", "", only, "1 ranks, stage 1", "--json", str(hashes))
+    found = json.loads(hashes.read_text(encoding="utf-8"))
+    assert len(found) == 4
+    again = run("same_bits.py", "", only, "1 ranks, stage 1, fp32", "--compare", str(hashes))
+    assert "all bits are the same" in again
+    hashes.write_text(json.dumps(dict.fromkeys(found, "another")), encoding="utf-8")
+    path = ROOT / "benchmarks" / "same_bits.py"
+    told = subprocess.run(
+        [sys.executable, path, only, "1 ranks, stage 1, fp32", "--compare", hashes], capture_output=True, text=True
+    )
+    assert told.returncode == 1 and "differs: 1 ranks, stage 1, fp32" in told.stdout
