@@ -200,7 +200,9 @@ def _rebuilt_sequence(value: Any, mapped: list[object]) -> object:
         return result
     if type(value) is tuple or hasattr(value, "_make"):
         return tuple(mapped) if type(value) is tuple else value._make(mapped)
-    made = tuple.__new__(type(value), mapped)  # a subclass may have a constructor of its own
+    # A subclass may have a constructor of its own; only those in C (torch.return_types) need it.
+    new = type(value).__new__ if hasattr(value, "n_sequence_fields") else tuple.__new__
+    made: Any = new(type(value), mapped)
     vars(made).update(vars(value)) if hasattr(value, "__dict__") else None
     return made
 
