@@ -143,12 +143,14 @@ class Mean(nn.Module):
         return y
 
 
-@pytest.mark.fast("2-shared memory-1")
+@pytest.mark.fast("2-shared memory-1-True")
+@pytest.mark.parametrize("by_call", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("name", ["native", "shared memory"])
 @on_ranks(2)
-def test_two_engines_in_one_backward(stage: int, name: str) -> None:
-    """Each rank leaves out heads of another engine, so that their buckets are complete at different times."""
+def test_two_engines_in_one_backward(stage: int, name: str, by_call: bool) -> None:
+    """Each rank leaves out heads of another engine, so that their buckets are complete at different times; that of the
+    engine whose backward is called, on one rank before the other engine's backward begins."""
     seeds = (7, 8)
 
     def losses(models: Any, step: int) -> Tensor:
@@ -158,7 +160,11 @@ def test_two_engines_in_one_backward(stage: int, name: str) -> None:
     with transport(name):
         engines = [zerolite.initialize(build(Heads, seed), config(stage)) for seed in seeds]
         for step in range(3):
-            losses(engines, step).backward()
+            loss = losses(engines, step)
+            if by_call:
+                engines[-1].backward(loss)
+            else:
+                loss.backward()
             for engine in engines:
                 engine.step()
         trained = [snapshot(engine) for engine in engines]

@@ -112,6 +112,9 @@ class Backward:
         unreduced: backwards since ``local`` was last reduced; equal on all ranks.
         accumulated: backwards since the last step.
         early: buckets that were launched between backwards, before the one that reduces the others.
+        ended_by_call: a call of the engine ends it, after autograd has ended.
+        outer: backward of another engine that was open when this one began, and that a call ends; None without one.
+        waiting: ends of such inner backwards, which come behind the end of this one.
     """
 
     factor: float
@@ -125,6 +128,9 @@ class Backward:
     unreduced: int = 0
     accumulated: int = 0
     early: list[int] = field(default_factory=list)
+    ended_by_call: bool = False
+    outer: Backward | None = None
+    waiting: list[Callable[[], None]] = field(default_factory=list)
 
     def begin(
         self, factor: float, reducing: bool, discards_gradients: bool, launches_by_group: bool, learning: bool
@@ -134,13 +140,18 @@ class Backward:
         self.launches_at_end = bool(_open)
         for other in _open:
             other.launches_at_end = True
+            if other.ended_by_call:
+                self.outer = other
         _open.add(self)
         self.unreduced += 1
         self.accumulated += 1
 
-    def end(self) -> None:
-        self.open = False
+    def end(self) -> list[Callable[[], None]]:
+        """End the backward. Return ``waiting``, which the caller runs when this one has launched everything."""
+        self.open, self.outer = False, None
         _open.discard(self)
+        waiting, self.waiting = self.waiting, []
+        return waiting
 
     def on_launch(self, buckets: int) -> None:
         """Note that this many buckets have been launched."""

@@ -168,6 +168,7 @@ class GradReducer:
         if plan is not None:
             plan.begin_backward()
         self.current.begin(factor, reducing, weight == 0, plan is not None, plan is not None and not plan.is_learned)
+        self.current.ended_by_call = not end_with_backward
         # A launch could wait for a peer that waits for a collective of the program's, in the backward of this rank.
         self.current.launches_at_end |= self.program_communicates and not self._comm.launches_at_once
         if self.order.learning:
@@ -183,7 +184,16 @@ class GradReducer:
         if end_with_backward:
             # This runs in a hook inside the user's backward. No hook can know that its gradient is the last one, but
             # autograd calls its queued callbacks when all gradients have come.
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_in_order)
+
+    def _end_in_order(self) -> None:
+        """End a backward that a hook has begun, behind one that a call of another engine has begun around it. That one
+        may have launched buckets on this rank before this one began, and on a rank that lacks a parameter none."""
+        outer = self.current.outer
+        if outer is None or not outer.open:
+            self.end_backward()
+        else:
+            outer.waiting.append(self.end_backward)
 
     @torch.no_grad()
     def _move_held(self) -> None:
@@ -199,7 +209,7 @@ class GradReducer:
         """
         if not self.current.open:
             return
-        self.current.end()
+        waiting = self.current.end()
         try:
             with self.announce(Command.BACKWARD_END):
                 self.arrivals.end_backward(complete)
@@ -213,6 +223,8 @@ class GradReducer:
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
+        for end in waiting:
+            end()
 
     @torch.no_grad()
     def launch_early(self, buckets: Sequence[int]) -> None:
