@@ -210,9 +210,12 @@ def _ended_ranks(absent: Mapping[int, Absent]) -> _Cause:
 
 def _done_by_some(reports: Sequence[StackReport]) -> _Cause:
     """Return the cause if some ranks have done what all must do alike."""
+    common = set(reports[0].events).intersection(*(report.events for report in reports)) if reports else set()
     done: dict[str, list[int]] = {}
     for report in reports:
-        for event in dict.fromkeys(report.events):
+        # Each rank keeps its latest events only: those before the last common one may be missing for their age.
+        old = max((place for place, event in enumerate(report.events, 1) if event in common), default=0)
+        for event in dict.fromkeys(report.events[old:]):
             done.setdefault(event, []).append(report.rank)
     alone = {event: ranks for event, ranks in done.items() if len(ranks) < len(reports)}
     if not alone:

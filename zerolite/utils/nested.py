@@ -147,10 +147,12 @@ def _attributes(value: Any) -> Iterable[object]:
     """Return what an object refers to, as far as tensors may be behind it. Nothing is iterated or called."""
     if isinstance(value, (Mapping, set, frozenset)):
         return value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, _WITHOUT_TENSORS):  # their attributes would lead through whole libraries
+        return ()
     cls = type(value)
     if cls is types.FunctionType:
         return (value.__closure__, value.__defaults__, value.__kwdefaults__)
-    if cls.__module__ in _OPAQUE_MODULES and not isinstance(value, _WITHOUT_TENSORS):
+    if cls.__module__ in _OPAQUE_MODULES:
         return gc.get_referents(value)  # iterators, generators, cells, deques, partial functions, bound methods
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
     slots = _slots(cls)  # type: ignore[arg-type]
