@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.toolkit.architectures import ALL, Architecture
+from tests.toolkit.architectures import ALL, Architecture, causal
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import SGD, config
 from tests.toolkit.ranks import on_ranks
@@ -62,6 +63,37 @@ def test_cut(name: str) -> None:
         assert said == "", said
 
 
+def same_steps(engine: zerolite.Engine, made: Architecture, whole: nn.Module, batches: int) -> None:
+    """Two steps of SGD with the losses of the whole model."""
+    optimizer = torch.optim.SGD(whole.parameters(), **SGD[1])
+    for _ in range(2):
+        loss = engine.train_batch(iter([made.batch() for _ in range(batches)])).item()
+        optimizer.zero_grad()
+        expected = loss_of(made, whole)
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", "bert bloom gpt2 gpt_bigcode gpt_bigcode_mqa opt stablelm t5_gated".split())
+@on_ranks(2, timeout=180)
+def test_the_plan_that_the_message_names(name: str) -> None:
+    """It is pasted as it is. Bloom's leaves attention whole."""
+    made = causal("GPTBigCode", multi_query=False) if name == "gpt_bigcode" else ALL[name]
+    model = built(made)
+    whole = copy.deepcopy(model)
+
+    def start(plan: Any) -> zerolite.Engine:
+        return zerolite.initialize(
+            model, config(0, "fp32", optimizer=SGD) | {"tensor_parallel": {"size": 2, "plan": plan}}
+        )
+
+    said = raised(lambda: start("auto"))
+    plan = json.loads("{" + said[said.index('"plan": {') :] + "}")["plan"]
+    assert any("att" in pattern.lower() for pattern in plan) == (name != "bloom")
+    same_steps(start(plan), made, whole, 1)
+
+
 @pytest.mark.parametrize("name", "falcon falcon_new gemma_mqa gpt_bigcode_mqa llama_mqa qwen2_moe t5".split())
 @on_ranks(4, timeout=180)
 def test_more_ranks_than_heads_of_key_and_value(name: str) -> None:
@@ -98,14 +130,7 @@ def test_in_two_stages(name: str) -> None:
     model = built(made)
     whole = copy.deepcopy(model)
     engine = zerolite.initialize(model, config(0, "fp32", 2, optimizer=SGD) | {"pipeline": {"stages": 2}})
-    optimizer = torch.optim.SGD(whole.parameters(), **SGD[1])
-    for _ in range(2):
-        loss = engine.train_batch(iter([made.batch(), made.batch()])).item()
-        optimizer.zero_grad()
-        expected = loss_of(made, whole)
-        expected.backward()
-        optimizer.step()
-        assert loss == pytest.approx(expected.item(), rel=1e-6)
+    same_steps(engine, made, whole, 2)
     values = dict(whole.named_parameters())
     for key, parameter in model.named_parameters():
         assert (parameter - values[key]).detach().abs().max() <= 1e-6, key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,12 +27,15 @@ from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.parallel_blocks import Layer, Number, ParallelBlock
 from zerolite.tensor_parallel.plan import (
     Match,
+    NoPlanError,
     TensorPlanError,
     advice,
     generalize,
     matches,
+    no_plan_sentence,
     unmatched,
 )
+from zerolite.tensor_parallel.proposed_plan import propose_plan
 from zerolite.tensor_parallel.regions import FirstForwardErrors, LocalShapeHook, Region, ReplicatedModuleCheck
 from zerolite.tensor_parallel.shard_spec import is_partial, mark_partial, shard_spec_of
 from zerolite.utils.nested import map_tensors
@@ -78,19 +82,57 @@ def parallelize_module(
         return []
     try:
         return _parallelize(model, settings, comm, device, stage)
+    except NoPlanError:
+        patterns = settings.plan.items() if isinstance(settings.plan, Mapping) else ()
+        proposed = propose_plan(
+            dict(model.named_modules(remove_duplicate=False)),
+            {pattern: style for pattern, style in patterns if pattern != "*"},
+            lambda plan: _read(model, settings, plan, comm, stage).tp_blocks,
+        )
+        raise NoPlanError(no_plan_sentence(model, proposed)) from None
     except TensorPlanError as error:
         raise error.with_advice(settings.plan) from None
 
 
-def _parallelize(
-    model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, stage: bool
-) -> list[str]:
+@dataclass
+class _Reading:
+    """Layers, blocks and parameters of a model that a plan names, read before anything is changed.
+
+    Attributes:
+        modules: all modules by name.
+        unused: the patterns that match nothing.
+        layers: the layers to shard.
+        arrangements: names of fused columns by a description of their parts.
+        tp_blocks: the blocks of these layers.
+        written: the blocks that the model's author has written as tensor-parallel layers.
+        divided: attributes, with this rank's share as the value.
+        biases: position biases of attention, as (module, key).
+        runs: neighbouring blocks that get the sequence in parts.
+        partial: the replicated parameters whose gradients are summed over ranks.
+    """
+
+    modules: dict[str, nn.Module]
+    unused: list[str]
+    layers: list[Layer]
+    arrangements: dict[str, list[str]]
+    tp_blocks: list[ParallelBlock]
+    written: list[ParallelBlock]
+    divided: list[Number]
+    biases: list[tuple[nn.Module, str]]
+    runs: list[list[str]]
+    partial: list[nn.Parameter]
+
+
+def _read(
+    model: nn.Module, settings: Settings, plan: str | Mapping[str, object], comm: Communicator, stage: bool
+) -> _Reading:
+    """Match ``plan`` to the model. Raises TensorPlanError if they do not fit each other."""
     modules = dict(model.named_modules(remove_duplicate=False))
     matching.check_model(model)
-    found, unused = matching.find_matches(model, modules, settings.plan, stage)
+    found, unused = matching.find_matches(model, modules, plan, stage)
     layers = matching.find_layers(found, modules)
     tp_blocks = parallel_blocks.find_parallel_blocks(layers, modules)
-    _set_sizes(layers, tp_blocks, comm, settings.divide == "auto")
+    arrangements = _set_sizes(layers, tp_blocks, comm.world_size, settings.divide == "auto")
     divided = _attributes_to_divide(tp_blocks, modules, settings.divide, comm.world_size)
     written = _not_connected(matching.find_sharded_layers(modules, comm), settings.sequence_parallel)
     biases = [bias for tp_block in tp_blocks for bias in parallel_blocks.biases_of_heads(tp_block)]
@@ -98,26 +140,35 @@ def _parallelize(
     partial = _partial_parameters(
         found, tp_blocks, modules, bool(runs), {id(module._parameters[key]) for module, key in biases}
     )
-    if comm.main and not (
-        stage or layers or any(isinstance(module, TensorParallelLayer) for module in modules.values())
-    ):
-        logger.warning("tensor_parallel: the plan leaves all layers whole, so every rank computes the same")
-    # The code above only reads the model and may raise. From here on the model is changed, on all ranks alike.
+    return _Reading(modules, unused, layers, arrangements, tp_blocks, written, divided, biases, runs, partial)
+
+
+def _parallelize(
+    model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, stage: bool
+) -> list[str]:
+    reading = _read(model, settings, settings.plan, comm, stage)
+    modules, tp_blocks = reading.modules, [*reading.tp_blocks, *reading.written]
+    if comm.main:
+        for how, names in reading.arrangements.items():
+            logger.info("tensor_parallel: %s is sharded in %s", _shortened(names), how)
+        if not (stage or reading.layers or any(isinstance(one, TensorParallelLayer) for one in modules.values())):
+            logger.warning("tensor_parallel: the plan leaves all layers whole, so every rank computes the same")
+    # From here on the model is changed, on all ranks alike.
     _synchronize(model, comm, device)
-    for layer in layers:
+    for layer in reading.layers:
         _shard_layer(layer, comm)
-    for module, key in biases:
+    for module, key in reading.biases:
         shard_last_dim(module, key, comm)
     # The model's own code splits outputs into heads with these numbers.
-    for where, name, share in divided:
+    for where, name, share in reading.divided:
         setattr(modules[where], name, share)
-    for parameter in partial:
+    for parameter in reading.partial:
         mark_partial(parameter)
-    sequence.connect(runs, modules, comm, _uses_random_numbers(model))
-    _connect([*tp_blocks, *written], divided, modules, comm, bool(runs), settings.plan)
+    sequence.connect(reading.runs, modules, comm, _uses_random_numbers(model))
+    _connect(tp_blocks, reading.divided, modules, comm, bool(reading.runs), settings.plan)
     if any(isinstance(module, VocabParallelHead) for module in modules.values()):
         model.register_forward_hook(_gather_outputs)
-    return unused
+    return reading.unused
 
 
 def _not_connected(written: Sequence[ParallelBlock], sequence_parallel: bool) -> list[ParallelBlock]:
@@ -141,13 +192,20 @@ def _not_connected(written: Sequence[ParallelBlock], sequence_parallel: bool) ->
     return new
 
 
-def _set_sizes(layers: Sequence[Layer], tp_blocks: Sequence[ParallelBlock], comm: Communicator, share: bool) -> None:
+def _set_sizes(
+    layers: Sequence[Layer], tp_blocks: Sequence[ParallelBlock], size: int, share: bool
+) -> dict[str, list[str]]:
     """Set the sizes of fused parts. Raises TensorPlanError for sizes that ranks cannot share equally.
 
     Args:
+        layers: the layers to shard.
+        tp_blocks: the blocks of these layers.
+        size: number of ranks.
         share: several ranks may compute one head of key and value.
+
+    Returns:
+        Names of fused columns by a description of their parts.
     """
-    size = comm.world_size
     tp_block_of = {id(layer): tp_block for tp_block in tp_blocks for layer in (*tp_block.columns, *tp_block.rows)}
     arrangements: dict[str, list[str]] = {}  # names of layers by arrangement
     for tp_block in tp_blocks:
@@ -174,9 +232,7 @@ def _set_sizes(layers: Sequence[Layer], tp_blocks: Sequence[ParallelBlock], comm
                     f"layer of {layer.inputs} inputs and {layer.outputs} outputs); choose another size",
                     unsharded=layer.parent or layer.name,
                 )
-    if comm.main:
-        for how, names in arrangements.items():
-            logger.info("tensor_parallel: %s is sharded in %s", _shortened(names), how)
+    return arrangements
 
 
 def _shortened(names: Sequence[str]) -> str:

@@ -276,7 +276,7 @@ def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, S
         for pattern, style in styles.items():
             full_name = f"{name}.{pattern}" if name else pattern
             target = modules.get(full_name)
-            if style in _GATHERED_HEADS and target is not None and _is_head(target, modules):
+            if style in _GATHERED_HEADS and target is not None and is_head(target, modules):
                 plan[full_name] = Style("vocab")
             elif style.startswith(_EXPERTS):
                 logger.info("tensor_parallel: experts ('%s') stay whole on every rank", full_name)
@@ -287,12 +287,22 @@ def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, S
     return plan
 
 
-def no_plan_sentence(model: nn.Module) -> str:
-    """Return the message for a model without a plan."""
+def no_plan_sentence(model: nn.Module, proposed: Mapping[str, object] | None = None) -> str:
+    """Return the message for a model without a plan.
+
+    Args:
+        model: the model.
+        proposed: a plan that fits it, if one is known.
+    """
+    remedy = (
+        "by the names and sizes of its layers this one fits, which leaves all others whole (compare its first loss "
+        f'with that of one rank): write "plan": {json.dumps(proposed, default=dict)}'
+        if proposed
+        else 'write the patterns of its layers, as {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}'
+    )
     return (
         'expected a model that brings a plan (base_model_tp_plan or _tp_plan) for tensor_parallel.plan "auto", got '
-        f"{type(model).__name__}, which brings none; write the patterns of its layers, as "
-        '{"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}'
+        f"{type(model).__name__}, which brings none; {remedy}"
     )
 
 
@@ -306,7 +316,7 @@ def _styles_of(module: nn.Module) -> dict[str, str]:
     return {str(pattern): str(style) for pattern, style in styles.items()}
 
 
-def _is_head(module: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
+def is_head(module: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
     """Return True for a layer whose outputs are logits over the vocabulary of an embedding."""
     return linear_like(module) and any(
         isinstance(other, nn.Embedding) and linear_shape(module)[1:] == (other.embedding_dim, other.num_embeddings)
