@@ -221,6 +221,22 @@ def test_what_changes_alike_is_no_difference() -> None:
     assert (engine.global_steps, warnings.messages) == (4, [])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_parameter_that_nothing_trains_is_told_once(stage: int) -> None:
+    """A module that was added after the start and given to no optimizer."""
+    engine = make_engine(setting(stage, "fp32", consistency_check_interval=2), "Mlp")
+    setattr(engine.module, f"late{stage}", nn.Linear(3, 3))  # its name is told once in a process
+    for parameter in engine.module.get_submodule(f"late{stage}").parameters():
+        parameter.data.fill_(1.0)  # alike on all ranks
+    with Warnings() as warnings:
+        run_steps(engine, 5)
+    said = f"parameter 'late{stage}.weight' and 1 more requires a gradient and is in no param group"
+    assert [warning.startswith(said) for warning in warnings.messages] == [True] * (engine.rank == 0)
+    assert all("engine.optimizer.add_param_group" in warning for warning in warnings.messages)
+
+
 # -------------------------------------------------------------------- weights
 
 

@@ -75,6 +75,12 @@ def test_a_backward_reaches_the_inputs(stage: int) -> None:
     engine.module.second.bias.requires_grad_(True)
     with raises(RuntimeError, "'second.bias'", '"optimizer"'):
         engine(ours).sum().backward()
+    engine.module.second.bias.requires_grad_(False)
+    engine.module.second = nn.Sequential(engine.module.second, nn.Linear(3, 3))
+    with raises(RuntimeError, "'second.1.weight'", '"optimizer"'):  # past the engine
+        engine.module(ours.detach().to(torch.bfloat16)).sum().backward()
+    engine.module.second[1].requires_grad_(False).to(torch.bfloat16)
+    engine.module(ours.detach().to(torch.bfloat16))
 
 
 @pytest.mark.fast("0-2")

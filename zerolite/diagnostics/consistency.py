@@ -6,7 +6,9 @@ when a hash differs do the ranks gather their values, to name the difference.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +27,8 @@ from zerolite.utils.accelerator import HostRead
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.shown_gradients import InPlaceChange
 from zerolite.zero.stage3.partitioned_parameter import handle_of
+
+logger = logging.getLogger("zerolite")
 
 _HASH = 1 << 52  # hashes are smaller, so that two of them add without rounding in float64
 _EXACT = 1 << 24  # integers below this are exact in fp32
@@ -147,20 +151,41 @@ class SharedWeight:
     parts: dict[str, torch.Tensor]
 
 
-def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer) -> Iterator[SharedWeight]:
+def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, main: bool = False) -> Iterator[SharedWeight]:
     """Yield the weights that all data-parallel ranks hold between two steps.
 
     These are full buckets, frozen parameters, and at stage 3 the parameters that stay whole. The model's buffers are
     not compared: they may differ between ranks after a forward, as with DDP.
+
+    Args:
+        model: the model.
+        buffer: buffer of its trained parameters.
+        main: warn of parameters that require a gradient and are not trained.
     """
     if not isinstance(buffer, PartitionedParameterBuffer):
         for bucket, flat in zip(buffer.layout.buckets, buffer.compute, strict=True):
             yield SharedWeight(flat, {slot.name: flat[slot.start : slot.end] for slot in bucket.slots})
-    trained = {id(parameter) for parameter in buffer.parameters}
+    trained, untrained = {id(parameter) for parameter in buffer.parameters}, list[str]()
     for name, parameter in model.named_parameters():
+        if main and parameter.requires_grad and id(parameter) not in trained:
+            untrained.append(name)
         handle = handle_of(parameter)
         if handle.persistent if handle is not None else id(parameter) not in trained:
             yield SharedWeight(parameter.data, {name: parameter.data})
+    if untrained:
+        _warn_untrained(untrained[0], f" and {len(untrained) - 1} more" if len(untrained) > 1 else "")
+
+
+@functools.cache
+def _warn_untrained(name: str, more: str) -> None:
+    """Warn once of a parameter that was added to the model later, or left out of the optimizer."""
+    logger.warning(
+        "parameter '%s'%s requires a gradient and is in no param group of the engine's optimizer, so nothing averages "
+        "its gradient over the ranks or updates it; call engine.optimizer.add_param_group({'params': [...]}), or "
+        "requires_grad_(False)",
+        name,
+        more,
+    )
 
 
 class ConsistencyCheck:

@@ -275,7 +275,7 @@ class StepComponents:
         interval, world = setup.config.consistency_check_interval, setup.topology.world
         consistency = updated = None
         if interval and world.world_size > 1:
-            weights = functools.partial(shared_weights, setup.model, self.buffer)
+            weights = functools.partial(shared_weights, setup.model, self.buffer, main=self.comm.main)
             late = setup.kind in SKIPS_ON_DEVICE
             consistency = ConsistencyCheck(setup.topology, setup.device, weights, interval, late)
         if check_finite:

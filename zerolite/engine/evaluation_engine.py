@@ -52,6 +52,13 @@ def check_frozen(model: torch.nn.Module) -> None:
             )
 
 
+def check_before_forward(model: torch.nn.Module, inputs: object) -> None:
+    """Check before a forward that may have a backward that no parameter requires a gradient. As a hook of the model it
+    also runs where a loop calls the model past its engine."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        check_frozen(model)
+
+
 def _refuses(call: str) -> Callable[..., NoReturn]:
     def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

@@ -88,7 +88,7 @@ def initialize(
     check_memory(model, resolved, arguments, topology, device, plan)
     engine = build_engine(model, resolved, arguments, topology, device, staged=staged, loss_fn=loss_fn)
     watchdog.watch(engine)
-    uncaught.watch(model, engine.compute_dtype, topology.world.rank)
+    uncaught.watch(model, engine.compute_dtype, topology.world.rank, trains=engine.optimizer is not None)
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
     if resolved.dump_state and topology.data.main:
