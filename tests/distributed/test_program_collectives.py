@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.toolkit.compare import assert_same_bits
-from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.models import build
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import snapshot
@@ -143,22 +143,27 @@ class Mean(nn.Module):
         return y
 
 
-@pytest.mark.fast("2-shared memory-1-True")
+@pytest.mark.fast("2-shared memory-1-1-True")
 @pytest.mark.parametrize("by_call", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stages", ["0-0", "1-1", "2-2", "2-3 moving"])
 @pytest.mark.parametrize("name", ["native", "shared memory"])
 @on_ranks(2)
-def test_two_engines_in_one_backward(stage: int, name: str, by_call: bool) -> None:
+def test_two_engines_in_one_backward(stages: str, name: str, by_call: bool) -> None:
     """Each rank leaves out heads of another engine, so that their buckets are complete at different times; that of the
-    engine whose backward is called, on one rank before the other engine's backward begins."""
-    seeds = (7, 8)
+    engine whose backward is called, on one rank before the other engine's backward begins. (At stage 3 all ranks run
+    the same modules.)"""
+    seeds, partitioned = (7, 8), [stage.startswith("3") for stage in stages.split("-")]
 
     def losses(models: Any, step: int) -> Tensor:
         x, rank = _batch(step)[0], dist.get_rank()
-        return sum(model(x, 4 if rank == number else 1) for number, model in enumerate(models))
+        used = [4 if rank == number or partitioned[number] else 1 for number in range(2)]
+        return sum(model(x, count) for model, count in zip(models, used, strict=True))
 
     with transport(name):
-        engines = [zerolite.initialize(build(Heads, seed), config(stage)) for seed in seeds]
+        engines = [
+            zerolite.initialize(build(Heads, seed), at(stage))
+            for seed, stage in zip(seeds, stages.split("-"), strict=True)
+        ]
         for step in range(3):
             loss = losses(engines, step)
             if by_call:

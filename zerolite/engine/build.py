@@ -135,7 +135,12 @@ def build_engine(
     if chosen.existing is not None and chosen.existing is not optimizer:  # a function has made it just now
         check_made_optimizer(chosen.existing, model, comm, device)
     if chosen.existing is not None:
-        check_states(chosen.existing, model, any_shape=chosen.whole or not policy.shard_optimizer)
+        any_shape, error = chosen.whole or not policy.shard_optimizer, None
+        try:
+            check_states(chosen.existing, model, any_shape)
+        except ValueError as wrong:
+            error = wrong
+        raise_together(topology.world, device, "errors", error, "zerolite.initialize", ValueError)
     if chosen.untested and comm.main:
         logger.warning(
             "zero_allow_untested_optimizer: this optimizer updates flat parts of parameters. If an update depends on "
@@ -238,9 +243,11 @@ def _watch_program(parts: StepComponents, call: ModuleCall) -> None:
     """Let the reducer know if the program communicates within backwards, where it waits for reductions inside them."""
     setup, reducer = parts.setup, parts.reducer
     communicates = setup.config.zero_optimization.collectives_in_backward
+    if parts.partitioned is not None:
+        return  # all ranks launch in one order there, with the program's collectives at the same places
     if communicates is not None:
         reducer.program_communicates = communicates
-    elif setup.trains and parts.comm.group is not None and parts.comm.world_size > 1 and parts.partitioned is None:
+    elif setup.trains and parts.comm.group is not None and parts.comm.world_size > 1:
         parts.observers.add(ProgramCollectives(reducer, call, logs=parts.comm.main))
 
 

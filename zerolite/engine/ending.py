@@ -37,6 +37,8 @@ def _end(reference: EngineRef, parts: StepComponents, offload: StateOffload, hoo
     """
     offload.restore()
     parts.param_gatherer.wait_all()
+    if parts.partitioned is not None:
+        parts.partitioned.context.gathers_for_operations = True  # the next engine decides
     parts.reducer.current.end()  # an exception may have cut its last backward short
     arrivals = parts.reducer.arrivals
     remove_hooks(arrivals.handles, parts.param_gatherer.handles, hooks, parts.setup.fp32.handles)

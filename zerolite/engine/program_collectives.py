@@ -28,8 +28,7 @@ class ProgramCollectives(StepObserver):
             logs: this rank logs for all.
         """
         self._reducer, self._call, self._logs = reducer, call, logs
-        self._watched = self._forward  # one object, to be found again
-        self._call_module = call.replace(self._watched)
+        self._call_module = call.replace(self._forward)
         self._learning = True
         self._before = 0
 
@@ -46,7 +45,7 @@ class ProgramCollectives(StepObserver):
     def on_backward_end(self) -> None:
         if self._learning:
             self._learning = self._reducer.program_communicates = False
-            if self._call.call_module is self._watched:  # otherwise another one has been put around it
+            if self._call.call_module == self._forward:  # otherwise another one has been put around it
                 self._call.replace(self._call_module)
         if not self._reducer.program_communicates and program_collectives() != self._before:
             self._reducer.program_communicates = True

@@ -107,7 +107,7 @@ class Backward:
         launches_by_group: a bucket is launched when the backward of a parameter group ends (stage 3), and not when its
             own gradients have come.
         learning: the launch plan does not know yet which of these ends is late enough.
-        launches_at_end: no bucket is launched before it has ended (stages 0 to 2).
+        launches_at_end: no bucket is launched before it has ended.
         launched: number of buckets that it has launched, in launch order.
         unreduced: backwards since ``local`` was last reduced; equal on all ranks.
         accumulated: backwards since the last step.
@@ -137,9 +137,11 @@ class Backward:
     ) -> None:
         self.factor, self.open, self.reducing, self.discards_gradients = factor, True, reducing, discards_gradients
         self.launches_by_group, self.learning, self.launched = launches_by_group, learning, len(self.early)
-        self.launches_at_end = bool(_open)
+        self.launches_at_end = False
         for other in _open:
-            other.launches_at_end = True
+            # Ends of groups come in one order on all ranks, also those of several engines.
+            if not (launches_by_group and other.launches_by_group):
+                self.launches_at_end = other.launches_at_end = True
             if other.ended_by_call:
                 self.outer = other
         _open.add(self)

@@ -271,8 +271,9 @@ class GradReducer:
         if self._plan is None or not self.current.open:
             return
         with self.announce(Command.GROUP_END, group):
+            launches = self.current.reducing and not self.current.launches_at_end
             for index in self._plan.on_group_end(group):
-                if self.current.reducing and self._buckets[index].state is BucketState.OPEN:
+                if launches and self._buckets[index].state is BucketState.OPEN:
                     self._launch(self._buckets[index])
 
     def on_late_gradient(self, bucket: GradientBucket, slot: Slot) -> None:

@@ -191,7 +191,7 @@ def fast_weights(run: Run, step: int) -> None:
     run.torch_step()
 
 
-@between("`torch.func.grad` and `vmap` over `f", words=["torch.func", "copy.deepcopy(engine.module)"])
+@between("`torch.func.grad` and `vmap` over `f", words=["torch.func"])
 @between("`torch.func.grad` and `vmap` over a", of_a_copy=True)
 def per_sample(run: Run, of_a_copy: bool = False) -> None:
     x, y = run.batch(5)

@@ -50,6 +50,7 @@ from zerolite.zero.stage3.saved_values import (
     check_graphs,
     coordinator_of,
     gathered_in,
+    note_use_outside_groups,
     prepare_accumulation,
     save_sources,
 )
@@ -218,6 +219,7 @@ def _call(
         args = [arg.detach() if isinstance(arg, GatheredAlias) else arg for arg in args]
     try:
         if torch.is_grad_enabled():
+            note_use_outside_groups(used)
             nodes = [prepare_accumulation(handle) for handle in used]  # kept until a graph refers to them
             with save_sources(by_storage):
                 result = function(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from zerolite.zero.stage3.comm_context import group_by_context
 from zerolite.zero.stage3.partition_parameters import broadcast_flat, register_external_parameter, repartition_all
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import refresh
-from zerolite.zero.stage3.saved_values import graphs_outlive_gather
+from zerolite.zero.stage3.saved_values import graphs_outlive_gather, note_use_outside_groups
 
 _entered_contexts: list[GatheredParameters] = []  # the innermost last
 _RAISED = 2  # flag of a parameter: the block has raised on the modifier_rank
@@ -55,6 +56,7 @@ class GatheredParameters:
         # Copies of full values that the context does not release at its end, to undo changes.
         self._values_before: dict[PartitionedParameter, torch.Tensor] = {}
         self._graphs = contextlib.ExitStack()  # context for graphs that are built inside
+        self._in_graphs: list[PartitionedParameter] = []  # parameters that graphs on this rank refer to, at the end
         if not enabled:
             return
         self._parameters = list(_parameters_in(params))  # handles reference them weakly
@@ -88,7 +90,7 @@ class GatheredParameters:
                     if self._modifier is None:
                         self._digests = {handle: content_hash(handle.view) for handle in self._handles}
                 if torch.is_grad_enabled() and self._handles:
-                    self._graphs.enter_context(graphs_outlive_gather(self._handles))
+                    self._in_graphs = self._graphs.enter_context(graphs_outlive_gather(self._handles))
                 undo.pop_all()  # entered without an error, such as out of memory
             _entered_contexts.append(self)
         return self
@@ -145,6 +147,18 @@ class GatheredParameters:
             if handle.status is AVAILABLE:
                 handle.restore_data()
 
+    def _agree(self, flags: Sequence[int | torch.Tensor]) -> list[int]:
+        """Return the largest flags of all ranks. A further one tells them if a graph of any rank uses the parameters:
+        then all ranks launch the reductions of the next backward at its end."""
+        together = torch.zeros(len(flags) + 1, dtype=torch.int64, device=self._handles[0].context.device)
+        for place, flag in enumerate((*flags, int(bool(self._in_graphs)))):
+            together[place] = flag
+        self._handles[0].comm.all_reduce_max(together, "parameters")
+        *agreed, in_graphs = host_values(together)
+        if in_graphs:
+            note_use_outside_groups(self._handles)
+        return list(map(int, agreed))
+
     @torch.no_grad()
     def _write_changes(self, source: int, failed: bool) -> str | None:
         """Copy the values of rank ``source`` to all ranks, unless its block has raised (``failed``). Return an error
@@ -154,9 +168,7 @@ class GatheredParameters:
         comm = self._handles[0].comm
         fits = [handle.parameter.data.shape == handle.shape for handle in self._handles]
         told = [_RAISED] * len(fits) if failed else [int(not fit) for fit in fits]
-        bad = torch.tensor(told, dtype=torch.int64, device=self._handles[0].context.device)
-        comm.broadcast(bad, "parameters", source)
-        flags = host_values(bad)
+        flags = self._agree(told if comm.rank == source else [0] * len(told))
         if flags[0] == _RAISED:
             self.drop_changes()
             return f"the block has raised an exception on rank {source}, the modifier_rank. Nothing is changed"
@@ -183,21 +195,19 @@ class GatheredParameters:
         """Return the parameters that any rank has changed, the same on all ranks, and drop the changes. failed: the
         block has raised on this rank, whose changes are dropped already."""
         if not (self._check and self._handles):
+            note_use_outside_groups(self._in_graphs)
             return []
-        device = self._handles[0].context.device
-        flags = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
+        flags: list[Any] = [0] * len(self._handles)
         for position, handle in enumerate(self._handles):
             if failed or handle not in self._digests:
                 continue
             data = handle.parameter.data
             same = data.shape == handle.shape and data.dtype == handle.shard.dtype
-            differs = content_hash(data) != self._digests[handle] if same else torch.ones_like(flags[0])
-            flags[position] = differs.to(torch.int64)
+            flags[position] = content_hash(data) != self._digests[handle] if same else 1
             if same and address(data) != address(handle.view):
                 handle.restore_data()
         # All ranks get the same flags and compose the same message, so they exchange no text.
-        self._handles[0].comm.all_reduce_max(flags, "parameters")
-        changed = [handle for handle, flag in zip(self._handles, host_values(flags), strict=True) if flag]
+        changed = [handle for handle, flag in zip(self._handles, self._agree(flags), strict=True) if flag]
         if changed:
             self.drop_changes()
         return changed

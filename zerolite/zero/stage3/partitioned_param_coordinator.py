@@ -157,7 +157,7 @@ class PartitionedParameterCoordinator:
                 return  # `reset` has ended it
             while forward[-1].group is not group:  # an exception has skipped their hooks
                 self._end_forward(forward.pop())
-        if self._in_function and not torch.is_grad_enabled():
+        if self._in_function and not torch.is_grad_enabled() and not self.schedule.following:
             self._check_graph(group)
         execution = forward.pop()
         hooked = False

@@ -124,22 +124,37 @@ def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def graphs_outlive_gather(handles: Sequence[PartitionedParameter]) -> Iterator[None]:
+def graphs_outlive_gather(handles: Sequence[PartitionedParameter]) -> Iterator[list[PartitionedParameter]]:
     """Context in which graphs over the gathered parameters of an engine may be built whose backward comes when they are
-    released again. Entered on all ranks, in the same order."""
+    released again. It returns a list, which contains the parameters of such graphs on this rank when it has ended."""
+    used: list[PartitionedParameter] = []
     outliving = [h for h in handles if not h.persistent and h.context.coordinator is not None]
     by_storage = {h.full.untyped_storage()._cdata: GatheredCopy(h, h.full) for h in outliving}
     nodes = [prepare_accumulation(handle) for handle in outliving]  # kept until a graph refers to them
     try:
         # The hooks of a group that is executing gather its parameters again in its backward.
         with save_sources(by_storage, lambda handle: coordinator_of(handle).is_executing(handle)):
-            yield
+            yield used
     finally:
         by_storage.clear()  # autograd keeps the pack hook
-        del nodes
+        nodes.clear()
+        used += [handle for handle in outliving if _is_in_graph(handle)]
 
 
 _SHOWS_SHAPE = "zerolite shows the shape"
+
+
+def _is_in_graph(handle: PartitionedParameter) -> bool:
+    """Return True if a graph refers to the node of :func:`prepare_accumulation`, which would be gone otherwise."""
+    return handle.parameter.requires_grad and _SHOWS_SHAPE in _node_of(handle.parameter).metadata
+
+
+def note_use_outside_groups(handles: Iterable[PartitionedParameter]) -> None:
+    """Note that graphs use these parameters outside of all groups. Called on all ranks, in the same step."""
+    for handle in handles:
+        coordinator = handle.context.coordinator
+        if coordinator is not None:
+            coordinator.on_use_outside_groups()
 
 
 def prepare_accumulation(handle: PartitionedParameter) -> torch.autograd.graph.Node | None:
@@ -156,9 +171,6 @@ def prepare_accumulation(handle: PartitionedParameter) -> torch.autograd.graph.N
     """
     if not handle.parameter.requires_grad:
         return None
-    coordinator = handle.context.coordinator
-    if coordinator is not None:
-        coordinator.on_use_outside_groups()
     accumulator = _accumulator(handle)
     if _SHOWS_SHAPE not in accumulator.metadata:
         accumulator.metadata[_SHOWS_SHAPE] = True
@@ -174,15 +186,19 @@ def prepare_accumulation(handle: PartitionedParameter) -> torch.autograd.graph.N
     return accumulator
 
 
+def _node_of(parameter: torch.nn.Parameter) -> Any:
+    """Return the parameter's AccumulateGrad node, a new one if no graph has one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 def _accumulator(handle: PartitionedParameter) -> Any:
     """Return the AccumulateGrad node of a parameter that has its full shape.
 
     Raises:
         RuntimeError: a graph has one already that was created while the parameter was released.
     """
-    parameter = handle.parameter
-    with torch.inference_mode(False), torch.enable_grad():
-        accumulator: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    accumulator = _node_of(handle.parameter)
     if tuple(accumulator._input_metadata[0].shape) != tuple(handle.shape):
         raise RuntimeError(
             f"parameter '{handle.name}' was given to a torch.autograd.Function (a fused loss, the adjoint of an ODE) "
