@@ -200,7 +200,7 @@ def test_buckets_are_launched_before_the_last_backward() -> None:
     engine._reducer.launch_early([1, 0])
     with pytest.raises(RuntimeError, match="parameter '3.weight' got another gradient .* after its bucket was reduced"):
         engine.backward(engine(torch.ones(2, 8)).sum())
-    engine.zero_grad()  # ends the backward, which reductions of other engines wait for
+    engine.zero_grad(set_to_none=True)  # ends the backward, which reductions of other engines wait for
 
 
 class Numbered(DryTransport):

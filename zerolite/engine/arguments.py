@@ -173,7 +173,8 @@ def choose_optimizer(
     if optimizer is None and config.optimizer is None:
         return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0))  # nothing is trained
     make, kind = _maker(optimizer, config, groups)
-    reason, asked = check_elementwise(kind), config.zero_optimization.whole_parameters
+    instance = optimizer if isinstance(optimizer, Optimizer) else kind
+    reason, asked = check_elementwise(instance), config.zero_optimization.whole_parameters
     whole = asked or needs_whole_parameters(kind)
     untested = reason is not None and not whole and config.zero_allow_untested_optimizer
     if tp and (whole or (reason is not None and not untested)):

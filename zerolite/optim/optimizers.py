@@ -173,6 +173,12 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> str | None:
         return None
     if declared is False:
         return f"{cls.__name__} cannot update a part of a parameter: its class says zerolite_elementwise = False."
+    around = [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
+    if around and not isinstance(optimizer, type):
+        return (
+            f"{cls.__name__} steps another optimizer, and so cannot update a part of a parameter by itself. Give that "
+            f"one to zerolite.initialize(optimizer=optimizer.{around[0]}), and call its step around the engine's."
+        )
     return (
         f"It is not known whether {cls.__module__}.{cls.__qualname__} can update a part of a parameter by itself. "
         "If each element's update depends only on that element's gradient and state, and on scalars, set "
