@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,9 @@ def test_a_backward_reaches_the_inputs(stage: int) -> None:
         engine.module(ours.detach().to(torch.bfloat16)).sum().backward()
     engine.module.second[1].requires_grad_(False).to(torch.bfloat16)
     engine.module(ours.detach().to(torch.bfloat16))
+    copied = copy.deepcopy(engine.module).requires_grad_(True)  # an ordinary model, trained apart
+    copied(ours.detach().to(torch.bfloat16)).sum().backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
 @pytest.mark.fast("0-2")

@@ -50,7 +50,7 @@ from zerolite.engine.decisions import (
 )
 from zerolite.engine.ending import end_with
 from zerolite.engine.engine import Engine
-from zerolite.engine.evaluation_engine import EvaluationEngine, check_before_forward, check_frozen
+from zerolite.engine.evaluation_engine import CheckBeforeForward, EvaluationEngine, check_frozen
 from zerolite.engine.full_state import FullState
 from zerolite.engine.local_runner import LocalRunner
 from zerolite.engine.monitoring import Monitoring
@@ -264,7 +264,7 @@ def _watch_model(
     setup, observers = parts.setup, parts.observers
     hooks = watch_loading(setup.model, parts.pipeline)
     if not setup.trains:
-        hooks.append(setup.model.register_forward_pre_hook(check_before_forward))
+        hooks.append(CheckBeforeForward().install(setup.model.register_forward_pre_hook))
     # Activation checkpointing comes before all other forward hooks, which then run as they would if the model itself
     # called the checkpoint function.
     tensor = setup.topology.tensor if setup.topology.tensor.world_size > 1 else None

@@ -14,6 +14,7 @@ import torch
 from zerolite.comm import largest
 from zerolite.engine.components import Components
 from zerolite.engine.engine import Engine
+from zerolite.utils.module_hook import ModuleHook
 from zerolite.zero.step import StepPipeline
 
 _REMEDY = 'To train it, give zerolite.initialize a config with an "optimizer" block, or optimizer=...'
@@ -52,11 +53,13 @@ def check_frozen(model: torch.nn.Module) -> None:
             )
 
 
-def check_before_forward(model: torch.nn.Module, inputs: object) -> None:
-    """Check before a forward that may have a backward that no parameter requires a gradient. As a hook of the model it
-    also runs where a loop calls the model past its engine."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        check_frozen(model)
+class CheckBeforeForward(ModuleHook):
+    """Forward pre-hook that checks, if there may be a backward, that no parameter requires a gradient. It also runs
+    where a loop calls the model past its engine; copies of the model do without it."""
+
+    def __call__(self, model: torch.nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            check_frozen(model)
 
 
 def _refuses(call: str) -> Callable[..., NoReturn]:
