@@ -708,7 +708,7 @@ class Engine:
 
         ``del engine`` does the same for an engine that nothing else refers to; the user's optimizer then refuses to
         step. At stage 3 the model stays partitioned, for another engine or for ``zero.GatheredParameters``. May be
-        called twice.
+        called twice. Python's next garbage collection (``gc.collect()``) frees its memory.
         """
         self._reference.end()
         self._pipeline.suspend("engine.destroy() has ended this engine; make another one by zerolite.initialize")

@@ -205,7 +205,8 @@ def _rebuilt_sequence(value: Any, mapped: list[object]) -> object:
     # A subclass may have a constructor of its own; only those in C (torch.return_types) need it.
     new = type(value).__new__ if hasattr(value, "n_sequence_fields") else tuple.__new__
     made: Any = new(type(value), mapped)
-    vars(made).update(vars(value)) if hasattr(value, "__dict__") else None
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
     return made
 
 

@@ -424,7 +424,8 @@ class PartitionedParameterCoordinator:
                     handle.keep_written_values()
 
     def collect_frozen_writes(self) -> None:
-        """Do the same for frozen ones. Their shards are read only when they become trained or leave the device."""
+        """Copy the user's writes into frozen persistent parameters into their shards, which are read only when these
+        become trained or leave the device."""
         frozen = [h for h in self.handles if h.persistent and h.index not in self._trained]
         AvailableParameters(self.context, frozen).copy_writes_to_shards()
 

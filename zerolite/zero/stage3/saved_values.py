@@ -167,7 +167,6 @@ def prepare_accumulation(handle: PartitionedParameter) -> torch.autograd.graph.N
     Returns:
         The node, to be kept until a graph refers to it, because the parameter references it weakly. None if the
         parameter requires no gradient.
-
     """
     if not handle.parameter.requires_grad:
         return None
