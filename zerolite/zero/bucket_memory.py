@@ -207,17 +207,18 @@ class BucketMemory:
         """Keep at most this many full buckets for reuse, and drop those that are kept now."""
         self._limit, self._free = buckets if self.options.keep_buckets else 0, []
 
-    def is_launched_soon(self, bucket: int, launching: bool) -> bool:
+    def is_launched_soon(self, bucket: Bucket, launching: bool) -> bool:
         """Return True if few buckets are launched before this one, so that few are kept like it.
 
         Args:
-            bucket: index of the bucket.
-            launching: it is launched as soon as it is filled.
+            bucket: the bucket.
+            launching: it is filled to be launched. One that is in flight alone waits for the one before it all the
+                same, when it has been filled.
         """
         current = self.current
         if launching or current.launches_by_group or not (current.reducing and current.open):
-            return launching
-        return self._order.positions[bucket] - current.launched <= IN_FLIGHT
+            return launching and not (current.launches_by_group and bucket.numel >= ALONE_NUMEL)
+        return self._order.positions[bucket.index] - current.launched <= IN_FLIGHT
 
     def allocate(
         self, bucket: Bucket, dtype: torch.dtype, device: torch.device, sendable: bool, launching: bool

@@ -258,7 +258,7 @@ class GradientBucket:
         # A bucket that is sent in a wider dtype is filled in it: a conversion would read and write it once more. It
         # takes more memory, so those that wait long for their launch are converted then.
         wider = self._dtypes.accumulate is None and dtype != sent and torch.promote_types(dtype, sent) == sent
-        if wider and self._memory.is_launched_soon(self.bucket.index, self._launching):
+        if wider and self._memory.is_launched_soon(self.bucket, self._launching):
             dtype = sent
         sendable = self._dtypes.communication in (None, dtype)
         local, self._staged = self._memory.allocate(self.bucket, dtype, gradient.device, sendable, self._launching)
