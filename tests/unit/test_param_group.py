@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zerolite.comm import NullCommunicator
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3 import param_group
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.param_group import ParamGroup, default_max_live, leaf_rule, plan_param_groups
@@ -62,10 +63,10 @@ class Stack(nn.Module):
 
 
 def partitioned(model: nn.Module) -> nn.Module:
-    comm = NullCommunicator(0, 2)
+    groups = RankGroups.over(NullCommunicator(0, 2))
     for name, parameter in model.named_parameters():
         if handle_of(parameter) is None:
-            partition(parameter, name, CommContext(comm, torch.device("cpu")))
+            partition(parameter, name, CommContext(groups, torch.device("cpu")))
     return model
 
 

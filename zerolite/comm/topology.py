@@ -33,10 +33,12 @@ class Topology:
 
     Attributes:
         world: all ranks.
-        data: ranks with the same parameters, over which ZeRO shards states (dp).
+        data: ranks with the same parameters and other data (dp).
         tensor: ranks with the other shards of the same layers (tp).
         pipe: ranks with the other pipeline stages (pp).
         model: ranks of one full copy of the model, tensor × pipe.
+        shard: data ranks over which ZeRO splits states: all of them, unless some hold the same shards.
+        replicate: data ranks that hold the same shard; None if there are no others.
         mesh: torch's DeviceMesh with the dimensions "pipe", "data" and "tensor"; None for one process and in a dry run.
     """
 
@@ -45,6 +47,8 @@ class Topology:
     tensor: Communicator
     pipe: Communicator
     model: Communicator
+    shard: Communicator
+    replicate: Communicator | None = None
     mesh: DeviceMesh | None = None
 
     @property
@@ -66,7 +70,7 @@ class Topology:
 def data_topology(comm: Communicator) -> Topology:
     """Make the topology of ranks that all have the full model."""
     alone = Communicator()
-    return Topology(comm, comm, alone, alone, alone)
+    return Topology(comm, comm, alone, alone, alone, shard=comm)
 
 
 def create_topology(world: Communicator, device: torch.device, pipe: int = 1, tensor: int = 1) -> Topology:
@@ -99,7 +103,8 @@ def _named(
         comm.serve(name, world.main)  # a communicator of one rank would take itself for the job's first rank
     world.serve("world", world.main)
     model = made.get("model") or made["tensor" if pipe == 1 else "pipe"]
-    return Topology(world, made["data"], made["tensor"], made["pipe"], model, mesh)
+    data = made["data"]
+    return Topology(world, data, made["tensor"], made["pipe"], model, shard=data, mesh=mesh)
 
 
 def coordinates_of(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int, int]:

@@ -49,17 +49,17 @@ def partitioned_buffer(
     specs: list[ParameterSpec],
     config: ZeroliteConfig,
     precision: Precision,
-    comm: Communicator,
+    shard: Communicator,
     placements: Placements,
 ) -> ParameterBuffer:
     """Make stage 3's buffer: shards in sliced buckets, each bucket in its placement."""
     _check_leaves(partitioned.model, config)
-    partitioned.plan(_stage3_options(config, partitioned.model, comm.main))
-    layout = sliced_layout(partitioned, trained, specs, config, comm)
-    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, placements, _is_persistent)
+    partitioned.plan(_stage3_options(config, partitioned.model, shard.main))
+    layout = sliced_layout(partitioned, trained, specs, config, shard.world_size)
+    buffer = PartitionedParameterBuffer(layout, trained, shard.rank, move_shard, placements, _is_persistent)
     buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
     in_layout = {id(p) for p in trained}
-    numel = bucket_numel(specs, config, comm.world_size)
+    numel = bucket_numel(specs, config, shard.world_size)
     partitioned.place_frozen(in_layout, precision.compute_dtype, placements, numel)
     return buffer
 
@@ -74,7 +74,7 @@ def sliced_layout(
     parameters: Sequence[torch.nn.Parameter],
     specs: list[ParameterSpec],
     config: ZeroliteConfig,
-    comm: Communicator,
+    shards: int,
 ) -> PartitionLayout:
     """Make the layout of ``parameters``, with a bucket for each parameter group. Small neighbours share one."""
     # Persistent parameters join a bucket of others, whose shards have the same placement then. Offloaded ones differ.
@@ -82,7 +82,7 @@ def sliced_layout(
     # The limit does not grow with the number of ranks: before the reduction a bucket has full gradients on each rank.
     limit = bucket_numel(specs, config, world_size=1)
     groups = bucket_groups(parameters, partitioned.groups, limit, together)
-    return PartitionLayout.build_sliced(specs, groups, comm.world_size)
+    return PartitionLayout.build_sliced(specs, groups, shards)
 
 
 def _stage3_options(config: ZeroliteConfig, model: torch.nn.Module, logs: bool) -> Stage3Options:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zerolite.access.optimizer_state import GuardedState
 from zerolite.access.sharded_grad import ShardedGradient
-from zerolite.comm import Topology, second_communicator
+from zerolite.comm import Topology
 from zerolite.config import ZeroliteConfig
 from zerolite.diagnostics.consistency import ConsistencyCheck, shared_weights
 from zerolite.diagnostics.step_checks import StepChecks
@@ -49,6 +49,7 @@ from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import AUTO_BUCKET, ParameterSpec, PartitionLayout
 from zerolite.zero.observers import Observers
 from zerolite.zero.outcomes import UnusedParameters
@@ -113,6 +114,7 @@ class StepComponents:
         """
         self.setup = setup
         self.comm = comm = setup.topology.data
+        self.rank_groups = RankGroups.of(setup.topology, setup.policy.shard_optimizer)
         self._ties = {} if setup.staged is None else {id(tie.parameter): tie for tie in setup.staged.ties}
         self._communication = communication_dtypes(setup.model, setup.config, setup.precision, comm.world_size)
         self.observers = Observers()
@@ -147,10 +149,10 @@ class StepComponents:
         setup = self.setup
         setup.fp32.attach()
         added = self._specs_of(parameters, names, self.sharded.inner.param_groups)
+        shards = self.rank_groups.shard.world_size
         if self.partitioned is not None:
-            return sliced_layout(self.partitioned, parameters, added, setup.config, self.comm)
-        numel = bucket_numel(self._specs, setup.config, self.comm.world_size)
-        return PartitionLayout.build(added, self.comm.world_size, numel)
+            return sliced_layout(self.partitioned, parameters, added, setup.config, shards)
+        return PartitionLayout.build(added, shards, bucket_numel(self._specs, setup.config, shards))
 
     def _trained(self, groups: Groups) -> list[torch.nn.Parameter]:
         """Return the parameters to train, in the model's order."""
@@ -176,27 +178,29 @@ class StepComponents:
         return specs
 
     def _partition(self) -> PartitionedModel:
-        device = self.setup.device
-        gathers = second_communicator(self.comm, device)
-        return PartitionedModel(self.setup.model, self.comm, gathers, device, self._placements, self.transfers)
+        device, groups = self.setup.device, self.rank_groups
+        gathers = groups.for_gathers(device)
+        return PartitionedModel(self.setup.model, groups, gathers, device, self._placements, self.transfers)
 
     def _make_buffer(self, trained: list[torch.nn.Parameter]) -> ParameterBuffer:
-        setup, comm, specs, placements = self.setup, self.comm, self._specs, self._placements
+        setup, specs, placements, shard = self.setup, self._specs, self._placements, self.rank_groups.shard
         if self.partitioned is not None:
-            return partitioned_buffer(self.partitioned, trained, specs, setup.config, setup.precision, comm, placements)
-        layout = PartitionLayout.build(specs, comm.world_size, bucket_numel(specs, setup.config, comm.world_size))
-        if setup.whole and comm.main:
+            return partitioned_buffer(
+                self.partitioned, trained, specs, setup.config, setup.precision, shard, placements
+            )
+        layout = PartitionLayout.build(specs, shard.world_size, bucket_numel(specs, setup.config, shard.world_size))
+        if setup.whole and shard.main:
             _warn_of_padding(layout)
-        buffer = ParameterBuffer(layout, trained, comm.rank, setup.policy.shard_optimizer, placements)
-        fill_buckets(buffer, setup.precision, comm, setup.device)
+        buffer = ParameterBuffer(layout, trained, shard.rank, setup.policy.shard_optimizer, placements)
+        fill_buckets(buffer, setup.precision, self.comm, setup.device)
         return buffer
 
     def _make_collector(self, parallel: bool) -> StatsCollector:
         setup, topology = self.setup, self.setup.topology
         if not parallel:
-            return StatsCollector(self.comm, setup.device)
+            return StatsCollector(self.rank_groups, setup.device)
         counts = counts_once(topology, self.buffer, self._ties)
-        return ModelParallelStats(self.comm, setup.device, topology.model, counts)
+        return ModelParallelStats(self.rank_groups, setup.device, topology.model, counts)
 
     def _make_reducer(self, trained: list[torch.nn.Parameter], collector: StatsCollector) -> GradReducer:
         setup, placements = self.setup, self._placements
@@ -207,7 +211,7 @@ class StepComponents:
             setup.config,
             setup.policy,
             setup.precision,
-            self.comm,
+            self.rank_groups.mean.world_size,
             self.accumulation.micro_batches,
             dtype_of,
             keep,
@@ -216,8 +220,8 @@ class StepComponents:
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         here = placements.is_accessible(placements.optimizer, on_host=False)
         offloaded = None if here else OffloadedGradients(placements, self.transfers, collector.note)
-        layout = self.buffer.layout
-        return GradReducer(layout, trained, self.comm, options, strides, offloaded, self.observers, ShardedGradient.of)
+        layout, groups = self.buffer.layout, self.rank_groups
+        return GradReducer(layout, trained, groups, options, strides, offloaded, self.observers, ShardedGradient.of)
 
     def _make_optimizer(
         self, make_inner: Callable[[Groups], Optimizer] | Optimizer, groups: Groups
@@ -233,7 +237,7 @@ class StepComponents:
         config, policy = self.setup.config, self.setup.policy
         return ParamGatherer(
             self.buffer,
-            self.comm,
+            self.rank_groups.shard,
             gather=policy.shard_optimizer and not policy.shard_parameters,
             overlap_forward=config.zero_optimization.overlap_comm is True and not policy.shard_parameters,
             observers=self.observers,
@@ -243,7 +247,7 @@ class StepComponents:
         setup, config, buffer = self.setup, self.setup.config, self.buffer
         # With many ranks, or with stage 3's small groups, shards are small. One update then takes several of them, so
         # that there are few large calls.
-        numel = min(bucket_numel(self._specs, config, self.comm.world_size), AUTO_BUCKET)
+        numel = min(bucket_numel(self._specs, config, self.rank_groups.shard.world_size), AUTO_BUCKET)
         options = step_options(config, numel, setup.kind in SKIPS_ON_DEVICE)
         checks, observe_update = self._make_checks(options.check_finite)
         make: Callable[..., StepPipeline] = StepPipeline if setup.trains else EvaluationPipeline

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from zerolite.comm import Communicator
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.precision.dtypes import Precision
 from zerolite.precision.loss_scaler import LossScaler
@@ -118,7 +117,7 @@ def reduction_options(
     config: ZeroliteConfig,
     policy: StagePolicy,
     precision: Precision,
-    comm: Communicator,
+    world_size: int,
     accumulation: int,
     communication: Callable[[torch.nn.Parameter], torch.dtype | None],
     keep_buckets: bool,
@@ -127,6 +126,7 @@ def reduction_options(
     """Return the options of gradient reduction.
 
     Args:
+        world_size: data-parallel ranks, over which the mean is taken.
         accumulation: backwards of a step.
         communication: the dtype in which a parameter's gradient is reduced.
         alone: there is only one process. A gradient that is not finite then need not be traced to its rank.
@@ -137,10 +137,10 @@ def reduction_options(
         accumulate: torch.dtype | None = DTYPES[asked]
     else:
         accumulate = torch.float32 if precision.separate_masters else None
-    predivide = float(comm.world_size) if config.prescale_gradients else config.gradient_predivide_factor
+    predivide = float(world_size) if config.prescale_gradients else config.gradient_predivide_factor
     # Dividing by a power of two is exact. So by default the mean is taken while gradients are copied into their
     # buckets, at no cost. Not in fp16, where it could push small gradients below the smallest number.
-    free = predivide == 1.0 and comm.world_size & (comm.world_size - 1) == 0 and precision.compute != torch.float16
+    free = predivide == 1.0 and world_size & (world_size - 1) == 0 and precision.compute != torch.float16
     return ReductionOptions(
         reduce_each_backward=policy.shard_gradients,
         shard=policy.shard_optimizer,
@@ -148,7 +148,7 @@ def reduction_options(
         accumulate_dtype=accumulate,
         several_expected=accumulation > 1,
         communication_dtype=communication,
-        copy_factor=1.0 / comm.world_size if free else 1.0,
+        copy_factor=1.0 / world_size if free else 1.0,
         predivide_factor=predivide,
         copy_on_arrival=zero.contiguous_gradients,
         overlap=zero.overlap_comm is not False,

@@ -24,6 +24,7 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.commands import Command
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import LOCAL, StatsCollector
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import Fragment, PartitionLayout
 from zerolite.zero.observers import REDUCE_WAIT
 from zerolite.zero.step import StepPipeline
@@ -52,18 +53,17 @@ class ModelParallelStats(StatsCollector):
     """Statistics over all ranks, those that hold other parts of the model included."""
 
     def __init__(
-        self, comm: Communicator, device: torch.device, model: Communicator, counts: Callable[[int], bool]
+        self, groups: RankGroups, device: torch.device, model: Communicator, counts: Callable[[int], bool]
     ) -> None:
         """
         Args:
-            comm: the data ranks.
             model: the ranks of one copy of the model, all stages and tensor shards. They are given the same inputs.
             counts: True for the index of a parameter whose square is in the norm on this rank. Of a parameter that
                 several ranks of ``model`` hold, one rank's square counts.
         """
-        super().__init__(comm, device)
+        super().__init__(groups, device)
         self._model, self._counts = model, counts
-        self._inputs = comm.world_size
+        self._inputs = groups.mean.world_size
 
     def use(self, layout: PartitionLayout, fragments: Sequence[Fragment]) -> None:
         super().use(layout, fragments)
@@ -83,9 +83,9 @@ class ModelParallelStats(StatsCollector):
         layout = self._layout
         if self._hash is not None:
             # Below 2^20, so that sums over ranks of the hash and of its square are exact in float64.
-            vector[layout.inputs][self._comm.rank] = (self._hash % 1_048_573).double() + 1.0
+            vector[layout.inputs][self._groups.mean.rank] = (self._hash % 1_048_573).double() + 1.0
         self._hash = None
-        self._comm.all_reduce(vector[: LOCAL.start], tag="stats").wait()
+        self._groups.mean.all_reduce(vector[: LOCAL.start], tag="stats").wait()
         total = (vector[layout.squares] * self._counted).sum().reshape(1)
         unused = ((vector[layout.uses] == 0) * self._not_empty).sum().reshape(1)
         inputs, extra = vector[layout.inputs], vector[layout.extra]
@@ -205,7 +205,7 @@ class SharedGradReducer:
     def _fragments_of(self, group: SharedParams) -> list[Fragment]:
         layout, sharded = self._reducer.layout, self._reducer.keeps_shards
         order = {index: place for place, index in enumerate(group.indices)}
-        fragments = layout.fragments(self._topology.data.rank) if sharded else layout.full_fragments()
+        fragments = layout.fragments(self._topology.shard.rank) if sharded else layout.full_fragments()
         return sorted((f for f in fragments if f.slot.index in order), key=lambda f: order[f.slot.index])
 
 

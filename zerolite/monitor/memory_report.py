@@ -204,7 +204,7 @@ def _owned_tensors(owners: TensorOwners) -> Iterator[tuple[str, torch.Tensor]]:
                 data = parameter.data
             yield COMPUTE, data
             continue
-        communicators[id(handle.comm)] = handle.comm
+        communicators[id(handle.groups.shard)] = handle.groups.shard
         yield COMPUTE, handle.shard
         yield (PERSISTENT if handle.persistent else GATHERED), handle.full
     yield from ((MASTERS, flat) for flat in buffer.master)

@@ -13,6 +13,7 @@ from zerolite.engine.arguments import param_groups_of
 from zerolite.engine.build import Arguments
 from zerolite.utils.accelerator import default_device
 from zerolite.utils.skeleton import Skeleton
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.partition_parameters import partition
 from zerolite.zero.stage3.partitioned_parameter import handle_of
@@ -25,7 +26,7 @@ class DrySkeleton(Skeleton):
 
     def __init__(self, model: torch.nn.Module) -> None:
         device = default_device(0)  # that of the DryPlatform: the CPU
-        self._context = CommContext(create_communicator(device), device)
+        self._context = CommContext(RankGroups.over(create_communicator(device)), device)
         super().__init__(model)
         # Tensors computed from parameters, as by weight_norm, are the original's, and the engine would hook them.
         for module in self.model.modules():

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerolite.comm import Communicator
 from zerolite.offload.offloaded_gradients import OffloadedGradients
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.launch_order import LaunchOrder
 from zerolite.zero.layout import Bucket
 
@@ -25,8 +25,8 @@ ALONE_NUMEL = 1 << 27
 class ReductionOptions:
     """Dtypes and algorithm of the gradient reductions. A dtype is None where the gradient's own dtype is kept.
 
-    The division by world_size is split in three: ``copy_factor`` during the copy into the bucket, which is free;
-    ``predivide_factor`` before the sum, which avoids overflow in 16 bits; the rest after the sum.
+    The division by the number of ranks is split in three: ``copy_factor`` during the copy into the bucket, which is
+    free; ``predivide_factor`` before the sum, which avoids overflow in 16 bits; the rest after the sum.
 
     Attributes:
         reduce_each_backward: reduce in every backward (stages 2 and 3), not only in the last one of a step.
@@ -35,7 +35,7 @@ class ReductionOptions:
         accumulate_dtype: dtype of sums over several contributions.
         several_expected: a step has several backwards (accumulation > 1).
         communication_dtype: returns the dtype in which the bucket of a parameter is sent.
-        copy_factor: 1 / world_size where that is exact, otherwise 1.
+        copy_factor: 1 / number of ranks where that is exact, otherwise 1.
         predivide_factor: divisor of each bucket before the sum.
         copy_on_arrival: copy a large gradient into its bucket when it comes, so that its own memory is freed.
         overlap: launch during backward, and let reductions run while the next bucket fills.
@@ -179,7 +179,7 @@ class BucketMemory:
     copy. CUDA's caching allocator has no such cost.
 
     Attributes:
-        comm: communicator of the reductions.
+        groups: groups of the reductions.
         options: of all buckets.
         current: the current backward.
         offloaded: storage of offloaded mean gradients; None if they stay on the device.
@@ -187,7 +187,7 @@ class BucketMemory:
 
     def __init__(
         self,
-        comm: Communicator,
+        groups: RankGroups,
         options: ReductionOptions,
         order: LaunchOrder,
         current: Backward,
@@ -196,9 +196,9 @@ class BucketMemory:
         """
         Args:
             order: launch order of the buckets.
-            comm, options, current, offloaded: see the class.
+            groups, options, current, offloaded: see the class.
         """
-        self.comm, self.current, self.options, self.offloaded = comm, current, options, offloaded
+        self.groups, self.current, self.options, self.offloaded = groups, current, options, offloaded
         self._order = order
         self._limit = 0  # most full buckets in `_free`
         self._free: list[torch.Tensor] = []
@@ -245,7 +245,7 @@ class BucketMemory:
             # else. At stage 3 the next bucket is known only when it is launched.
             if not current.launches_by_group or launching:
                 ahead = 0 if current.launches_by_group else self._order.positions[bucket.index] - current.launched
-                staged = self.comm.staging(bucket.numel, dtype, ahead)
+                staged = self.groups.shard.staging(bucket.numel, dtype, ahead)
                 if staged is not None:
                     return staged, True
         for index, tensor in enumerate(self._free):

@@ -30,7 +30,6 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from zerolite.comm import Communicator
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.offload.offloaded_gradients import OffloadedGradients
 from zerolite.utils.accelerator import host_values
@@ -39,6 +38,7 @@ from zerolite.zero.bucket_memory import ALONE_NUMEL, IN_FLIGHT, Backward, Bucket
 from zerolite.zero.commands import Announcer, Command
 from zerolite.zero.gradient_arrivals import GradientArrivals
 from zerolite.zero.gradient_bucket import BucketState, GradientBucket
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.launch_order import LaunchOrder
 from zerolite.zero.layout import Fragment, PartitionLayout, Slot
 from zerolite.zero.observers import Observers
@@ -70,7 +70,7 @@ class GradReducer:
         self,
         layout: PartitionLayout,
         parameters: Sequence[torch.nn.Parameter],
-        comm: Communicator,
+        groups: RankGroups,
         options: ReductionOptions,
         strides: Sequence[tuple[int, ...]],
         offloaded: OffloadedGradients | None,
@@ -82,13 +82,14 @@ class GradReducer:
             offloaded: storage of the mean gradients; None if they stay on the device.
             make_gradient: makes the tensors that ``p.grad`` shows.
         """
-        self._comm, self._options, self._offloaded, self._observers = comm, options, offloaded, observers
+        self._groups, self._options, self._offloaded, self._observers = groups, options, offloaded, observers
         self.reduces_each_backward, self.keeps_shards = options.reduce_each_backward, options.shard
         self.current = Backward(options.copy_factor)
         self.order = LaunchOrder()
-        self._memory = BucketMemory(comm, options, self.order, self.current, offloaded)
+        self._memory = BucketMemory(groups, options, self.order, self.current, offloaded)
         self._buckets: list[GradientBucket] = []
-        self.arrivals = GradientArrivals(options, self.current, self, comm.rank, comm.world_size, make_gradient)
+        rank, averaged = groups.shard.rank, groups.mean.world_size
+        self.arrivals = GradientArrivals(options, self.current, self, rank, averaged, make_gradient)
         self.used, self.shown = self.arrivals.used, self.arrivals.shown
         self.announce = Announcer()
         self._rank_factor = 1.0  # of the next backward's gradients, if its loss has no weight
@@ -112,7 +113,7 @@ class GradReducer:
         """Use ``layout``, which begins with the buckets that are there; called between backwards."""
         assert not self.current.open, "a backward counts the buckets that it began with"
         self.layout, self.strides = layout, list(strides)
-        fragments = layout.fragments(self._comm.rank) if self.keeps_shards else layout.full_fragments()
+        fragments = layout.fragments(self._groups.shard.rank) if self.keeps_shards else layout.full_fragments()
         self._fragments: dict[int, Fragment] = {fragment.slot.index: fragment for fragment in fragments}
         for bucket in layout.buckets[len(self._buckets) :]:
             parameter = parameters[bucket.slots[0].index]
@@ -121,11 +122,11 @@ class GradReducer:
         self.parameters = self.arrivals.parameters
         if self._offloaded is not None:
             widest = max((bucket.numel for bucket in layout.buckets), default=0)
-            self._offloaded.set_max_nbytes(4 * widest // self._comm.world_size)  # sums are in fp32
+            self._offloaded.set_max_nbytes(4 * widest // self._groups.shard.world_size)  # sums are in fp32
         # Stage 0 keeps full gradients, so it keeps the memory of all buckets between steps. The other stages need
         # memory for the buckets in flight, for one that is completed, and for the next one that fills.
         self._memory.set_limit(IN_FLIGHT + 2 if self.keeps_shards else len(layout.buckets))
-        follows_gradients = self._plan is None and self._options.overlap and self._comm.world_size > 1
+        follows_gradients = self._plan is None and self._options.overlap and self._groups.mean.world_size > 1
         self.order.set_buckets(len(layout.buckets), learns=follows_gradients)
         self._new_buckets = self.keeps_shards
 
@@ -170,7 +171,7 @@ class GradReducer:
         self.current.begin(factor, reducing, weight == 0, plan is not None, plan is not None and not plan.is_learned)
         self.current.ended_by_call = not end_with_backward
         # A launch could wait for a peer that waits for a collective of the program's, in the backward of this rank.
-        self.current.launches_at_end |= self.program_communicates and not self._comm.launches_at_once
+        self.current.launches_at_end |= self.program_communicates and not self._groups.shard.launches_at_once
         if self.order.learning:
             self.order.begin_backward()
         self.arrivals.begin_backward()
@@ -316,7 +317,7 @@ class GradReducer:
         Raises:
             RuntimeError: a gradient has come late where that is no longer possible.
         """
-        possible = self._late_possible
+        possible, mean = self._late_possible, self._groups.mean
         unexpected, self._late_error = self._late_error, None
         if unexpected is not None and not possible:
             raise unexpected
@@ -324,14 +325,14 @@ class GradReducer:
         found = [int(bucket.state is BucketState.LATE) for bucket in self._buckets]
         if self._plan is not None:
             found += self._plan.last_gradients
-        elif self.order.learning and (self._comm.rank == 0 or self._comm.peers_agree):
+        elif self.order.learning and (mean.rank == 0 or mean.peers_agree):
             found += self.order.completion()
         else:
             found += [0] * len(self._buckets)  # the maximum over ranks is then rank 0's order
         agreed = torch.tensor(found, dtype=torch.int64, device="cpu").to(self._buckets[0].device)
         self._wait_for_all()
-        self._comm.all_reduce_max(agreed, "stats")
-        values = found if self._comm.peers_agree else [int(value) for value in host_values(agreed)]
+        mean.all_reduce_max(agreed, "stats")
+        values = found if mean.peers_agree else [int(value) for value in host_values(agreed)]
         self._reduce_again([bucket for bucket, late in zip(self._buckets, values, strict=False) if late])
         (self.order if self._plan is None else self._plan).learn(values[len(self._buckets) :])
         self._new_buckets = False
@@ -446,7 +447,7 @@ class GradReducer:
         found: list[torch.Tensor | None] = []
         for index, bucket in enumerate(self._buckets):
             value = None if index in without else bucket.fetch()
-            found.append(value if value is None or self.keeps_shards else self._comm.shard(value))
+            found.append(value if value is None or self.keeps_shards else self._groups.shard.shard(value))
         return found
 
     def is_offloaded(self, bucket: int) -> bool:

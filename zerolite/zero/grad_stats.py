@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
-from zerolite.comm import Communicator
 from zerolite.utils.accelerator import HostRead, is_fake, to_device
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import Fragment, PartitionLayout
 from zerolite.zero.spans import Span, full_span, group_by_kind, segments
 
@@ -276,19 +276,15 @@ class StatsCollector:
 
     _inputs = 0  # hashes of inputs in the vector
 
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
-        """
-        Args:
-            comm: the data ranks.
-        """
-        self._comm = comm
+    def __init__(self, groups: RankGroups, device: torch.device) -> None:
+        self._groups = groups
         self._device = device
         self.latest: StatsVector | None = None
 
     def use(self, layout: PartitionLayout, fragments: Sequence[Fragment]) -> None:
         """Collect for the parameters of ``layout``, of which this rank owns ``fragments``; called between steps."""
         self._count = len(layout.slots)
-        self._layout = StatsLayout.of(self._count, self._comm.world_size, self._inputs)
+        self._layout = StatsLayout.of(self._count, self._groups.mean.world_size, self._inputs)
         self._owned: dict[int, list[tuple[int, int, int]]] = {bucket.index: [] for bucket in layout.buckets}
         for fragment in fragments:
             part = fragment.shard_start, fragment.numel, fragment.slot.index
@@ -364,7 +360,7 @@ class StatsCollector:
             losses: 0-dim tensors that are not finite if a loss of this rank was not.
             extra: numbers of other checks.
         """
-        comm, layout = self._comm, self._layout
+        mean, layout = self._groups.mean, self._layout
         more = extra.size if extra is not None else 0
         vector = torch.zeros(layout.extra.start + more - LOCAL.start, dtype=torch.float64, device=self._device)
         squares, scalars, given = vector[layout.squares], vector[layout.scalars], schedule_hash or 0
@@ -372,24 +368,25 @@ class StatsCollector:
         for place, number in enumerate(numbers):
             if number:  # fill_ passes it as an argument of a kernel; a copy from the host may wait for the device
                 scalars[place].fill_(number)
-        self._plan.add(squares, self._spans, parts)
-        if self._squares is not None:
-            squares += self._squares
+        if self._groups.is_first_replica:  # the others have the same shards, and squares count once
+            self._plan.add(squares, self._spans, parts)
+            if self._squares is not None:
+                squares += self._squares
         vector[layout.uses] = self._flags(used)
-        if comm.world_size == 1 and not bucket_sums:
+        if mean.world_size == 1 and not bucket_sums:
             bucket_sums = [squares.sum()]  # finite where the gradients are
         for kind, found in ((_BAD_GRADIENT, bucket_sums), (_BAD_LOSS, losses)):
             if found:
                 bad = (~torch.isfinite(torch.stack(list(found)))).any()
-                vector[layout.bad_ranks][comm.rank] += bad.double() * kind
+                vector[layout.bad_ranks][mean.rank] += bad.double() * kind
         about = extra.write(vector[layout.extra]) if extra is not None else None
         self._reduce(vector)
-        self.latest = StatsVector(vector, layout, comm.world_size, used, weight if weighted else None, about)
+        self.latest = StatsVector(vector, layout, mean.world_size, used, weight if weighted else None, about)
         return self.latest
 
     def _reduce(self, vector: torch.Tensor) -> None:
         """Add the numbers over ranks, and fill in the sum of all squares."""
-        self._comm.all_reduce(vector[: LOCAL.start], tag="stats").wait()
+        self._groups.mean.all_reduce(vector[: LOCAL.start], tag="stats").wait()
         # Sum once, on the device. A second sum on the host could add in another order and give two ranks different
         # clip factors.
         vector[TOTAL] = vector[self._layout.squares].sum()

@@ -107,7 +107,7 @@ class GradientBucket:
         self._sent: torch.Tensor | None = None  # input of `pending`
         self.reduced: torch.Tensor | None = None
         if self._offloaded is not None:  # allocate now, so that a full disk is an error before training
-            self._offloaded.stored(bucket.index, bucket.numel // memory.comm.world_size, self.mean_dtype)
+            self._offloaded.stored(bucket.index, bucket.numel // memory.groups.shard.world_size, self.mean_dtype)
 
     def holder_of(self, index: int) -> GradientHolder | None:
         """Return the holder for the gradient of a parameter; None if it is copied by itself."""
@@ -320,7 +320,7 @@ class GradientBucket:
             local: return value of :meth:`prepare_launch`.
         """
         assert self.pending is None, "a bucket has one reduction under way"
-        options, comm, key = self._memory.options, self._memory.comm, self.bucket.index + 1
+        options, groups, key = self._memory.options, self._memory.groups, self.bucket.index + 1
         if local.dtype != self._reduce_dtype:
             own, local = local, local.to(self._reduce_dtype)
             if not self._staged:
@@ -328,11 +328,11 @@ class GradientBucket:
             self._staged = False
         if options.predivide_factor != 1.0:
             local.div_(options.predivide_factor)
-        divisor = comm.world_size * options.copy_factor / options.predivide_factor
+        divisor = groups.mean.world_size * options.copy_factor / options.predivide_factor
         if options.shard and options.use_reduce_scatter:
-            self.pending = comm.reduce_scatter(local, "gradients", divisor, self.mean_dtype, key)
+            self.pending = groups.reduce_scatter(local, "gradients", divisor, self.mean_dtype, key)
         else:
-            self.pending = comm.all_reduce(local, "gradients", divisor, key)
+            self.pending = groups.mean.all_reduce(local, "gradients", divisor, key)
         # Kept, so that its memory can be reused after the reduction. The communicator reuses its own memory itself.
         self._sent = None if self._staged else tag_memory(local, self._sent_item)
         self.local, self._staged = None, False
@@ -343,10 +343,10 @@ class GradientBucket:
     def finish_reduction(self) -> None:
         """Wait for the reduction, and add its result to ``reduced``."""
         assert self.pending is not None
-        total, options, comm = self.pending.wait(), self._memory.options, self._memory.comm
+        total, options = self.pending.wait(), self._memory.options
         self.pending = None
         if options.shard and not options.use_reduce_scatter:
-            total = comm.shard(total).clone()
+            total = self._memory.groups.shard.shard(total).clone()
         dtype = self.mean_dtype
         mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
         self.store(mean)

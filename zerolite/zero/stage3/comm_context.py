@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from zerolite.comm import Communicator, Pending
+from zerolite.comm import Pending
 from zerolite.offload.placements import Placement
 from zerolite.offload.shard_reader import ShardReader, StagedShards
 from zerolite.utils.accelerator import undispatched
 from zerolite.utils.memory_tags import GATHERED, PERSISTENT, listeners, resize, tag_memory
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.partitioned_parameter import (
     AVAILABLE,
     NOT_AVAILABLE,
@@ -74,12 +75,12 @@ class GatherListener(Protocol):
 
 
 class CommContext:
-    """Communicator, device and shard reader of some partitioned parameters.
+    """Groups of ranks, device and shard reader of some partitioned parameters.
 
     All parameters of an engine share one context. Before there is an engine, those of a ``zero.Init`` share one.
 
     Attributes:
-        comm: communicator of the all-gathers.
+        groups: the ranks that shard these parameters, with the communicators of their gathers.
         device: device of the full values.
         reader: stages offloaded shards in; None if all shards are on the device.
         updates: number of updates that the engine has made.
@@ -92,19 +93,19 @@ class CommContext:
 
     def __init__(
         self,
-        comm: Communicator,
+        groups: RankGroups,
         device: torch.device,
         reader: ShardReader | None = None,
         placement_for: Callable[[int], Placement] | None = None,
     ) -> None:
         """
         Args:
-            comm: communicator of the all-gathers.
+            groups: the ranks that shard the parameters, with the communicators of their gathers.
             device: device of the full values.
             reader: reader of offloaded shards; None if all shards are on ``device``.
             placement_for: chooses the placement of a shard from its number of elements; None: on ``device``.
         """
-        self.comm = comm
+        self.groups = groups
         self.device = device
         self.reader = reader
         self.updates = 0
@@ -136,7 +137,7 @@ class CommContext:
         if self._coordinator is _no_coordinator:
             return self
         if self._copies is None:
-            self._copies = CommContext(self.comm, self.device, self.reader)
+            self._copies = CommContext(self.groups, self.device, self.reader)
         return self._copies
 
     def set_reader(self, reader: ShardReader | None) -> None:
@@ -228,14 +229,14 @@ class CommContext:
         """
         if not to_gather:
             return AllGather(members, None, None)
-        shards, key = [member.shard for member in to_gather], members[0].index + 1
+        shards, key, comm = [member.shard for member in to_gather], members[0].index + 1, self.groups.shard
         with undispatched():
             if self.reader is None:
-                return AllGather(members, self.comm.gather_shards(fulls, shards, "parameters", key, shards), None)
-            staged = self.reader.stage_in(to_gather, fulls if self.comm.world_size == 1 else None)
+                return AllGather(members, comm.gather_shards(fulls, shards, "parameters", key, shards), None)
+            staged = self.reader.stage_in(to_gather, fulls if comm.world_size == 1 else None)
             try:
                 with staged.copy_stream():
-                    pending = self.comm.gather_shards(fulls, staged.shards, "parameters", key, shards)
+                    pending = comm.gather_shards(fulls, staged.shards, "parameters", key, shards)
             except BaseException:
                 staged.release()  # a copy under way must not write into memory that is freed now
                 raise

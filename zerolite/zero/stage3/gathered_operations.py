@@ -389,7 +389,7 @@ def _write_error(handle: PartitionedParameter, function: Function) -> RuntimeErr
 def _warn_of_gather(handles: Sequence[PartitionedParameter]) -> None:
     """Warn that a line of the user's code has gathered parameters. Called after the gather: if warnings are errors,
     this one is raised on one rank alone."""
-    if handles and handles[0].comm.world_size > 1 and handles[0].comm.main:
+    if handles and handles[0].groups.shard.world_size > 1 and handles[0].groups.shard.main:
         warn_of_collective(
             f"this line uses the values of parameter '{handles[0].name}', of which each rank owns a part: they are "
             "gathered for it, in a collective that all ranks must call. Inside "

@@ -63,7 +63,7 @@ class GatheredParameters:
         handles = [handle_of(parameter) for parameter in self._parameters]
         self._handles = list(dict.fromkeys(handle for handle in handles if handle is not None))
         if modifier_rank is not None and self._handles:
-            world_size = self._handles[0].comm.world_size
+            world_size = self._handles[0].groups.mean.world_size
             is_integer = isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)
             if not is_integer or not 0 <= modifier_rank < world_size:
                 raise ValueError(
@@ -153,7 +153,7 @@ class GatheredParameters:
         together = torch.zeros(len(flags) + 1, dtype=torch.int64, device=self._handles[0].context.device)
         for place, flag in enumerate((*flags, int(bool(self._in_graphs)))):
             together[place] = flag
-        self._handles[0].comm.all_reduce_max(together, "parameters")
+        self._handles[0].groups.mean.all_reduce_max(together, "parameters")
         *agreed, in_graphs = host_values(together)
         if in_graphs:
             note_use_outside_groups(self._handles)
@@ -165,10 +165,10 @@ class GatheredParameters:
         message, the same on all ranks, or None."""
         if not self._handles:
             return None
-        comm = self._handles[0].comm
+        ranks = self._handles[0].groups.mean
         fits = [handle.parameter.data.shape == handle.shape for handle in self._handles]
         told = [_RAISED] * len(fits) if failed else [int(not fit) for fit in fits]
-        flags = self._agree(told if comm.rank == source else [0] * len(told))
+        flags = self._agree(told if ranks.rank == source else [0] * len(told))
         if flags[0] == _RAISED:
             self.drop_changes()
             return f"the block has raised an exception on rank {source}, the modifier_rank. Nothing is changed"
@@ -182,7 +182,7 @@ class GatheredParameters:
                 handle.copy_assigned_data()
             else:
                 handle.restore_data()
-            broadcast_flat(handle.full[: handle.numel], handle.comm, "parameters", source)
+            broadcast_flat(handle.full[: handle.numel], handle.groups.mean, "parameters", source)
             handle.write()
             for context in _entered_contexts:  # contexts around this one must not take the change for their own
                 if handle in context._digests:

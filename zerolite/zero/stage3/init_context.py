@@ -25,6 +25,7 @@ from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.accelerator import default_device
 from zerolite.zero.buffer import check_has_memory
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, broadcast_from_rank0, hidden_from_modes, partition
 from zerolite.zero.stage3.partitioned_model import partition_model
@@ -182,13 +183,14 @@ def _make_context(
                 f"zero.Init: expected remote_device to be None, 'none', 'cpu', 'nvme' or '{device.type}', got "
                 f"{remote_device!r}"
             )
+    groups = RankGroups.over(comm)
     if offload_device == "none":
-        return CommContext(comm, device)
+        return CommContext(groups, device)
     host = HostPlacement(pin=False)  # not pinned: the engine moves the shards to other memory
     placements = Placements(device, Placement(device), host, separate_memory=device.type != "cpu")
     if offload_device == "nvme" and config is not None:
         placements = placements_of(_without_optimizer_offload(config), device, device.type, comm)
-    return CommContext(comm, device, ShardReader(placements, Transfers(placements)), placements.place_parameters)
+    return CommContext(groups, device, ShardReader(placements, Transfers(placements)), placements.place_parameters)
 
 
 def _without_optimizer_offload(config: ZeroliteConfig) -> ZeroliteConfig:

@@ -95,9 +95,9 @@ def broadcast_from_rank0(parameter: torch.nn.Parameter, context: CommContext) ->
     """Copy rank 0's values into an ordinary parameter. Called on all ranks."""
     data = parameter.data
     if data.device == context.device and data.stride() == dense_strides(data):
-        broadcast_flat(flattened(data), context.comm, "initial_sync", 0)
+        broadcast_flat(flattened(data), context.groups.mean, "initial_sync", 0)
     else:
-        broadcast_into(data, context.comm, context.device, "initial_sync")
+        broadcast_into(data, context.groups.mean, context.device, "initial_sync")
 
 
 def broadcast_flat(flat: torch.Tensor, comm: Communicator, tag: str, source: int) -> None:
@@ -227,7 +227,7 @@ class GatherOnUse(TorchFunctionMode):
                 broadcast_from_rank0(parameter, handle.context)
                 partition(parameter, handle.name, handle.context, self._dtype, handle.placement)
                 continue
-            broadcast_flat(handle.full[: handle.numel], handle.comm, "initial_sync", 0)
+            broadcast_flat(handle.full[: handle.numel], handle.groups.mean, "initial_sync", 0)
             handle.write()
             _release(handle)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into, differing
 from zerolite.offload.placements import HostPlacement, Placements
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
 from zerolite.zero.buffer import check_has_memory
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import FetchLimits
@@ -53,8 +53,8 @@ class PartitionedModel:
     def __init__(
         self,
         model: torch.nn.Module,
-        comm: Communicator,
-        gather_comm: Communicator,
+        groups: RankGroups,
+        gathers: RankGroups,
         device: torch.device,
         placements: Placements,
         transfers: Transfers,
@@ -63,8 +63,8 @@ class PartitionedModel:
 
         Args:
             model: the model.
-            comm: data-parallel communicator, for the initial values.
-            gather_comm: communicator of the parameter all-gathers.
+            groups: groups for the initial values.
+            gathers: the same groups with communicators of their own, for gathers.
             device: device of the full values.
             placements: placements of the shards.
             transfers: copies between placements.
@@ -73,12 +73,12 @@ class PartitionedModel:
         self.model = model
         self._offloads = placements.parameters.location != DEVICE
         reader = ShardReader(placements, transfers)
-        context = CommContext(comm, device)
+        context = CommContext(groups, device)
         if self._offloads:  # partition into host memory first: the model may not fit on the device
             on_host = HostPlacement(pin=False)
-            context = CommContext(comm, device, reader, lambda _: on_host)
+            context = CommContext(groups, device, reader, lambda _: on_host)
         partition_model(model, context)
-        self.context = CommContext(gather_comm, device, reader)
+        self.context = CommContext(gathers, device, reader)
         self.parameters = list(model.parameters())
         self.handles: list[PartitionedParameter] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -251,7 +251,7 @@ def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.d
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)
     plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
-    different = differing(plain, context.comm, context.device)
+    different = differing(plain, context.groups.mean, context.device)
     for parameter, differs in zip(plain, different, strict=True):
         if differs:
             broadcast_from_rank0(parameter, context)
@@ -305,7 +305,7 @@ def _materialise(
         reset()
         kept.drop_changes()
     for buffer in module.buffers(recurse=False):
-        broadcast_into(buffer, context.comm, context.device, "initial_sync")
+        broadcast_into(buffer, context.groups.mean, context.device, "initial_sync")
     for parameter in meta:
         broadcast_from_rank0(parameter, context)
         partition(parameter, names[id(parameter)], context, dtype)

@@ -77,7 +77,7 @@ class PartitionedParameterCoordinator:
         callbacks: CoordinatorCallbacks,
     ) -> None:
         self._callbacks, self._observers = callbacks, callbacks.observers
-        self.context, self.comm = context, context.comm
+        self.context, self.comm = context, context.groups.shard
         self.handles = list(handles)
         self.groups = list(groups)
         indices = [[handle.index for handle in group.parameters] for group in groups]

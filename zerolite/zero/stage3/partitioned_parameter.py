@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerolite.comm import Communicator
 from zerolite.offload.placements import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
 from zerolite.zero.buffer import dense_strides, flattened
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import shard_numel
 from zerolite.zero.stage3.released_parameter import class_of, no_gather_error, restore_class, set_released_class
 
@@ -125,11 +125,11 @@ class PartitionedParameter:
         self.writes = 0
         self.seen_version: int | None = None
         self.replaced_at: list[tuple[int, int]] = []
-        comm, part = context.comm, shard_numel(self.numel, context.comm.world_size)
+        ranks, part = context.groups.shard, shard_numel(self.numel, context.groups.shard.world_size)
         placement = placement or context.placement_of(part)
         values = flattened(parameter.data)
         shard = placement.zeros(part, parameter.dtype, COMPUTE)
-        mine = values[comm.rank * part : (comm.rank + 1) * part]
+        mine = values[ranks.rank * part : (ranks.rank + 1) * part]
         shard[: mine.numel()].copy_(mine)
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=context.device)
         del values, mine  # free the full values before `full` is allocated
@@ -174,7 +174,7 @@ class PartitionedParameter:
         self.context.on_allocation()
         self.full = self.view = self.empty  # free the old memory before there is new
         self.storage: torch.UntypedStorage | None = None
-        shard, world_size = self.shard, self.context.comm.world_size
+        shard, world_size = self.shard, self.context.groups.shard.world_size
         if world_size == 1 and self.placement.location == DEVICE:
             self.full = shard
         else:
@@ -243,9 +243,9 @@ class PartitionedParameter:
         self.persistent = True
 
     @property
-    def comm(self) -> Communicator:
-        """Communicator of the gathers."""
-        return self.context.comm
+    def groups(self) -> RankGroups:
+        """The ranks that shard the parameter, with the communicators of its gathers."""
+        return self.context.groups
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -277,7 +277,7 @@ class PartitionedParameter:
             full: full values, flat; None for the parameter's own, which are valid while it is available.
         """
         part = self.shard.numel()
-        start = min(self.comm.rank * part, self.numel)
+        start = min(self.groups.shard.rank * part, self.numel)
         return (self.full if full is None else full)[start : min(start + part, self.numel)]
 
     def write(self, full: torch.Tensor | None = None) -> None:

@@ -60,7 +60,7 @@ class AvailableParameters:
         shard = members[0].shard.as_strided((sum(parts),), (1,))
         if len(members) == 1:
             return _Row(shard, parts, [members[0].full])
-        world = self._context.comm.world_size
+        world = self._context.groups.shard.world_size
         return _Row(shard, parts, [m.full.view(world, part) for m, part in zip(members, parts, strict=True)])
 
     def copy_writes_to_shards(self) -> None:
@@ -92,7 +92,7 @@ class AvailableParameters:
             if coordinator is not None:
                 coordinator.schedule.note_gather(self._key, self._count)
             with undispatched():
-                self._gather_rows(self._context.comm)
+                self._gather_rows(self._context.groups.shard)
 
     def _gather_rows(self, comm: Communicator) -> None:
         """Gather each row as one tensor and copy it into the full values of its members; a row of one directly."""

@@ -88,7 +88,7 @@ def _shard(param: torch.nn.Parameter, full: torch.Tensor | None) -> torch.Tensor
     if full is None:
         return None
     shard = full.new_zeros(record.shard.numel())
-    own = full.flatten()[record.comm.rank * shard.numel() :][: shard.numel()]
+    own = full.flatten()[record.groups.shard.rank * shard.numel() :][: shard.numel()]
     shard[: own.numel()] = own
     return shard
 
@@ -101,7 +101,7 @@ def _full(param: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
             f"parameter '{record.name}': expected this rank's shard, {record.shard.numel()} elements, got "
             f"{value.numel()}; pass full values to the function with 'full' in its name"
         )
-    full = torch.empty(value.numel() * record.comm.world_size, dtype=value.dtype, device=record.context.device)
-    record.comm.shard(full).copy_(value.detach().flatten())
-    record.comm.all_gather(full, tag="access").wait()
+    full = torch.empty(value.numel() * record.groups.shard.world_size, dtype=value.dtype, device=record.context.device)
+    record.groups.shard.shard(full).copy_(value.detach().flatten())
+    record.groups.shard.all_gather(full, tag="access").wait()
     return full[: record.numel].view(record.shape)
