@@ -357,7 +357,8 @@ class Engine:
         it.
 
         Args:
-            args, kwargs: those of ``torch.nn.Module.compile``, such as ``backend``, ``mode`` and ``dynamic``.
+            *args: positional arguments of ``torch.nn.Module.compile``.
+            **kwargs: its keyword arguments, such as ``backend``, ``mode`` and ``dynamic``.
         """
         compile_blocks(self.module, *args, **kwargs)
 
