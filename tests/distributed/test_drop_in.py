@@ -41,7 +41,7 @@ def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) 
 
 
 OTHER_WORLDS = ("the_engines_loop", "accumulated", "weighted", "joined", "grad_read", "grad_changed")
-OTHER_WORLDS += ("clipped_by_torch", "accumulate_hook_in_a_window", "elementwise", "states_read", "written_gathered")
+OTHER_WORLDS += ("clipped_by_torch", "accumulate_hook", "elementwise", "states_read", "written_gathered")
 OTHER_WORLDS += ("unused_modules_in_a_leaf", "unfreezing", "group_added")
 
 

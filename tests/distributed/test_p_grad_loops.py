@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import zerolite
-from tests.toolkit import models
 from tests.toolkit.drop_in import STAGES, Case, Run, _outcome
 from tests.toolkit.ranks import on_ranks
 
@@ -50,25 +49,22 @@ def save(run: Run, how: str) -> None:
     run.engine.save_checkpoint(run.directory)  # type: ignore[attr-defined]
 
 
-@loop([(1, "without", "save"), (1, "after", "offload_states"), (2, "between", "offload_states")], reordered=True)
-def assigned_before_a_checkpoint(run: Run, variant: tuple[int, str, str]) -> None:
-    accumulation, when, how = variant
-    run.start(accumulation=accumulation)
-    run.train(accumulation)
+@loop([("without", "save"), ("after", "offload_states")])
+def assigned_before_a_checkpoint(run: Run, variant: tuple[str, str]) -> None:
+    when, how = variant
+    run.start()
+    run.train(1)
     weight, bias = run.module.first.weight, run.module.first.bias
-    if when != "without":
+    if when == "after":
         run.backward(run.loss(5))
         run.average()
     weight.grad = own_gradient(run)
     bias.grad = None
     save(run, how)
-    if when == "between":
-        run.step()
-        run.backward(run.loss(6))
     run.average()
     run.see(weight.grad, bias.grad is None)
     run.step()
-    run.train(accumulation, start=7)
+    run.train(1, start=7)
 
 
 def _views(gradient: Any, how: str) -> Any:
@@ -134,46 +130,6 @@ def looked_at_on_one_rank(run: Run, how: str) -> None:
         if run.plain:
             nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)
         run.torch_step()
-
-
-@loop(["no_sync", "sync"], reordered=True)
-def assigned_before_other_collectives(run: Run, how: str) -> None:
-    """Assign gradients: they wait for the next reduction, and other collectives come before it."""
-    run.start()
-    for step in range(2):
-        run.backward(run.loss(step, 0))
-        run.average()
-        run.see(run.module.first.weight.grad)
-        for name in ("first.weight", "second.weight", "second.bias"):
-            run.module.get_parameter(name).grad = own_gradient(run, name)
-        quiet = run.engine.no_sync() if how == "no_sync" and not run.plain else contextlib.nullcontext()
-        with quiet:
-            run.backward(run.loss(step, 1))
-            if not run.plain:
-                zerolite.get_full_master(list(run.module.parameters()))
-            run.backward(run.loss(step, 2))
-        run.average()
-        run.torch_step()
-
-
-@loop()
-def neighbours_of_an_assigned_tensor(run: Run) -> None:
-    """On one rank a parameter gets a tensor of the user's own, and its neighbours, small ones that are moved together,
-    no gradient; on the others they all get one. Memory that was never written holds no number here."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        run.start(models.TwoBranches, zero={"leaf_modules": ["TwoBranches"]} if run.stage == 3 else None)
-        for step in range(2):
-            branch = "right" if run.rank == 0 else "left"
-            run.module.left.bias.grad = own_gradient(run, "left.bias")
-            x, y = run.batch(step)
-            run.backward(nn.functional.mse_loss(run(x, branch), y))
-            run.average()
-            run.see([p.grad for p in run.module.left.parameters()])
-            run.torch_step()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @loop(["both", "not finite here", "kept"], close=CLIPPED)

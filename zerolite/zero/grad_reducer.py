@@ -501,16 +501,6 @@ class GradReducer:
             return [part.zero_()]
         return []
 
-    @torch.no_grad()
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add ``gradient`` between two backwards, as if one had brought it to this rank. No factor of a backward is
-        applied: neither for the number of micro-batches nor for ranks without data."""
-        slot = self.layout.slots[index]
-        self.used.add(index)
-        if not slot.numel:
-            return
-        self._buckets[slot.bucket].add_between_backwards(slot, gradient, self._options.copy_factor)
-
     def release(self, bucket: int) -> None:
         """Drop the mean gradient of a bucket after its use."""
         self._buckets[bucket].release(reuse=not self.keeps_shards and bucket not in self._lent)

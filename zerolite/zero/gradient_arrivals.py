@@ -12,7 +12,6 @@ two ways through it:
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,97 +23,9 @@ from zerolite.zero.bucket_memory import Backward, ReductionOptions
 from zerolite.zero.gradient_bucket import BucketState, GradientBucket
 from zerolite.zero.layout import PartitionLayout, Slot
 from zerolite.zero.shown_gradients import GradientPlaceholder, MakeGradient, ShownGradients
-from zerolite.zero.stage3.released_parameter import as_plain_tensors, set_grad
 
 if TYPE_CHECKING:
     from zerolite.zero.grad_reducer import GradReducer
-
-
-class UserHookSums:
-    """Gradient sums for the user's own hooks of ``register_post_accumulate_grad_hook``.
-
-    Plain PyTorch shows such a hook the sum of all backwards since the last step, and the hook may change it. So before
-    a backward this rank's sum is put back into ``p.grad``, where autograd and the hooks add to it. The engine's hook
-    runs after them and takes the difference.
-
-    Attributes:
-        indices: parameters that have such a hook. Only these keep a copy of their gradient on this rank.
-    """
-
-    def __init__(self) -> None:
-        self.indices: set[int] = set()
-        self._sums: dict[int, torch.Tensor] = {}
-        # Hooks of the parameters that had some before the engine, each dict with the key of the engine's hook in it.
-        self._earlier_hooks: list[tuple[OrderedDict[int, Any], int]] = []
-
-    def register(self, index: int, parameter: Any, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Register the engine's ``hook`` behind those of the user, now and later. Return its handle."""
-        earlier = parameter._post_accumulate_grad_hooks
-        if not earlier:
-            parameter._post_accumulate_grad_hooks = _EngineHookLast(index, self.indices)
-        handle = parameter.register_post_accumulate_grad_hook(hook)
-        if earlier:  # this dict must stay: the user's handles remove their hooks from it. It is put in order later
-            self._earlier_hooks.append((earlier, handle.id))
-            self.indices.add(index)
-        return handle
-
-    def restore_sums(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Put the sums into ``p.grad`` before a backward, so that autograd adds to them."""
-        for hooks, engine_key in self._earlier_hooks:
-            # Hooks run in the order of this dict, and one that the user has added since is behind the engine's.
-            if engine_key in hooks and next(reversed(hooks)) != engine_key:
-                hooks[engine_key] = hooks.pop(engine_key)
-        for index, total in self._sums.items():
-            set_grad(parameters[index], total.clone())
-
-    def remove_sums(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Take the sums out of ``p.grad`` after a backward, also after one that has raised. Placeholders stay."""
-        for index in self.indices:
-            with as_plain_tensors():
-                if not isinstance(parameters[index].grad, GradientPlaceholder):
-                    parameters[index].grad = None
-
-    @torch.no_grad()
-    def new_contribution(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what autograd and the user's hooks have added to the sum.
-
-        Args:
-            index: of the parameter.
-            gradient: the new sum.
-        """
-        before, total = self._sums.get(index), gradient.detach()
-        self._sums[index] = total
-        return total if before is None else total - before
-
-    def drop(self, index: int) -> None:
-        """Drop the sum of a parameter."""
-        self._sums.pop(index, None)
-
-    def clear(self) -> None:
-        """Drop all sums."""
-        self._sums.clear()
-
-
-class _EngineHookLast(OrderedDict[int, Any]):
-    """Hooks of a parameter. The engine's is registered first and stays last, so it runs after the user's."""
-
-    def __init__(self, index: int, hooked_indices: set[int]) -> None:
-        """
-        Args:
-            index: of the parameter.
-            hooked_indices: ``index`` is added to it when the user registers a hook.
-        """
-        super().__init__()
-        self._index, self._hooked_indices = index, hooked_indices
-        self._engine_key: int | None = None
-
-    def __setitem__(self, key: int, hook: object) -> None:
-        super().__setitem__(key, hook)
-        if self._engine_key is None:
-            self._engine_key = key
-        elif key != self._engine_key and self._engine_key in self:
-            super().__setitem__(self._engine_key, self.pop(self._engine_key))
-            self._hooked_indices.add(self._index)
 
 
 class GradientArrivals:
@@ -146,7 +57,7 @@ class GradientArrivals:
         self.shown = ShownGradients(options.shard, rank, make_gradient)
         self.used: set[int] = set()
         self.handles: list[Any] = []
-        self._hook_sums = UserHookSums()
+        self._hook_dicts: list[dict[int, Any]] = []  # of each parameter: all its hooks of this kind, in their order
         self._holders: list[GradientHolder | None] = []  # by index of the parameter; None: always the long way
         self._some_open = False  # some holder is open
         self._seen_gradient = False  # this backward has brought a gradient
@@ -202,7 +113,17 @@ class GradientArrivals:
         known = weakref.ref(self)
         for slot in self._slots[len(self.handles) :]:
             hook = _make_hook(known, slot)
-            self.handles.append(self._hook_sums.register(slot.index, self.parameters[slot.index], hook))
+            parameter: Any = self.parameters[slot.index]
+            self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
+
+    def _move_hooks_last(self) -> None:
+        """Let hooks that the user has registered since run before the engine's, which takes the gradient out."""
+        if sum(map(len, self._hook_dicts)) == len(self._hook_dicts):  # one pass in C, in every backward
+            return
+        for hooks, handle in zip(self._hook_dicts, self.handles, strict=True):
+            if len(hooks) > 1 and handle.id in hooks:
+                hooks[handle.id] = hooks.pop(handle.id)
 
     # ---------------------------------------------------------------- in a hook
 
@@ -221,8 +142,6 @@ class GradientArrivals:
             parameter.grad = None
             bucket.count(min(1, slot.numel))
         else:
-            if slot.index in self._hook_sums.indices:
-                gradient = self._hook_sums.new_contribution(slot.index, gradient)
             if gradient.layout is not torch.strided:
                 parameter.grad = None
                 raise RuntimeError(
@@ -300,7 +219,7 @@ class GradientArrivals:
             for holder in bucket.holders_to_open(by_group):
                 if holder.placeholders is None:
                     holder.set_placeholders(self.shown.placeholders_of(holder.indices))
-                if holder.placeholders is not None and self._hook_sums.indices.isdisjoint(holder.indices):
+                if holder.placeholders is not None:
                     holder.begin()
                     self._some_open = True
 
@@ -337,8 +256,7 @@ class GradientArrivals:
     def begin_backward(self) -> None:
         """Empty ``p.grad`` before the first gradient of a backward."""
         self.shown.hide(self.parameters)
-        if self._hook_sums.indices:
-            self._hook_sums.restore_sums(self.parameters)
+        self._move_hooks_last()
         self._seen_gradient = False
         self._contributions = [0] * len(self.parameters)
 
@@ -368,8 +286,6 @@ class GradientArrivals:
             all_ranks_know: all ranks have called the engine for this backward, so it was not ``torch.autograd.grad``.
             several: show also the gradients of earlier backwards, which :meth:`begin_backward` has hidden.
         """
-        if self._hook_sums.indices:
-            self._hook_sums.remove_sums(self.parameters)
         if len(self.used) < len(self.parameters) and (all_ranks_know or (self.used and self._world_size > 1)):
             self.show_all()
         elif several:
@@ -384,7 +300,6 @@ class GradientArrivals:
         """Drop the gradient of one parameter as far as it has not been reduced."""
         self.close_all()
         self.used.discard(slot.index)
-        self._hook_sums.drop(slot.index)
         self._buckets[slot.bucket].drop(slot)
 
     def clear(self) -> None:
@@ -393,8 +308,6 @@ class GradientArrivals:
             for bucket in self._buckets:
                 for holder in bucket.holders:
                     holder.set_placeholders(None)  # some have been replaced; the next backward asks again
-        if self._hook_sums.indices:
-            self._hook_sums.clear()
         self.used.clear()
 
 

@@ -219,16 +219,6 @@ class GradientBucket:
                 target.copy_(values)
         self.written.add(slot.index)
 
-    def add_between_backwards(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
-        """Copy in a gradient that no backward has brought."""
-        segment = self._segment_of.get(slot.index)
-        if segment is not None:
-            # The rest of the segment must be defined, because it is sent too: its other gradients may never come.
-            local = self._open_local(gradient) if self.local is None else self.local
-            if self.written.isdisjoint(segment.indices):
-                local[segment.low : segment.high].zero_()
-        self.copy_in(slot, gradient, factor)
-
     def copy_in_held(self, factor: float) -> None:
         """Copy all held gradients into ``local``, in as few calls as possible."""
         for segment in self._segments:

@@ -3,7 +3,7 @@
 | in the user's loop                   | here                                                              |
 |--------------------------------------|-------------------------------------------------------------------|
 | ``p.grad = None``                    | the gradient is dropped (``adopt``)                               |
-| ``p.grad = tensor``, then a backward | counts as a gradient of this rank (``accumulate_assigned``)       |
+| ``p.grad = tensor``, then a backward | raises (``refuse_assigned``)                                      |
 | ``p.grad = tensor``, then a step     | is the mean gradient, the same on all ranks (``store_assigned``)  |
 | ``p.grad.mul_(factor)``              | the update multiplies by it (``common_factor``)                   |
 | writes to a view of ``p.grad``       | are found by version counters (``expose``, ``refresh_stats``)     |
@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -28,8 +28,7 @@ class GradientChanges:
     have been collected, each rank corrects its own by the same rules.
 
     Attributes:
-        assigned: by index of the parameter, tensors that the user has put into ``p.grad``. Only the next backward or
-            step tells if they are this rank's gradient or the mean.
+        assigned: by index of the parameter, tensors that the user has put into ``p.grad``, to be stored as the mean.
         exposed: tensors through which the user can write to the memory of a reduced gradient, by index of the parameter
             and id of the tensor. Each has its version counter from the last look at it.
     """
@@ -82,26 +81,16 @@ class GradientChanges:
                 stats.replace(index, None, 1.0)
         self._buffer.placements.drop_reads(written)
 
-    def accumulate_assigned(self, scale: Callable[[], float], weighted: bool) -> None:
-        """Add assigned tensors to this rank's gradients before a backward, because autograd would add to them.
+    def refuse_assigned(self) -> None:
+        """Raise RuntimeError for an assigned tensor, because a backward is about to add to it.
 
-        Args:
-            scale: returns the factor of the losses in this accumulation.
-            weighted: the backwards of this accumulation have weights.
-
-        Raises:
-            RuntimeError: The backwards have weights.
+        It would count as this rank's gradient or as the mean of all ranks, and nothing tells which.
         """
-        if weighted:  # `assigned` is kept, so that the next backward raises too
-            name = self._buffer.layout.slots[min(self.assigned)].name
-            raise RuntimeError(
-                f"p.grad of parameter '{name}' was assigned before a backward with a weight, but the mean weight, by "
-                "which the step divides, is known only after the last backward. Assign it after that; to go on now, "
-                "set it to None or call engine.zero_grad()"
-            )
-        assigned, self.assigned = self.assigned, {}
-        for index, value in assigned.items():
-            self._reducer.add(index, _full_tensor(value) * scale())
+        raise RuntimeError(
+            f"parameter '{self._buffer.layout.slots[min(self.assigned)].name}': expected None or the gradient of "
+            "earlier backwards in p.grad when a backward begins, got a tensor of your own; put it there after the last "
+            "backward of the step, or call engine.zero_grad() to drop it"
+        )
 
     @torch.no_grad()
     def store_assigned(self, stats: StatsVector, divisor: Factor) -> None:

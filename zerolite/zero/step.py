@@ -168,10 +168,6 @@ class StepPipeline:
             self.zero_grad()
         scaled, weighted = bool(engine_scaled), weight is not None
         self.look_at_grads(before_backward=True)
-        if self.changes.assigned:  # a tensor that the user has put into p.grad counts like a gradient of this rank
-            self.changes.accumulate_assigned(
-                self.gradient_scale.loss_scale, weighted or self._accumulation.weighted is True
-            )
         if self._reducer.shown.factors:
             self.changes.apply_factors()
         for notify in self._observers.before_backward:
@@ -257,21 +253,23 @@ class StepPipeline:
         If the user has set all of them to None, this calls :meth:`zero_grad`: all ranks must have done so.
 
         Args:
-            before_backward: only note the tensors, because a backward will add more gradients to them.
+            before_backward: more gradients will be added, which tensors refuse.
             before_update: the accumulation ends here. So it need not begin anew if all are None, and a rank on which
                 they are launches what the others launch. The comparison of the ranks then finds it.
         """
         if self.suspended:
             self.check_available()
-        if self._reducer.current.open:  # a backward has raised, and the sums of the user's hooks are still in p.grad
+        if self._reducer.current.open:  # a backward has raised: what it has brought is not shown yet
             self.end_failed_backward()
         if self.changes.exposed:  # values that the user has written into lent memory count, even if it is dropped now
             self.changes.refresh_stats()
         found = self._reducer.shown.changed(self._reducer.parameters)
         if found:
             self._adopt_changes(found, before_update and not (self._updated or self.announce.in_use))
+        if before_backward and self.changes.assigned:
+            self.changes.refuse_assigned()
         stats = self._collector.latest
-        if self.changes.assigned and stats is not None and not (before_backward or self._updated):
+        if self.changes.assigned and stats is not None and not self._updated:
             self.changes.store_assigned(stats, self.gradient_scale.device_divisor(stats))
 
     def _adopt_changes(self, found: Mapping[int, torch.Tensor | None], before_update: bool) -> None:

@@ -282,7 +282,11 @@ def grad_changed(run: Run, how: str) -> None:
         run.torch_step()
 
 
-@case("a tensor of your own", ["after a backward", "before a backward", "without a backward", "sum", "own"])
+OWN = "a tensor of your own in `p.grad`"
+
+
+@case(OWN + " before", ["before a backward"], words=["'first.weight'", "after the last backward"], name="early_tensor")
+@case(OWN + ", after", ["after a backward", "without a backward", "sum", "own"])
 def grad_assigned(run: Run, when: str) -> None:
     run.start()
     run.train(1)

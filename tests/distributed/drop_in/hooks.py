@@ -77,13 +77,8 @@ def clamp(parameter: Tensor) -> None:
 HOOKS = [("before", "halve"), ("before", "replace"), ("after", "clamp"), ("after", "read"), ("both", "replace")]
 
 
-ACCUMULATE_HOOK = "`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, "
-
-
-# The engine adds what a backward has added to the hook's sum: (sum + new) - sum is rounded once more.
-@case(ACCUMULATE_HOOK + "several", HOOKS, close=2e-07, reordered=True, in_a_window=True)
-@case(ACCUMULATE_HOOK + "one", HOOKS)
-def accumulate_hook(run: Run, variant: tuple[str, str], in_a_window: bool = False) -> None:
+@case("`register_post_accumulate_grad_hook` before or after", HOOKS)
+def accumulate_hook(run: Run, variant: tuple[str, str]) -> None:
     when, what = variant
     seen: list[Tensor] = []
 
@@ -107,8 +102,7 @@ def accumulate_hook(run: Run, variant: tuple[str, str], in_a_window: bool = Fals
         run.module.first.weight.register_post_accumulate_grad_hook(halve)
         run.module.second.bias.register_post_accumulate_grad_hook(hook)
     for step in range(STEPS):
-        for micro in range(3 if in_a_window else 1):
-            run.backward(run.loss(step, micro))
+        run.backward(run.loss(step))
         run.step()
     run.see(seen)
 
