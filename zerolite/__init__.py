@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from zerolite.config import ConfigError, ZeroliteConfig
     from zerolite.data.dataloader import RepeatingLoader
     from zerolite.engine.engine import Engine
+    from zerolite.engine.initialize import initialize
     from zerolite.planning import Plan, PlanError, plan
-    from zerolite.planning.initialize import initialize
 
 __all__ = [
     "ConfigError",
@@ -60,7 +60,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "initialize": "zerolite.planning.initialize",
+        "initialize": "zerolite.engine.initialize",
         "Engine": "zerolite.engine.engine",
         "RepeatingLoader": "zerolite.data.dataloader",
         "Plan": "zerolite.planning.result",

@@ -88,7 +88,7 @@ def test_site_has_no_broken_link(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     output_of(*build, cwd=ROOT, timeout=600)
     assert (tmp_path / "site" / "search" / "search_index.json").exists()
-    for name in ("zerolite.planning.initialize.initialize", "zerolite.engine.engine.Engine.backward"):
+    for name in ("zerolite.engine.initialize.initialize", "zerolite.engine.engine.Engine.backward"):
         assert f'id="{name}"' in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
 
 

@@ -95,7 +95,7 @@ if what == "everything":
     zero |= {"offload_param": {**tier, "max_in_cpu": 0, "buffer_count": 2, "buffer_size": width * width}}
     zero |= {"stage3_max_live_parameters": 4 * width * width, "stage3_prefetch_bucket_size": width * width}
 config = {
-    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "memory_check": "off",
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": zero,
 }
 

@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_on_one_rank_is_said_on_all(pools: Pools, tmp_path: 
 def test_a_full_disk_shows_at_the_start(pools: Pools, tmp_path: Path) -> None:
     """However little there is; it was not checked before."""
     (tmp_path / "0" / "swap").mkdir(parents=True)
-    given = {"directory": tmp_path, "name": "wide in bf16", "steps": 2, "memory_check": "off"}
+    given = {"directory": tmp_path, "name": "wide in bf16", "steps": 2}
     for size, failed in (("8k", True), ("300k", True), ("500k", None), ("2m", False)):
         with small_disk(tmp_path / "0" / "swap", size):
             ((phase, error),) = pools(1).run(begin, given)

@@ -193,3 +193,10 @@ def measured(kind: str, shared_memory: bool = True, with_batch: bool = True, **s
     job = KINDS[kind]
     given = {"batch": job.batch, "loss": job.loss} if with_batch else {}
     return measure(job.make, settings(**setting), **given)
+
+
+NUMEL = 8 * (64 * 64 + 64)  # of the stack
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))

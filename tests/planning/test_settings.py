@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.planning.jobs import KINDS, settings
+from tests.planning.jobs import KINDS, NUMEL, settings, stack
 from tests.unit.plan_examples import GB, make_items, make_peak, make_plan
+from zerolite import planning
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.planning import command
 from zerolite.planning import settings as module
 from zerolite.planning.errors import RefusedError
 from zerolite.planning.make import plan
@@ -119,14 +122,14 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compare:
     def compared(config: ZeroliteConfig, peaks: list[int | None], **options: Any) -> Comparison:
         def plan(model_fn: Any, config: ZeroliteConfig, world_size: int, **options: Any) -> Plan:
             zero = config.zero_optimization
-            peak = peaks[zero.chosen_stage]
+            peak = peaks[zero.stage]
             if peak is None:
                 raise RefusedError("the engine refuses this job:\n  it is too odd")
             if zero.offload_optimizer.enabled and "no offload" in options:
                 raise ConfigError([("optimizer.params.capturable", "expected false with offload_optimizer, got true")])
             options.pop("no offload", None)
             offloads = zero.offload_optimizer.enabled or zero.offload_param.enabled
-            return row(zero.chosen_stage, peak // (2 if offloads else 1), host=5 * offloads, **options)
+            return row(zero.stage, peak // (2 if offloads else 1), host=5 * offloads, **options)
 
         monkeypatch.setattr(module, "plan", plan)
         return compare(lambda: None, config, 8, **({"device_memory": 80 * GB} | options))  # type: ignore[arg-type,return-value]
@@ -202,3 +205,72 @@ def test_settings_that_are_compared_have_their_own_plans() -> None:
     assert len(rows) == len(plain_settings(config))
     for setting in plain_settings(config):
         assert plan(job.make, with_zero(config, **setting.keys), 2, **options) == rows[setting.name]
+
+
+# -------------------------------------------------------------------- offload
+
+
+def job(stage: int = 2, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "reduce_bucket_size": 4200, "offload_optimizer": {"device": "cpu"}, **more}
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3}}
+    bf16 = {"enabled": True}
+    return {"train_micro_batch_size_per_gpu": 2, "bf16": bf16, "optimizer": optimizer, "zero_optimization": zero}
+
+
+@pytest.mark.slow
+def test_a_comparison_plans_what_is_offloaded_and_what_is_not() -> None:
+    config = job(stage=3, offload_param={"device": "cpu"})
+    compared = compare(lambda: nn.Linear(64, 64), config, 2, device_memory=10**9, offload_host_memory=10**9, nodes=1)
+    rows = dict(compared.rows)
+    assert compared.left_out == [] and compared.rows[compared.chosen or 0][0] == "stage 0"
+    assert [name for name, made in rows.items() if made.host is None] == [f"stage {stage}" for stage in range(4)]
+    assert rows["stage 3"].host_spare is None and rows["stage 3"].offloaded == 0
+    some, all_of_it = rows["stage 3, optimizer on the host"], rows["stage 3, optimizer and parameters on the host"]
+    assert 0 < some.offloaded < all_of_it.offloaded and some.sent == all_of_it.sent == rows["stage 3"].sent
+    assert some.host_spare is not None and some.host_spare > 0
+
+
+@pytest.mark.slow
+def test_what_rests_elsewhere_leaves_nothing_on_the_device() -> None:
+    """A plan for CUDA, where what comes from the host is a copy: none of it stays between two steps."""
+    moving = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+    config = job() | {"zero_optimization": {**moving, "offload_param": {"device": "cpu"}}}
+    made = plan(stack, config, 2)
+    assert made.host is not None and made.host["compute_parameters"] >= NUMEL  # 2 bytes, a half
+    assert (made.at_rest["compute_parameters"], made.at_rest["offload_buffers"]) == (0, 0)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    made = plan(stack, config, 2)
+    assert {item for item, nbytes in made.at_rest.items() if nbytes} <= {"activations", "other"}
+    assert made.host is not None and made.host["optimizer_states"] >= 4 * NUMEL
+
+
+CPU = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+MACHINE = command.find_memory("cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "meant"),
+    [
+        (["--host-memory", "3GB"], {}, {"host_memory": 3 * GB}),
+        (["--host-memory", "3GB"], CPU, {"host_memory": 3 * GB}),
+        ([], CPU, {"host_memory": MACHINE}),
+        ([], {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, {"host_memory": MACHINE}),
+        (["--host-memory", "auto"], {}, {"host_memory": MACHINE}),
+        ([], {}, {}),
+        # Memory that only some of the settings take is this machine's where it is not given; memory that all take, too.
+        (["--compare"], {}, {"offload_host_memory": MACHINE}),
+        (["--compare", "--host-memory", "3GB"], {}, {"host_memory": 3 * GB}),
+        (["--compare"], {"activation_checkpointing": {"cpu_checkpointing": True}}, {"host_memory": MACHINE}),
+    ],
+)
+def test_the_memory_of_the_host_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], config: dict[str, Any], meant: dict[str, int]
+) -> None:
+    told: list[Any] = []
+    for name in ("plan", "compare"):
+        monkeypatch.setattr(planning, name, lambda *args, **options: told.append(options))
+    monkeypatch.setattr(planning, "load_model_fn", lambda name: None)
+    job = ["--model", "m:f", "--config", "c.json", "--world-size", "2", *given]
+    command.make(command.parse_command_line(job), load_config(config))
+    memory = {name: value for name, value in told[0].items() if "memory" in name and value is not None}
+    assert memory == meant

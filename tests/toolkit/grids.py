@@ -89,7 +89,7 @@ def own_batches(engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
 def on_grid(config: dict[str, Any], grid: Grid, sequence_parallel: bool = False, **pipeline: Any) -> dict[str, Any]:
     """``config`` with the blocks that make ``grid``."""
     pipe, _, tensor = grid
-    more: dict[str, Any] = {"memory_check": "off"}
+    more: dict[str, Any] = {}
     if pipe > 1:
         chosen = {"split": [f"blocks.{LAYERS * part // pipe}" for part in range(1, pipe)]} if not pipeline else {}
         more["pipeline"] = {"stages": pipe, **chosen, **pipeline}

@@ -69,7 +69,7 @@ def _server_context() -> Any:
             "torch.optim",
             "torch.distributed.pipelining",
             "pytest",
-            "zerolite.planning.initialize",
+            "zerolite.engine.initialize",
         ]
     )
     return context

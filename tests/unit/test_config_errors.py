@@ -175,7 +175,7 @@ def test_a_contradiction_is_one_error(path: str, source: dict[str, Any], names: 
      {"fp16": {**ON, **LOW, "min_loss_scale": 8}}, {"fp16": {**ON, **LOW, "loss_scale": 128}},
      {"fp16": {**LOW, "enabled": False}}, grads("fp32", bf16=ON), {"torch_autocast": SAFE},
      grads("bf16", bf16={**ON, f"bf16_{MASTERS}": True}), zero(2, reduce_scatter=False),
-     zero("auto", offload_param={"device": "cpu"}), zero(1, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+     zero(1, offload_optimizer={"device": "cpu", "ratio": 0.5}),
      zero(3, offload_param={"device": "cpu", "nvme_path": "/a"}), {"elasticity": ELASTIC, "train_batch_size": 100},
      zero(0, offload_optimizer={}, offload_param={"pin_memory": "auto"}), {"comms_logger": {"prof_all": False}},
      {"elasticity": {"enabled": False, "min_gpus": 3, "max_gpus": 2}, "train_micro_batch_size_per_gpu": 2},

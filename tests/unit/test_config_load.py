@@ -297,13 +297,10 @@ def test_threads_have_two_names() -> None:
 # ------------------------------------------------------------------ "auto"
 
 
-def test_an_automatic_stage_is_kept_until_the_device_is_known() -> None:
-    config = load_config({"zero_optimization": {"stage": "auto", "reduce_scatter": False}, "train_batch_size": 8})
-    assert config.zero_optimization.stage == config.resolve(2).zero_optimization.stage == "auto"
-    assert load_config(config.model_dump()) == config
-    elastic = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}
-    resolved = load_config({"zero_optimization": {"stage": "auto"}, "elasticity": elastic}).resolve(4)
-    assert (resolved.zero_optimization.stage, resolved.train_batch_size) == ("auto", 8)
+def test_a_stage_is_a_number() -> None:
+    """Elsewhere "auto" is the default. Here it would be stage 0, which is none that a user who writes it has meant."""
+    with pytest.raises(ConfigError, match=r'0 to 3, got "auto"; `zerolite plan --compare` says which stage'):
+        load_config({"zero_optimization": {"stage": "auto", "reduce_scatter": False}, "train_batch_size": 8})
 
 
 def test_auto_in_params_is_left_to_the_constructor() -> None:

@@ -81,7 +81,6 @@ def test_what_has_no_effect_is_left_out_and_said(key: str, source: dict[str, Any
 @pytest.mark.parametrize(
     "source",
     [
-        zero(stage="auto", offload_param={"device": "cpu"}, stage3_max_live_parameters=5),
         zero(stage=3, offload_param={"device": "cpu"}, stage3_max_live_parameters=5, leaf_modules=["x"]),
         zero(stage=2, stage3_max_live_parameters=1e9, stage3_gather_16bit_weights_on_model_save=True),
         zero(stage=2, offload_param={"device": "none", "pin_memory": True}, reduce_scatter=False),
@@ -99,10 +98,9 @@ def test_infinitely_many_steps_per_print_are_never() -> None:
 
 
 @pytest.mark.parametrize("key", ["zero_hpz_partition_size", "zero_quantized_weights"])
-@pytest.mark.parametrize("stage", [3, "auto"])
-def test_features_of_stage_3_that_do_not_exist_are_errors_there(key: str, stage: Any) -> None:
+def test_features_of_stage_3_that_do_not_exist_are_errors_there(key: str) -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
-        load_config(zero(stage=stage, **{key: 8 if key.endswith("size") else True}))
+        load_config(zero(stage=3, **{key: 8 if key.endswith("size") else True}))
 
 
 def test_initialize_says_once_what_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,7 +41,6 @@ THIRD_PARTY = {
     "zerolite.diagnostics.report": {"cpuinfo"},
     "zerolite.monitor.memory_report": {"psutil"},
     "zerolite.offload.from_config": {"psutil"},
-    "zerolite.planning.available": {"psutil"},
     "zerolite.planning.result": {"pydantic"},
     "zerolite.planning.measure": {"pydantic"},
     "zerolite.planning.report": {"matplotlib"},

@@ -151,6 +151,7 @@ def test_settings_side_by_side() -> None:
         assert rows[setting][:5] == [format_size(plan.model_states), rows[setting][1], peak, sent, "46"]
     assert rows["stage 0"][5] == "no" and rows["stage 2"][5:7] == ["yes", "<- cheapest"]
     assert "The cheapest that fits in 80.00 GB is stage 2: of those that fit" in told(comparison)
+    assert "Stage 2 is the first that fits." in told(comparison)
     assert "off the device" not in told(comparison)
     none = Comparison(rows=make_comparison(device_memory=20 * GB, host_memory=10 * GB).rows, chosen=None)
     assert "None of them fits in 20.00 GB and a host's 10.00 GB." in told(none)

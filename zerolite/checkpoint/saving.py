@@ -322,7 +322,7 @@ class Saver:
             saved_at=now(),
             global_steps=components.pipeline.outcomes.global_steps,
             world_size=self._host.world_size,
-            stage=components.config.zero_optimization.chosen_stage,
+            stage=components.config.zero_optimization.stage,
             precision={
                 "compute": ", ".join(sorted({entry.dtype for entry in described.parameters.values()})),
                 "master": ", ".join(sorted({CODES[master.dtype] for master in model.buffer.master})),

@@ -74,7 +74,7 @@ def _offload(config: ZeroliteConfig) -> Found:
     zero = config.zero_optimization
     for name, fewest in (("offload_optimizer", 1), ("offload_param", 3)):
         block = getattr(zero, name)
-        if block.device == "nvme" and block.nvme_path is None and (zero.stage == "auto" or zero.stage >= fewest):
+        if block.device == "nvme" and block.nvme_path is None and zero.stage >= fewest:
             yield (
                 f"zero_optimization.{name}.nvme_path zero_optimization.{name}.device",
                 f'expected the path of a folder on the disk, got nothing, and {name}.device is "nvme"; write it, such '

@@ -50,6 +50,7 @@ def _keys(entry: Key, names: str, block: str = "") -> dict[str, Key]:
 UNSUPPORTED: dict[str, Key] = {
     **_keys(BLOCK, "comet timers.throughput autotuning expert_parallel hybrid_engine data_efficiency"),
     "compile": Key(switch="deepcompile"),
+    "memory_check": Key(("off",), ignored="`zerolite plan` says beforehand if a job fits"),
     "weight_quantization": Key(switch="enabled", on_by_default=True),
     "amp": Key(note="use fp16, bf16 or torch_autocast", switch="enabled"),
     **_keys(

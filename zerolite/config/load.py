@@ -72,7 +72,7 @@ class _Loader:
         zero = values.get("zero_optimization")
         stage = as_number(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
         known = isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3
-        self.stage: int | None = stage if known else None  # None if it is "auto" or wrong
+        self.stage: int | None = stage if known else None  # None if it is wrong
 
     def load(self, values: Mapping[Any, Any]) -> ZeroliteConfig | None:
         """Return the configuration, or None if it has no usable one, and collect all errors."""

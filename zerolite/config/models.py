@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
@@ -163,9 +163,6 @@ class ZeroliteConfig(Block):
     """Steps between two comparisons, by hash, of the weights that all ranks hold; every save compares them too. If they
     differ, all ranks raise an error that names the parameters and ranks. Numbers of the param groups, such as learning
     rates and betas, are compared in every step. 0 = compare nothing. (zerolite's own key.)"""
-    memory_check: Literal["error", "warn", "off"] = "error"
-    """Compare the size of the model states with the free memory of the device (on CPU ranks: of the host) before
-    `initialize` allocates anything. If they do not fit, raise or warn; `"off"`: no comparison. (zerolite's own key.)"""
     desync_timeout_s: Seconds = 300.0
     """Seconds that a rank may wait for the others, within a step or between two. After them all ranks print where each
     of them is, and the job is ended. 0 = never. Choose it longer than any time that one rank works alone while others

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from pydantic import (
     AfterValidator,
@@ -50,15 +50,12 @@ class Block(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    keeps_auto: ClassVar[str] = ""
-    """Name of the field for which "auto" is a value of its own, not the default."""
-
     @field_validator("*", mode="before")
     @classmethod
     def _use_default(cls, value: object, info: ValidationInfo) -> object:
         """Use the default for "auto", and for null and false in place of a block."""
         field = cls.model_fields[info.field_name or ""]
-        auto = isinstance(value, str) and value == "auto" and info.field_name != cls.keeps_auto
+        auto = isinstance(value, str) and value == "auto"
         absent = (value is None or value is False) and block_model(field) is not None
         if (auto or absent) and not field.is_required():
             raise PydanticUseDefault

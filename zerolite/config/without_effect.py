@@ -43,15 +43,13 @@ def find_dropped(config: ZeroliteConfig) -> list[tuple[str, str]]:
 
 
 def _find(zero: ZeroConfig) -> Iterator[_Found]:
-    """Yield the settings without effect. With stage "auto" a stage is chosen at which they have one, if possible."""
+    """Yield the settings without effect."""
     stage = zero.stage
     for name in ("offload_optimizer", "offload_param"):
         given = getattr(zero, name).model_fields_set
         if given and "device" not in given:
             keys = " and ".join(sorted(given))
             yield name, f'got {keys} without a device, so nothing is offloaded; write "device": "cpu" beside', {}
-    if stage == "auto":
-        return
     if stage == 0 and zero.offload_optimizer.enabled:
         sentence = (
             f"got {show(zero.offload_optimizer.device)}, and at stage 0 every rank keeps all states on its device"

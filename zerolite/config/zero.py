@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
-from .errors import ConfigError
 from .offload import SUB_GROUP_SIZE, OffloadOptimizerConfig, OffloadParamConfig
 from .values import NULL_IS_DEFAULT, Block, Bool, Count, Natural, Texts
 
@@ -28,12 +27,9 @@ class LeafModuleConfig(Block):
 class ZeroConfig(Block):
     """States that are sharded over the ranks."""
 
-    keeps_auto = "stage"
-
-    stage: Annotated[Natural, Field(le=3)] | Literal["auto"] = 0
-    """Sharded states. 0: none; 1: optimizer states and master weights; 2: gradients too; 3: parameters too. `"auto"`:
-    `initialize` plans the job at each stage and takes the one with the least traffic that fits into the device.
-    (`"auto"` is zerolite's own value.)"""
+    stage: Annotated[Natural, Field(le=3)] = 0
+    """Sharded states. 0: none; 1: optimizer states and master weights; 2: gradients too; 3: parameters too. `zerolite
+    plan --compare` says which stage is the first that fits."""
     reduce_bucket_size: Count | None = None
     """Elements in a bucket, which one collective reduces or gathers. null or `"auto"`: the larger of 40 M and 1 M for
     each data-parallel rank; at most an eighth of the model, at least 4 Mi."""
@@ -100,13 +96,13 @@ class ZeroConfig(Block):
     (zerolite's own key.)"""
     leaf_module: LeafModuleConfig = LeafModuleConfig()
 
-    @property
-    def chosen_stage(self) -> int:
-        """The stage as a number. Raises ConfigError while it is "auto", until ``initialize`` has chosen one."""
-        if self.stage == "auto":
-            sentence = (
-                'expected 0, 1, 2 or 3 here, got "auto", which is for zerolite.initialize: it takes the stage that '
-                "fits; name one"
+    @field_validator("stage", mode="before")
+    @classmethod
+    def _refuse_auto(cls, value: object) -> object:
+        # Runs before the validator of all keys, which would take "auto" for the default.
+        if isinstance(value, str) and value == "auto":
+            raise ValueError(
+                'expected an integer from 0 to 3, got "auto"; `zerolite plan --compare` says which stage is the first '
+                "that fits"
             )
-            raise ConfigError([("zero_optimization.stage", sentence)])
-        return self.stage
+        return value

@@ -114,7 +114,7 @@ def build_engine(
     """
     comm = topology.data
     optimizer, model_parameters = arguments.optimizer, arguments.model_parameters
-    policy = STAGES[resolved.zero_optimization.chosen_stage]
+    policy = STAGES[resolved.zero_optimization.stage]
     precision = precision_of(resolved)
     fp32 = Fp32Modules(model, resolved.fp32_modules, precision.compute, precision.autocast, device.type)
     precision = dataclasses.replace(precision, keeps_fp32=fp32.holds, keeps_dtype=scales_of_quantized(model))

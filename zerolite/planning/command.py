@@ -214,7 +214,7 @@ def find_memory(device: str) -> int:
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
     """Return the plan, or all of them with --compare or --grids. Raises PlanError and ConfigError."""
     from zerolite.planning import compare, load_batch, load_model_fn, plan  # imports torch, with the collector off
-    from zerolite.planning.host_room import offloads
+    from zerolite.planning.settings import offloads
     from zerolite.planning.sources import load_function, parse_input_spec
 
     if options.check:

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from zerolite.activation_checkpointing.current import isolated
-from zerolite.comm import Recorder, Topology, dry_communicator, dry_topology, record, unrecorded, use_communicator
+from zerolite.comm import (
+    Recorder,
+    Topology,
+    create_communicator,
+    dry_communicator,
+    dry_topology,
+    record,
+    unrecorded,
+    use_communicator,
+)
 from zerolite.config import ZeroliteConfig
 from zerolite.data.micro_batch import MicroBatch
 from zerolite.engine.build import Arguments, build_engine, check_model
@@ -23,7 +32,6 @@ from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
 from zerolite.planning.rank_grid import Grid
-from zerolite.planning.skeleton import DrySkeleton
 from zerolite.planning.tracker import ORIGINAL_MODEL, Flops, MemoryTracker, PeakMoment
 from zerolite.planning.training_step import (
     STEP,
@@ -34,10 +42,14 @@ from zerolite.planning.training_step import (
     walk_through_parameters,
 )
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
-from zerolite.utils.accelerator import collector_off, current_platform, is_fake, use_platform
+from zerolite.utils.accelerator import collector_off, current_platform, default_device, is_fake, use_platform
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.utils.nested import map_tensors
-from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
+from zerolite.utils.skeleton import Skeleton
+from zerolite.zero.groups import RankGroups
+from zerolite.zero.stage3.comm_context import CommContext
+from zerolite.zero.stage3.partition_parameters import partition
+from zerolite.zero.stage3.partitioned_parameter import handle_of, unpartitioned_numel
 
 if TYPE_CHECKING:
     from zerolite.pipe.dry_stage import DryPipeline
@@ -67,8 +79,6 @@ class Job:
         batch: makes one micro-batch. With None no forward runs, and every parameter is used once, in the order of
             registration.
         loss: function of the outputs, or of outputs and targets.
-        make_arguments: makes the engine's arguments; called after ``make_model``.
-        divided: the model is already this rank's part.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -79,8 +89,6 @@ class Job:
     shared_memory: bool = True
     batch: MakeBatch | None = None
     loss: Callable[..., torch.Tensor] | None = None
-    make_arguments: Callable[[], Arguments] = Arguments
-    divided: bool = False
 
     @property
     def warm_up(self) -> int:
@@ -134,7 +142,6 @@ class Outcome:
         checkpoint: bytes that this rank writes.
         original_model: host memory of the model before the engine takes it over.
         host_peak: peak of host memory, with the device's if that is the CPU.
-        mapped_from_peers: communicators' shared memory that other ranks of the host allocate and this one maps.
         recurrent: the model has recurrent layers, whose kernels on devices are fused over time.
         flops: FLOPs of that step; None without a batch.
     """
@@ -156,7 +163,6 @@ class Outcome:
     checkpoint: int
     original_model: int
     host_peak: int
-    mapped_from_peers: int
     recurrent: bool
     flops: Flops | None
 
@@ -307,7 +313,6 @@ class _DryRun:
             checkpoint=engine.checkpointer.nbytes(),
             original_model=original_model,
             host_peak=tracker.host_peak,
-            mapped_from_peers=_mapped_from_peers(engine),
             recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
             flops=None if self._job.batch is None else tracker.flops,
         )
@@ -334,9 +339,8 @@ class _DryRun:
         topology, device = job.topology(), torch.device("cpu")
         loss_fn = pipeline_loss_fn(model, job.grid.pipe, job.loss)
         with as_refusal():
-            if not job.divided:
-                with self._mode.constructing():
-                    self._staged, loss_fn = parallelize_model(model, job.config, topology, device, loss_fn)
+            with self._mode.constructing():
+                self._staged, loss_fn = parallelize_model(model, job.config, topology, device, loss_fn)
             staged = self._staged
             if job.batch is None:
                 # The hooks of a pipeline stage raise if it is called directly, as the walk below does.
@@ -346,9 +350,7 @@ class _DryRun:
                 walk_through_parameters(model)
                 staged = loss_fn = None  # without activations stages send nothing
             tracker.tag_new(OTHER)
-            engine = build_engine(
-                model, job.config, job.make_arguments(), topology, device, job.device, staged, loss_fn
-            )
+            engine = build_engine(model, job.config, Arguments(), topology, device, job.device, staged, loss_fn)
         tracker.modules.name(model)
         trained = {id(parameter) for parameter in engine.internals.reducer.parameters}
         tracker.claim((p for p in model.parameters() if id(p) not in trained and not hasattr(p, "ds_id")), COMPUTE)
@@ -384,17 +386,37 @@ class _DryRun:
             yield
 
 
-def _mapped_from_peers(engine: Engine) -> int:
-    """Return the bytes of the communicators' shared memory that other ranks allocate. Each allocates an equal share."""
-    comms = {
-        id(comm): comm for comm in (engine.internals.comm, getattr(engine.coordinator, "comm", engine.internals.comm))
-    }
-    mapped = sum(tensor.untyped_storage().nbytes() for comm in comms.values() for tensor in comm.memory())
-    ranks = engine.internals.comm.world_size
-    return mapped * (ranks - 1) // ranks
-
-
 def _unsharded_numel(parameter: torch.nn.Parameter) -> int:
     """Return the number of elements of the tensor without tensor parallelism."""
     spec = shard_spec_of(parameter)
     return unpartitioned_numel(parameter) if spec is None else spec.full_numel
+
+
+class DrySkeleton(Skeleton):
+    """Copy of a live model with fake tensors, partitioned where the model's are. Made inside a dry run."""
+
+    device = "cpu"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        device = default_device(0)  # that of the DryPlatform: the CPU
+        self._context = CommContext(RankGroups.over(create_communicator(device)), device)
+        super().__init__(model)
+        # Tensors computed from parameters, as by weight_norm, are the original's, and the engine would hook them.
+        for module in self.model.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    del vars(module)[name]
+
+    def make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the copy of a parameter or buffer."""
+        handle = handle_of(tensor)
+        if handle is None:
+            copied = super().make(tensor, name)
+        else:
+            values = torch.empty_strided(handle.shape, handle.strides, dtype=tensor.dtype, device=self.device)
+            copied = torch.nn.Parameter(values, tensor.requires_grad)
+            del values
+            partition(copied, name, self._context)
+        if hasattr(tensor, "use_muon"):
+            vars(copied)["use_muon"] = tensor.use_muon
+        return copied

@@ -177,11 +177,9 @@ class _Search:
         self._tensor_seconds: dict[int, float] = {}  # seconds of tensor-parallel collectives, by number of tensor ranks
         self._boundary_bytes: float | None = None  # bytes per micro-batch from one pipeline stage to the next
         self._outcomes: dict[tuple[Grid, int], dict[int, Outcome]] = {}  # by grid and ZeRO stage, then pipeline stage
-        if config.zero_optimization.stage == "auto":
-            config = with_blocks(config, zero_optimization={"stage": 1})
         base = job(config)  # the plan on the config's own grid has the bytes per parameter and the operations
         self._base = self._planned(base, range(base.grid.pipe))
-        outcomes = self._outcomes[base.grid, base.config.zero_optimization.chosen_stage].values()
+        outcomes = self._outcomes[base.grid, base.config.zero_optimization.stage].values()
         self._blocks = _blocks(outcomes) if base.grid.tensor == 1 else Blocks()  # sharded layers count differently
 
     def result(self) -> Comparison:
@@ -322,7 +320,7 @@ class _Search:
     def _planned(self, job: Job, stages: Sequence[int]) -> Plan:
         """Plan some pipeline ``stages`` from a step of fewer micro-batches, scaled to the real number."""
         short, times = _shortened(job)
-        zero = job.config.zero_optimization.chosen_stage
+        zero = job.config.zero_optimization.stage
         outcomes = self._outcomes.setdefault((job.grid, zero), {})
         outcomes |= run_stages(short, [stage for stage in stages if stage not in outcomes], 1)
         plan = plan_of_stages(short, {stage: outcomes[stage] for stage in stages}, self._nodes, *self._memory)

@@ -89,10 +89,6 @@ def job_of(
     """Return the inputs of a dry run. Arguments and errors as for :func:`plan`."""
     grid = grid_of(config, world_size)
     resolved = silent(config).resolve(grid.data)
-    if resolved.zero_optimization.stage == "auto":
-        raise PlanError(
-            'zero_optimization.stage is "auto": a plan is made for one stage, 0 to 3; set one, or --compare them'
-        )
     return Job(
         make_model=model_fn,
         config=resolved,
@@ -162,7 +158,7 @@ def plan_of(
     states = dict.fromkeys(ITEMS, 0) | {item: on_device[item] for item in (*MODEL_STATES, BUFFERS)}
     return Plan(
         model=outcome.model_name,
-        stage=config.zero_optimization.chosen_stage,
+        stage=config.zero_optimization.stage,
         world_size=job.world_size,
         nodes=nodes,
         rank=job.rank,

@@ -14,10 +14,10 @@ from zerolite.comm import local_rank, record
 from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
 from zerolite.engine.engine import Engine
+from zerolite.engine.initialize import initialize
 from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.monitor.memory_report import Holding, holdings
 from zerolite.planning.dry_run import WARM_UP
-from zerolite.planning.initialize import initialize
 from zerolite.planning.make import ConfigLike, batch_maker, silent
 from zerolite.planning.rank_grid import Grid
 from zerolite.planning.result import AT_REST, Items, Traffic

@@ -370,7 +370,8 @@ def _choice(comparison: Comparison) -> str:
         text += f" It keeps {format_size(plan.offloaded)} of each rank's model states off the device."
         if plan.host_spare is None:
             text += " Add --nodes and --host-memory to see if a host has room for them."
-    return text
+    first = min((row.stage for _, row in comparison.rows if row.fits), default=plan.stage)
+    return f"{text} Stage {first} is the first that fits."
 
 
 def _fastest(name: str, plan: Plan, memory: int, speeds: tuple[float, float, float]) -> str:

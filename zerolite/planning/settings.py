@@ -12,7 +12,6 @@ from zerolite.config.contradictions import find_contradictions
 from zerolite.config.without_effect import find_dropped
 from zerolite.planning.dry_run import older_objects_frozen
 from zerolite.planning.errors import RefusedError
-from zerolite.planning.host_room import offloads
 from zerolite.planning.make import ConfigLike, plan
 from zerolite.planning.result import Comparison, Plan
 from zerolite.utils.memory_tags import BUCKETS, GATHERED, OTHER
@@ -142,6 +141,12 @@ def cheapest(plans: list[Plan]) -> int | None:
         limit = _EQUAL * min(amount(plans[index]) for index in fitting)
         fitting = [index for index in fitting if amount(plans[index]) <= limit]
     return min(fitting, key=lambda index: (bool(plans[index].disk), plans[index].stage, plans[index].peak.bytes))
+
+
+def offloads(config: ZeroliteConfig) -> bool:
+    """Return True if ``config`` keeps optimizer states or parameters off the device."""
+    zero = config.zero_optimization
+    return zero.offload_optimizer.enabled or zero.offload_param.enabled
 
 
 def _too_large(entry: Plan) -> bool:

@@ -29,7 +29,7 @@ _UNIVERSAL = "every checkpoint loads at any stage and number of ranks, so none i
 ABSENT = {
     "InferenceEngine": _NO_INFERENCE,
     "PipelineEngine": "a pipeline is trained by DeepSpeedEngine.train_batch()",
-    "autotuning": 'zero_optimization.stage "auto" chooses a stage that fits',
+    "autotuning": "`zerolite plan --compare` says which stage is the first that fits",
     "checkpoint.ds_to_universal": _UNIVERSAL,
     "checkpoint.universal_checkpoint": _UNIVERSAL,
     "compression.basic_layer": _NO_COMPRESSION,

@@ -77,7 +77,7 @@ class Init:
             raise ValueError(f"zero.Init: expected dtype to be a floating torch.dtype or None, got {dtype!r}")
         config = None if config_dict_or_path is None else load_config(config_dict_or_path)
         if config is not None:
-            enabled = enabled and config.zero_optimization.stage in (3, "auto")
+            enabled = enabled and config.zero_optimization.stage == 3
         self._enabled = enabled
         self._dtype = dtype
         self._unpartitioned: dict[int, torch.nn.Module] = {}  # modules with parameters that are not partitioned yet

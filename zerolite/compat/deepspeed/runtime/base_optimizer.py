@@ -126,7 +126,7 @@ class ParameterOffload:
 
 def make_optimizer(engine: Engine) -> DeepSpeedOptimizer | ParameterOffload | None:
     """Return the attribute ``optimizer`` of a DeepSpeedEngine with ``engine``."""
-    stage = engine.config.zero_optimization.chosen_stage
+    stage = engine.config.zero_optimization.stage
     optimizer: Any = engine.optimizer  # None in an engine that only evaluates
     if optimizer is None:
         return ParameterOffload(engine.module) if stage == 3 else None

@@ -1,4 +1,4 @@
-"""``zerolite.initialize``: set up communication, check that the job fits, build the engine."""
+"""``zerolite.initialize``: set up communication, divide the model over its grid, build the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from zerolite.engine.arguments import OptimizerLike
 from zerolite.engine.build import Arguments, build_engine, check_model
 from zerolite.engine.engine import Engine
 from zerolite.engine.parallelize_model import keep_local_patterns, parallelize_model
-from zerolite.planning.fits import check_memory, choose_stage
 from zerolite.utils.accelerator import default_device, keep_freed_memory, make_current
 
 logger = logging.getLogger("zerolite")
@@ -71,7 +70,6 @@ def initialize(
         ConfigError: for the config.
         ValueError: for the other arguments.
         RuntimeError: ranks have different models, configs or optimizers.
-        MemoryError: model states do not fit (``memory_check``).
     """
     check_model(model)
     given = load_config(config)
@@ -83,9 +81,6 @@ def initialize(
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers, collate_fn)
     staged, loss_fn = parallelize_model(model, resolved, topology, device, loss_fn)
     resolved = keep_local_patterns(model, resolved, topology)
-    # Before the engine allocates, so that a job that cannot fit ends with a sentence and not out of memory.
-    resolved, plan = choose_stage(model, resolved, arguments, topology, device)
-    check_memory(model, resolved, arguments, topology, device, plan)
     engine = build_engine(model, resolved, arguments, topology, device, staged=staged, loss_fn=loss_fn)
     watchdog.watch(engine)
     uncaught.watch(model, engine.compute_dtype, topology.world.rank, trains=engine.optimizer is not None)
