@@ -371,11 +371,12 @@ def step_costs(
     engine.backward(loss_of(engine, model, 2, 9, dist.get_rank(), branches))
     engine.reduce_gradients()
     buffer, reducer = engine._pipeline._buffer, engine._reducer
-    buckets = range(len(buffer.layout.buckets))
-    gradients = [reducer.reduced(bucket) for bucket in buckets]
+    buckets = buffer.buckets
+    gradients = [reducer.reduced(bucket.index) for bucket in buckets]
+    masters, compute = [bucket.master for bucket in buckets], [bucket.compute for bucket in buckets]
     with (
         counted() as calls,
-        Passes({"gradients": gradients, "masters": buffer.master, "compute": buffer.compute}) as passes,
+        Passes({"gradients": gradients, "masters": masters, "compute": compute}) as passes,
     ):
         engine.step()
     return len(buckets), calls, passes.seen

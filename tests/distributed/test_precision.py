@@ -144,7 +144,7 @@ def train(config: dict[str, Any], steps: int = STEPS, init: bool = False, compil
             parameter.zero_()
     engine.load_full_state_dict(parameters | {"head.weight": parameters["embed.weight"]})
     assert_same_bits(parameters, snapshot(engine), "saved and loaded")
-    separate = {slot.name: buffer.separate[slot.bucket] for slot in buffer.layout.slots}
+    separate = {slot.name: buffer.buckets[slot.bucket].separate for slot in buffer.layout.slots}
     return {"losses": losses, "norms": norms, "parameters": parameters, "masters": masters, "separate": separate}
 
 

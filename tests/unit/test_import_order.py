@@ -27,7 +27,7 @@ PURE = (
     "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
     "zerolite.zero.commands", "zerolite.precision.loss_scaler",
     "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.stage3.launch_plan", "zerolite.zero.layout",
-    "zerolite.offload.checksums", "zerolite.zero.stage3.fetch_plan", "zerolite.zero.spans",
+    "zerolite.offload.checksums", "zerolite.zero.stage3.fetch_plan",
     "zerolite.zero.stage3.metadata_reads", "zerolite.zero.stages", "op_builder",
 )  # fmt: skip
 

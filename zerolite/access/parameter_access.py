@@ -16,7 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerolite.comm import Communicator, Topology, largest
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
-from zerolite.zero.buffer import ParameterBuffer, flattened
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.flat import flattened
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.layout import Range, Slot
 from zerolite.zero.optim_shards import OptimParamShard
@@ -236,7 +237,7 @@ class ParameterAccess:
         self._pipeline.check_available()
         self._pipeline.written.collect_all()
         shards = {index: self._master(shard) for index, shard in self._shards(indices).items()}
-        dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
+        dtypes = [self._buffer.buckets[self._slot(index).bucket].master.dtype for index in indices]
         if len(set(dtypes)) == 1:
             return self.gather(indices, shards, dtypes[0])
         return [self.gather([i], shards, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
@@ -247,7 +248,8 @@ class ParameterAccess:
         self._pipeline.written.collect_all()
         shard = self._shards([index]).get(index)
         if shard is not None:
-            parts = [self._master(shard), self._buffer.view_of(shard.fragment, self._buffer.owned[shard.bucket])]
+            bucket = self._buffer.buckets[shard.bucket]
+            parts = [self._master(shard), bucket.view_of(shard.fragment, bucket.owned)]
             for part in parts:
                 self._copy(shard, part, values)
             self._buffer.placements.drop_reads(parts)
@@ -348,7 +350,7 @@ class ParameterAccess:
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"parameter '{self._slot(index).name}': expected a tensor of {tuple(shape)}, got {got}")
-        device = self._buffer.master[self._slot(index).bucket].device
+        device = self._buffer.buckets[self._slot(index).bucket].master.device
         part = value.detach() if spec is None else spec.of(value.detach())
         return flattened(part.to(device), self._reducer.strides[index])
 

@@ -14,7 +14,7 @@ from zerolite.activation_checkpointing.activation_shards import ActivationShards
 from zerolite.activation_checkpointing.copies import Copies, Copy, Pair
 from zerolite.activation_checkpointing.memory import BorrowedMemory, MemorySource
 from zerolite.utils.memory_tags import HOST
-from zerolite.zero.buffer import dense_strides
+from zerolite.zero.flat import dense_strides
 
 SMALLEST = 4096
 """Bytes: smaller inputs are not saved here."""

@@ -12,7 +12,7 @@ from zerolite.checkpoint.boxes import Box, boxes_of_range
 from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.reader import Target
 from zerolite.tensor_parallel.shard_spec import ShardSpec
-from zerolite.zero.buffer import dense_strides, flattened
+from zerolite.zero.flat import dense_strides, flattened
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from zerolite.checkpoint.safetensors import dtype_name
 from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
 from zerolite.comm import Communicator, Topology
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
-from zerolite.zero.buffer import ParameterBuffer, flattened
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.flat import flattened
 from zerolite.zero.optim_shards import OptimParamShard
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, unpartitioned_numel, unpartitioned_shape
@@ -144,10 +145,10 @@ class ModelState:
 
     def _masters(self, names: Sequence[str]) -> Iterator[tuple[int, FlatRange]]:
         """Yield this rank's master weights by index; full ones if every data-parallel rank has them."""
-        for bucket, fragments in enumerate(self.buffer.fragments):
-            for fragment in fragments:
+        for bucket in self.buffer.buckets:
+            for fragment in bucket.fragments:
                 index = fragment.slot.index
-                values = self.buffer.master[bucket].narrow(0, fragment.shard_start, fragment.numel)
+                values = bucket.master.narrow(0, fragment.shard_start, fragment.numel)
                 yield index, self.range(PARAMETERS + names[index], index, fragment.param_start, values)
 
     def range(self, key: str, index: int, start: int, values: torch.Tensor) -> FlatRange:

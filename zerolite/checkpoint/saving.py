@@ -325,7 +325,7 @@ class Saver:
             stage=components.config.zero_optimization.stage,
             precision={
                 "compute": ", ".join(sorted({entry.dtype for entry in described.parameters.values()})),
-                "master": ", ".join(sorted({CODES[master.dtype] for master in model.buffer.master})),
+                "master": ", ".join(sorted({CODES[bucket.master.dtype] for bucket in model.buffer.buckets})),
             },
             config=components.config.model_dump(mode="json"),
             versions=library_versions(),

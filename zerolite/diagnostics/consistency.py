@@ -163,8 +163,9 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, main: bool =
         main: warn of parameters that require a gradient and are not trained.
     """
     if not isinstance(buffer, PartitionedParameterBuffer):
-        for bucket, flat in zip(buffer.layout.buckets, buffer.compute, strict=True):
-            yield SharedWeight(flat, {slot.name: flat[slot.start : slot.end] for slot in bucket.slots})
+        for bucket in buffer.buckets:
+            values = {slot.name: bucket.compute[slot.start : slot.end] for slot in bucket.layout.slots}
+            yield SharedWeight(bucket.compute, values)
     trained, untrained = {id(parameter) for parameter in buffer.parameters}, list[str]()
     for name, parameter in model.named_parameters():
         if main and parameter.requires_grad and id(parameter) not in trained:

@@ -44,7 +44,7 @@ class UpdatedWeights:
         self._announced: UpdateNumbers | None = None
         self.numbers: UpdateNumbers | None = None  # of the last update
         self._plan = SquaresPlan(
-            lambda bucket: [(p.fragment.shard_start, p.fragment.numel, p.group) for p in shards()[bucket]]
+            lambda bucket: [(p.fragment.shard_start, p.fragment.numel, p.group) for p in shards()[bucket.index]]
         )
 
     def replan(self) -> None:

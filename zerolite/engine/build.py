@@ -63,7 +63,7 @@ from zerolite.monitor.memory_report import TensorOwners
 from zerolite.optim.muon import muon_groups
 from zerolite.precision.dtypes import GraphBoundary, scales_of_quantized
 from zerolite.precision.fp32_modules import Fp32Modules
-from zerolite.zero.buffer import check_has_memory
+from zerolite.zero.flat import check_has_memory
 from zerolite.zero.stage3.partitioned_model import unpartition_model
 from zerolite.zero.stages import STAGES
 

@@ -8,7 +8,7 @@ all-reduce of that part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from zerolite.zero.commands import Command
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import LOCAL, StatsCollector
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.layout import Fragment, PartitionLayout
+from zerolite.zero.layout import Fragment
 from zerolite.zero.observers import REDUCE_WAIT
 from zerolite.zero.step import StepPipeline
 
@@ -65,9 +65,9 @@ class ModelParallelStats(StatsCollector):
         self._model, self._counts = model, counts
         self._inputs = groups.mean.world_size
 
-    def use(self, layout: PartitionLayout, fragments: Sequence[Fragment]) -> None:
-        super().use(layout, fragments)
-        masks = [[float(self._counts(slot.index)), float(slot.numel > 0)] for slot in layout.slots]
+    def use(self, buffer: ParameterBuffer) -> None:
+        super().use(buffer)
+        masks = [[float(self._counts(slot.index)), float(slot.numel > 0)] for slot in buffer.layout.slots]
         made = torch.tensor(masks, dtype=torch.float64, device="cpu").to(self._device)
         self._counted, self._not_empty = made[:, 0], made[:, 1]  # 1 for the parameters that are
         self._hash: torch.Tensor | None = None  # of the inputs of forwards since the last step

@@ -8,7 +8,7 @@ from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into, differing, synchronize_tensors
 from zerolite.precision.dtypes import Precision
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
-from zerolite.zero.layout import Bucket
+from zerolite.zero.layout import BucketLayout
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
@@ -17,11 +17,10 @@ def fill_buckets(buffer: ParameterBuffer, precision: Precision, comm: Communicat
     if isinstance(buffer, PartitionedParameterBuffer):
         buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
         return
-    buckets = buffer.layout.buckets[len(buffer.compute) :]
-    indices = [slot.index for bucket in buckets for slot in bucket.slots]
+    indices = [slot.index for bucket in buffer.unfilled for slot in bucket.slots]
     different = dict(zip(indices, differing([buffer.parameters[i] for i in indices], comm, device), strict=True))
 
-    def synchronize(bucket: Bucket, flat: torch.Tensor) -> None:
+    def synchronize(bucket: BucketLayout, flat: torch.Tensor) -> None:
         if any(different[slot.index] for slot in bucket.slots):
             broadcast_into(flat, comm, device, "initial_sync")
 

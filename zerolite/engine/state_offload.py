@@ -150,14 +150,14 @@ class StateOffload:
 
     def _offloadable_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         owners = self._owners
-        yield from ((COMPUTE, flat) for flat in owners.buffer.compute)
+        yield from ((COMPUTE, bucket.compute) for bucket in owners.buffer.buckets)
         for parameter in owners.module.parameters():
             handle = handle_of(parameter)
             if handle is not None:
                 yield COMPUTE, handle.shard
             elif parameter.numel():
                 yield COMPUTE, parameter.data
-        yield from ((MASTERS, flat) for flat in owners.buffer.master)
+        yield from ((MASTERS, bucket.master) for bucket in owners.buffer.buckets)
         yield from ((STATES, state) for state in owners.optimizer.method.memory())
         yield from owners.reducer.memory()
 

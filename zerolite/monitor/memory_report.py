@@ -196,7 +196,7 @@ def _owned_tensors(owners: TensorOwners) -> Iterator[tuple[str, torch.Tensor]]:
     """
     buffer = owners.buffer
     communicators = {id(comm): comm for comm in (owners.comm, *owners.other_comms())}
-    yield from ((COMPUTE, flat) for flat in buffer.compute)
+    yield from ((COMPUTE, bucket.compute) for bucket in buffer.buckets)
     for parameter in owners.module.parameters():
         handle = handle_of(parameter)
         if handle is None:
@@ -207,7 +207,7 @@ def _owned_tensors(owners: TensorOwners) -> Iterator[tuple[str, torch.Tensor]]:
         communicators[id(handle.groups.shard)] = handle.groups.shard
         yield COMPUTE, handle.shard
         yield (PERSISTENT if handle.persistent else GATHERED), handle.full
-    yield from ((MASTERS, flat) for flat in buffer.master)
+    yield from ((MASTERS, bucket.master) for bucket in buffer.buckets)
     yield from ((STATES, state) for state in owners.optimizer.method.memory())
     yield from ((BUFFERS, tensor) for tensor in owners.module.buffers())
     for comm in communicators.values():

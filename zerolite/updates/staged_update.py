@@ -23,6 +23,7 @@ from zerolite.offload.checksums import whole_blocks
 from zerolite.offload.placements import SPAN_ALIGNMENT, Placement
 from zerolite.offload.transfers import StagedTransfer, Transfers
 from zerolite.utils.memory_tags import STAGING, tag_memory
+from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update
 from zerolite.zero.grad_reducer import GradReducer
@@ -154,7 +155,7 @@ class StagedSubGroups:
         self._param_gatherer, self._transfers, self._placements = param_gatherer, transfers, buffer.placements
         self.groups: list[list[Span]] = []
 
-    def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
+    def plan(self, buckets: Mapping[bool, Sequence[tuple[Bucket, int]]]) -> None:
         alignment = SPAN_ALIGNMENT if self._method.splits_buckets else 0
         elements = sum(numel for side in buckets.values() for _, numel in side)
         limit = min(self._placements.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
@@ -163,9 +164,7 @@ class StagedSubGroups:
     def run(self, gather: bool, update: Update, on_updated: Callable[[Sequence[SpanTensors], bool], None]) -> None:
         if not gather:
             buckets = {span.bucket for spans in self.groups for span in spans}
-            self._placements.drop_reads(
-                [master for bucket in buckets for master in self._buffer.sync_master_from_param(bucket)]
-            )
+            self._placements.drop_reads([master for bucket in buckets for master in bucket.sync_master_from_param()])
         count = self._placements.buffer_count
         plans = [[self._plan_span(span, gather) for span in spans] for spans in self.groups]
         sizes = [[tensor.nbytes for plan in group for tensor in plan.tensors.values()] for group in plans]
@@ -200,22 +199,21 @@ class StagedSubGroups:
         buckets = [plan.span.bucket for plan in plans]
         self._param_gatherer.wait(buckets)  # a gather of the step before may still send what this update writes
         for bucket in buckets:
-            self._reducer.reduced(bucket)  # waits for the bucket's reduction
-        on_host = self._placements.updates_on_host(buckets[0]) or not self._placements.separate_memory
+            self._reducer.reduced(bucket.index)  # waits for the bucket's reduction
+        on_host = buckets[0].updates_on_host or not self._placements.separate_memory
         return _SubGroup(plans, None if on_host else self._placements.device, self._transfers, buffer_bytes, longest)
 
     def _plan_span(self, span: Span, gather: bool) -> _SpanPlan:
-        buffer, placements, bucket = self._buffer, self._placements, span.bucket
-        on_host = placements.updates_on_host(bucket)
+        placements, bucket = self._placements, span.bucket
+        on_host = bucket.updates_on_host
 
         def tensor(flat: torch.Tensor, placement: Placement, written: bool = True) -> _StoredTensor:
             needs_staging = not placements.is_accessible(placement, on_host)
             return _StoredTensor(flat[span.low : span.high], placement, needs_staging, written)
 
-        placement = placements.optimizer_placement(bucket)
-        tensors = {name: tensor(flat, placement) for name, flat in self._method.states_of(bucket).items()}
-        if gather and buffer.separate[bucket]:
-            tensors["out"] = tensor(buffer.owned[bucket], buffer.placement_of_compute(bucket))
-        tensors["gradient"] = tensor(self._reducer.stored_reduced(bucket), placement, written=False)
-        tensors["master"] = tensor(buffer.master[bucket], buffer.placement_of_master(bucket))
+        tensors = {name: tensor(flat, bucket.placement) for name, flat in self._method.states_of(bucket).items()}
+        if gather and bucket.separate:
+            tensors["out"] = tensor(bucket.owned, bucket.compute_placement)
+        tensors["gradient"] = tensor(self._reducer.stored_reduced(bucket.index), bucket.placement, written=False)
+        tensors["master"] = tensor(bucket.master, bucket.master_placement)
         return _SpanPlan(span, tensors)

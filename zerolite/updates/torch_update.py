@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, STATES, listeners, tag_memory
 from zerolite.utils.rounding import sync_master_from_param_
+from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.layout import Fragment
 from zerolite.zero.optim_shards import OptimParamShard, SpanTensors, State
@@ -73,9 +74,10 @@ class TorchUpdate:
         for members in shards:
             bucket = len(self._shards)
             self._shards.append(members)
-            self._sizes.append(_split_sizes(self._buffer.fragments[bucket], self._buffer.master[bucket].numel()))
+            fragments, master = self._buffer.buckets[bucket].fragments, self._buffer.buckets[bucket].master
+            self._sizes.append(_split_sizes(fragments, master.numel()))
             if self._updates_copy(bucket):
-                self._write_back_master(bucket, self._buffer.master[bucket])
+                self._write_back_master(bucket, master)
             self._move_states(members)
             self._reserve(members)
 
@@ -92,8 +94,8 @@ class TorchUpdate:
             if tensor is not None:  # as in torch, where a parameter without gradient gets no state
                 self._inner.state.pop(tensor, None)
 
-    def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
-        return self._on_disk.get(bucket, {})
+    def states_of(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
+        return self._on_disk.get(bucket.index, {})
 
     @torch.no_grad()
     def update(
@@ -108,7 +110,7 @@ class TorchUpdate:
             assert used is not None
             for index in sorted(self._maybe_unused):
                 bucket = self._buffer.layout.slots[index].bucket
-                if own := [tensors for tensors in sub_group if tensors.span.bucket == bucket]:
+                if own := [tensors for tensors in sub_group if tensors.span.bucket.index == bucket]:
                     left_out = uses[index] == 0 if found_inf is None else (uses[index] == 0) | (found_inf != 0)
                     self._update(own, factor, frozenset([index]), left_out.float())
             used -= self._maybe_unused
@@ -125,7 +127,7 @@ class TorchUpdate:
         bound: list[SpanTensors] = []
         gradients: list[torch.Tensor] = []
         for tensors in sub_group:
-            members = [p for p in self._shards[tensors.span.bucket] if used is None or p.index in used]
+            members = [p for p in self._shards[tensors.span.bucket.index] if used is None or p.index in used]
             if not members:
                 continue
             if tensors.out is not None:
@@ -136,7 +138,7 @@ class TorchUpdate:
             if used is not None and used <= self._maybe_unused:
                 self._set_scaled_grads(members, tensors.gradient, factor)
             else:
-                gradients.append(tensors.gradient.to(self._update_dtypes[tensors.span.bucket]))
+                gradients.append(tensors.gradient.to(self._update_dtypes[tensors.span.bucket.index]))
                 self._set_grads(members, gradients[-1])
             shards += members
             bound.append(tensors)
@@ -347,7 +349,7 @@ class TorchUpdate:
         """Return the stored state of a whole bucket on disk."""
         flats = self._on_disk.setdefault(bucket, {})
         if name not in flats or flats[name].dtype != dtype:
-            numel = self._buffer.master[bucket].numel()
+            numel = self._buffer.buckets[bucket].master.numel()
             flats[name] = self._buffer.placements.optimizer_placement(bucket).zeros(numel, dtype, STATES)
         return flats[name]
 
@@ -388,12 +390,12 @@ class TorchUpdate:
 
     def _updates_copy(self, bucket: int) -> bool:
         """Return True if the update computes in more bits than the masters have, so that it updates a copy."""
-        return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
+        return self._update_dtypes[bucket] != self._buffer.buckets[bucket].master.dtype
 
     def _bind(self, tensors: SpanTensors) -> None:
         """Make the shards views of ``tensors.master``, or of a copy in the dtype of the update, and their states views
         of ``tensors.states``. Does nothing if the stored master is updated in place."""
-        bucket, staged = tensors.span.bucket, self._is_staged(tensors)
+        bucket, staged = tensors.span.bucket.index, self._is_staged(tensors)
         if not staged and not self._updates_copy(bucket):
             return
         master = tensors.master.to(self._update_dtypes[bucket])
@@ -406,7 +408,7 @@ class TorchUpdate:
 
     def _unbind(self, tensors: SpanTensors) -> None:
         """Undo :meth:`_bind`. Results that the update has not written in place are copied to ``tensors``."""
-        bucket, staged = tensors.span.bucket, self._is_staged(tensors)
+        bucket, staged = tensors.span.bucket.index, self._is_staged(tensors)
         shards = self._shards[bucket]
         if staged:
             for shard in shards:
@@ -421,7 +423,7 @@ class TorchUpdate:
 
     def _is_staged(self, tensors: SpanTensors) -> bool:
         """Return True if ``tensors`` has a staging copy of the master, not the master itself."""
-        return tensors.master is not self._buffer.master[tensors.span.bucket]
+        return tensors.master is not tensors.span.bucket.master
 
     def _write_back_master(self, bucket: int, master: torch.Tensor) -> None:
         """Round the updated copies of the shards into ``master``, and free their memory."""

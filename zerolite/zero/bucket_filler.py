@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from zerolite.zero.buffer import destinations, flattened
-from zerolite.zero.layout import Bucket, Gap, Slot
+from zerolite.zero.flat import destinations, flattened
+from zerolite.zero.layout import BucketLayout, Gap, Slot
 
 # A sliced bucket is filled in one call if its parameters have at most this many elements on average ...
 _SMALL = 512
@@ -115,7 +115,7 @@ class Segment(GradientHolder):
         return held, torch._C._nn.flatten_dense_tensors(gradients)
 
 
-def plan_segments(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Segment]:
+def plan_segments(bucket: BucketLayout, strides: Sequence[tuple[int, ...]]) -> list[Segment]:
     """Return the segments of a flat bucket. Slots that are in no segment are copied by themselves.
 
     A segment has at least two slots. It ends before a large slot or one that is not row-major, at wide padding, and at
@@ -141,14 +141,14 @@ def plan_segments(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Se
     return segments
 
 
-def many_small(bucket: Bucket) -> bool:
+def many_small(bucket: BucketLayout) -> bool:
     """Return True if copying gradients into a sliced bucket one by one would cost more in calls than in bytes."""
     numel = sum(slot.numel for slot in bucket.slots)
     many = bucket.rows and len(bucket.slots) > 1
     return bool(many) and 0 < numel <= _SMALL * len(bucket.slots) and bucket.numel <= _LARGEST
 
 
-def gaps_to_clear(bucket: Bucket) -> Sequence[Gap]:
+def gaps_to_clear(bucket: BucketLayout) -> Sequence[Gap]:
     """Return what is cleared before a bucket is filled: its padding, or all of a sliced bucket if one call costs less
     than a call for each gap."""
     gaps = bucket.gaps
@@ -163,7 +163,7 @@ class BucketFiller:
     looked up by an index in the concatenated gradients. Their last element is a zero for the padding.
     """
 
-    def __init__(self, bucket: Bucket, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:
+    def __init__(self, bucket: BucketLayout, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:
         """
         Args:
             bucket: a sliced bucket.

@@ -13,7 +13,7 @@ from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.launch_order import LaunchOrder
-from zerolite.zero.layout import Bucket
+from zerolite.zero.layout import BucketLayout
 
 IN_FLIGHT = 2
 """Most reductions in flight at once, if each holds a full bucket of memory that would otherwise be free."""
@@ -207,7 +207,7 @@ class BucketMemory:
         """Keep at most this many full buckets for reuse, and drop those that are kept now."""
         self._limit, self._free = buckets if self.options.keep_buckets else 0, []
 
-    def is_launched_soon(self, bucket: Bucket, launching: bool) -> bool:
+    def is_launched_soon(self, bucket: BucketLayout, launching: bool) -> bool:
         """Return True if few buckets are launched before this one, so that few are kept like it.
 
         Args:
@@ -221,7 +221,7 @@ class BucketMemory:
         return self._order.positions[bucket.index] - current.launched <= IN_FLIGHT
 
     def allocate(
-        self, bucket: Bucket, dtype: torch.dtype, device: torch.device, sendable: bool, launching: bool
+        self, bucket: BucketLayout, dtype: torch.dtype, device: torch.device, sendable: bool, launching: bool
     ) -> tuple[torch.Tensor, bool]:
         """Allocate a full bucket.
 

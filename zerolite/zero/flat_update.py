@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.memory_tags import STATES
+from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.optim_shards import Groups, OptimParamShard, SpanTensors, State
 from zerolite.zero.spans import Span, group_by_kind, segments
@@ -126,8 +127,8 @@ class FlatUpdate:
             for index in set(indices).difference(self._not_counted):
                 self._steps_missed[index] += 1
 
-    def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
-        return {name: flats[bucket] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
+    def states_of(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
+        return {name: flats[bucket.index] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
 
     @torch.no_grad()
     def update(
@@ -232,9 +233,9 @@ class FlatUpdate:
     def _new_states(self, groups: Groups, first: int) -> Flat:
         """Allocate one state of the buckets from ``first`` on, with its initial values."""
         flats: Flat = []
-        buckets = zip(self._buffer.master, self._state_dtypes, self._shards, strict=True)
-        for master, dtype, members in list(buckets)[first:]:
-            flat = self._buffer.placements.optimizer_placement(first + len(flats)).zeros(master.numel(), dtype, STATES)
+        buckets = zip(self._buffer.buckets, self._state_dtypes, self._shards, strict=True)
+        for bucket, dtype, members in list(buckets)[first:]:
+            flat = bucket.placement.zeros(bucket.master.numel(), dtype, STATES)
             for shard in members:
                 value = self._rule.initial(groups[shard.group])
                 if value:
@@ -284,7 +285,7 @@ class FlatUpdate:
     def _group_by_kind(self, sub_group: Sequence[SpanTensors]) -> list[tuple[int, ...]]:
         def kind(tensors: SpanTensors) -> tuple[torch.dtype | None, ...]:
             out = None if tensors.out is None else tensors.out.dtype
-            return tensors.master.dtype, tensors.gradient.dtype, self._state_dtypes[tensors.span.bucket], out
+            return tensors.master.dtype, tensors.gradient.dtype, self._state_dtypes[tensors.span.bucket.index], out
 
         return group_by_kind(map(kind, sub_group))
 
@@ -295,8 +296,8 @@ class FlatUpdate:
         of its own.
         """
 
-        def owned(bucket: int) -> Iterator[tuple[int, int, _Row]]:
-            for shard in self._shards[bucket]:
+        def owned(bucket: Bucket) -> Iterator[tuple[int, int, _Row]]:
+            for shard in self._shards[bucket.index]:
                 fragment, index = shard.fragment, shard.index
                 if index in self._maybe_unused:
                     yield fragment.shard_start, fragment.numel, (shard.group, 0, index)

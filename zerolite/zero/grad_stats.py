@@ -16,8 +16,9 @@ import torch
 
 import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
 from zerolite.utils.accelerator import HostRead, is_fake, to_device
+from zerolite.zero.bucket import Bucket
+from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.layout import Fragment, PartitionLayout
 from zerolite.zero.spans import Span, full_span, group_by_kind, segments
 
 SAME_BATCH = (
@@ -234,10 +235,10 @@ class SquaresPlan:
     between stages. Rounded to fp32, the float64 sums do not show it.
     """
 
-    def __init__(self, owned: Callable[[int], Iterable[tuple[int, int, int]]]) -> None:
+    def __init__(self, owned: Callable[[Bucket], Iterable[tuple[int, int, int]]]) -> None:
         """
         Args:
-            owned: function from the index of a bucket to its ranges: start, elements, and index of the parameter. Gaps
+            owned: function from a bucket to its ranges: start, elements, and index of the parameter. Gaps
                 between ranges may hold anything.
         """
         self._owned = owned
@@ -281,16 +282,17 @@ class StatsCollector:
         self._device = device
         self.latest: StatsVector | None = None
 
-    def use(self, layout: PartitionLayout, fragments: Sequence[Fragment]) -> None:
-        """Collect for the parameters of ``layout``, of which this rank owns ``fragments``; called between steps."""
+    def use(self, buffer: ParameterBuffer) -> None:
+        """Collect for the parameters of these buckets; called between steps."""
+        layout = buffer.layout
         self._count = len(layout.slots)
         self._layout = StatsLayout.of(self._count, self._groups.mean.world_size, self._inputs)
         self._owned: dict[int, list[tuple[int, int, int]]] = {bucket.index: [] for bucket in layout.buckets}
-        for fragment in fragments:
+        for fragment in layout.fragments(buffer.rank):
             part = fragment.shard_start, fragment.numel, fragment.slot.index
             self._owned[fragment.slot.bucket].append(part)
-        self._spans = tuple(full_span(bucket.index, bucket.numel) for bucket in layout.buckets)
-        self._plan = SquaresPlan(self._owned.__getitem__)
+        self._spans = tuple(full_span(bucket, bucket.layout.numel) for bucket in buffer.buckets)
+        self._plan = SquaresPlan(lambda bucket: self._owned[bucket.index])
         self.noted: set[int] = set()
         self._squares: torch.Tensor | None = None  # of the noted buckets, by parameter; each is in one bucket
         self._slots: dict[int, torch.Tensor] = {}

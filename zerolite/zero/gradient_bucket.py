@@ -23,8 +23,8 @@ from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 from zerolite.zero.bucket_filler import BucketFiller, GradientHolder, Segment, gaps_to_clear, many_small, plan_segments
 from zerolite.zero.bucket_memory import BucketDtypes, BucketMemory
-from zerolite.zero.buffer import destinations, zero_gap, zero_slot
-from zerolite.zero.layout import Bucket, Slot
+from zerolite.zero.flat import destinations, zero_gap, zero_slot
+from zerolite.zero.layout import BucketLayout, Slot
 
 
 class BucketState(enum.Enum):
@@ -67,7 +67,7 @@ class GradientBucket:
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: BucketLayout,
         parameter: torch.nn.Parameter,
         strides: Sequence[tuple[int, ...]],
         memory: BucketMemory,

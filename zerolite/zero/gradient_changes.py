@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from zerolite.zero.buffer import ParameterBuffer, flattened
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.flat import flattened
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.shown_gradients import Factor, GradientPlaceholder

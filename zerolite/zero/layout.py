@@ -1,8 +1,8 @@
 """Partition layout: buckets, slots and shards, in plain integers.
 
 Standard library only. One :class:`PartitionLayout` indexes every flat tensor: compute parameters, gradients, master
-weights and optimizer states. A parameter has a :class:`Slot`, and slots fill a :class:`Bucket`. A bucket has one shard
-per rank. The part of a slot in a shard is a :class:`Fragment`. There are three kinds of buckets.
+weights and optimizer states. A parameter has a :class:`Slot`, and slots fill a bucket (:class:`BucketLayout`). A bucket
+has one shard per rank. The part of a slot in a shard is a :class:`Fragment`. There are three kinds of buckets.
 
 **Plain** buckets (stages 0 to 2). Slots stand one behind the other. A shard may begin anywhere in a slot. ::
 
@@ -122,7 +122,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketLayout:
     """Slots whose gradients are reduced in one collective, and whose parameters are gathered in one.
 
     Attributes:
@@ -186,7 +186,7 @@ class PartitionLayout:
 
     world_size: int
     alignment: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketLayout, ...]
 
     @classmethod
     def build(
@@ -226,7 +226,7 @@ class PartitionLayout:
             ]
             slots.sort(key=lambda slot: (slot.start, slot.numel))  # an empty slot before the one with the same start
             numel = max(unit, _round_up(numel, unit))
-            buckets.append(Bucket(index, kind, numel, tuple(slots)))
+            buckets.append(BucketLayout(index, kind, numel, tuple(slots)))
         return cls(world_size, alignment, tuple(buckets))
 
     @classmethod
@@ -248,7 +248,7 @@ class PartitionLayout:
         """
         if world_size < 1:
             raise ValueError(f"PartitionLayout: world_size must be at least 1, got {world_size}")
-        buckets: list[Bucket] = []
+        buckets: list[BucketLayout] = []
         for group in reversed(groups):
             kinds: dict[str, list[int]] = {}
             for index in group:
@@ -261,7 +261,7 @@ class PartitionLayout:
                     slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
                     row += _round_up(part, SHARD_ALIGNMENT)
                 numel = max(SHARD_ALIGNMENT, row) * world_size
-                buckets.append(Bucket(len(buckets), kind, numel, tuple(slots), rows=world_size))
+                buckets.append(BucketLayout(len(buckets), kind, numel, tuple(slots), rows=world_size))
         return cls(world_size, SHARD_ALIGNMENT, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
@@ -287,7 +287,7 @@ class PartitionLayout:
         """Elements of the whole layout, padding included."""
         return sum(bucket.numel for bucket in self.buckets)
 
-    def shard_range(self, bucket: Bucket, rank: int) -> Range:
+    def shard_range(self, bucket: BucketLayout, rank: int) -> Range:
         """Return the part of ``bucket`` that rank ``rank`` owns, as a range of the bucket."""
         part = bucket.numel // self.world_size
         return Range(rank * part, (rank + 1) * part)
@@ -305,20 +305,25 @@ class PartitionLayout:
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """Yield the fragments that rank ``rank`` owns, bucket by bucket. Empty parameters have none."""
         for bucket in self.buckets:
-            shard = self.shard_range(bucket, rank)
-            for slot in bucket.slots:
-                owned = self.param_range(slot, rank)
-                if owned.numel:
-                    # In a sliced bucket a slot has the same offset in every row, and a row is a shard.
-                    start = shard.start + slot.start if bucket.rows else slot.start + owned.start
-                    yield Fragment(slot, owned.numel, owned.start, start, start - shard.start)
+            yield from self.bucket_fragments(bucket, rank)
 
     def full_fragments(self) -> Iterator[Fragment]:
         """Yield the fragments of a rank that owns everything (stage 0): one for each parameter that is not empty."""
         for bucket in self.buckets:
-            for slot in bucket.slots:
-                if slot.numel:
-                    yield Fragment(slot, slot.numel, 0, slot.start, slot.start)
+            yield from self.bucket_fragments(bucket, None)
+
+    def bucket_fragments(self, bucket: BucketLayout, rank: int | None) -> Iterator[Fragment]:
+        """Yield the fragments of one bucket that rank ``rank`` owns; None for a rank that owns everything."""
+        if rank is None:
+            yield from (Fragment(slot, slot.numel, 0, slot.start, slot.start) for slot in bucket.slots if slot.numel)
+            return
+        shard = self.shard_range(bucket, rank)
+        for slot in bucket.slots:
+            owned = self.param_range(slot, rank)
+            if owned.numel:
+                # In a sliced bucket a slot has the same offset in every row, and a row is a shard.
+                start = shard.start + slot.start if bucket.rows else slot.start + owned.start
+                yield Fragment(slot, owned.numel, owned.start, start, start - shard.start)
 
 
 def shard_numel(numel: int, world_size: int) -> int:

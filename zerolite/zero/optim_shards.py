@@ -8,7 +8,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from zerolite.zero.buffer import ParameterBuffer, flattened
+from zerolite.zero.bucket import Bucket
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.flat import flattened
 from zerolite.zero.layout import Fragment
 from zerolite.zero.spans import Span
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
@@ -106,7 +108,7 @@ class UpdateMethod(Protocol):
     def on_left_out(self, indices: Iterable[int]) -> None:
         """Note that the device has left these of the ``maybe_unused`` parameters out of the last update."""
 
-    def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
+    def states_of(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
         """Return the stored states of a bucket that are laid out like its master, by name."""
         raise NotImplementedError
 
@@ -181,12 +183,12 @@ def optim_shards(
     """
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     shards: list[list[OptimParamShard]] = []
-    for bucket, fragments in list(enumerate(buffer.fragments))[first:]:
-        source = buffer.master[bucket].to(update_dtype(buffer.master[bucket].dtype))
+    for bucket in buffer.buckets[first:]:
+        source = bucket.master.to(update_dtype(bucket.master.dtype))
         shards.append(
             [
-                OptimParamShard(f, group_of[id(buffer.parameters[f.slot.index])], buffer.view_of(f, source), i)
-                for i, f in enumerate(fragments)
+                OptimParamShard(f, group_of[id(buffer.parameters[f.slot.index])], bucket.view_of(f, source), i)
+                for i, f in enumerate(bucket.fragments)
             ]
         )
     return shards

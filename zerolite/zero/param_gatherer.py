@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import Communicator, Pending
 from zerolite.utils.module_hook import WeakHook, is_compiled, untraced
+from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import GATHER, Observers
 from zerolite.zero.stage3.released_parameter import InFlightParameter
@@ -68,10 +69,10 @@ class ParamGatherer:
         self._comm = comm
         self._gather = gather
         self.overlaps = overlap_forward and gather and comm.world_size > 1
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[Bucket, Pending] = {}
         # Any thread may read a parameter in flight. The lock is held during a wait, so that each gather is ended once.
         self._lock = threading.RLock()
-        self._not_overlapped: set[int] = set()  # buckets whose gathers do not overlap the forward
+        self._not_overlapped: set[Bucket] = set()  # those whose gathers do not overlap the forward
         self._update_stream: torch.cuda.Stream | None = None
         self.handles: list[RemovableHandle] = []
         self._observers = observers
@@ -88,18 +89,18 @@ class ParamGatherer:
             "InFlightParameter", (InFlightParameter,), {"wait_for": staticmethod(wait_for)}
         )
 
-    def gather_bucket(self, bucket: int, rounded: bool = False) -> None:
+    def gather_bucket(self, bucket: Bucket, rounded: bool = False) -> None:
         """Launch the all-gather of a bucket. Called on all ranks, in the same order of buckets.
 
         Args:
-            bucket: index of the bucket.
+            bucket: the bucket.
             rounded: the update has already written this rank's range of the compute parameters.
         """
         if bucket in self.pending:  # from the step before: no forward has read these parameters
             self.wait([bucket])
-        self._buffer.sync_param_from_master(bucket, rounded)
+        bucket.sync_param_from_master(rounded)
         if self._gather:
-            self.pending[bucket] = self._comm.all_gather(self._buffer.compute[bucket], "parameters", bucket + 1)
+            self.pending[bucket] = self._comm.all_gather(bucket.compute, "parameters", bucket.index + 1)
 
     def end_step(self) -> None:
         """End the step's gathers, after the last bucket. Without ``overlap_forward`` this waits for all of them."""
@@ -112,21 +113,20 @@ class ParamGatherer:
             notify()
 
     def _leave_in_flight(self) -> None:
-        self.wait(sorted(self._not_overlapped))
+        self.wait(bucket for bucket in self._buffer.buckets if bucket in self._not_overlapped)
         for bucket in list(self.pending):
-            members = self._members(bucket)
-            if any(type(member) is not nn.Parameter for member in members):
+            if any(type(member) is not nn.Parameter for member in bucket.parameters):
                 self.wait([bucket])  # the user has given them another class
                 continue
             # No hook runs when a parameter is read as a tensor. A class whose functions wait first is the only way to
             # notice such a read.
-            for parameter in members:
+            for parameter in bucket.parameters:
                 parameter.__class__ = self._in_flight_class
-        if self._buffer.compute[0].device.type == "cuda":
-            self._update_stream = torch.cuda.current_stream(self._buffer.compute[0].device)
+        if self._buffer.buckets[0].compute.device.type == "cuda":
+            self._update_stream = torch.cuda.current_stream(self._buffer.buckets[0].compute.device)
 
     @untraced
-    def wait(self, buckets: Iterable[int]) -> None:
+    def wait(self, buckets: Iterable[Bucket]) -> None:
         """Wait for the gathers of these buckets. A forward must not read parameters that a gather still writes, and an
         update must not write parameters that a gather still sends."""
         for bucket in buckets:
@@ -134,7 +134,7 @@ class ParamGatherer:
                 with self._lock:
                     self._wait_for_bucket(bucket)
 
-    def _wait_for_bucket(self, bucket: int) -> None:
+    def _wait_for_bucket(self, bucket: Bucket) -> None:
         pending = self.pending.get(bucket)
         if pending is None:  # another thread has waited for it meanwhile
             return
@@ -154,7 +154,7 @@ class ParamGatherer:
             for ended in self._observers.on_phase_end:
                 ended(GATHER)
         if self.overlaps:
-            for parameter in self._members(bucket):
+            for parameter in bucket.parameters:
                 if type(parameter) is self._in_flight_class:
                     parameter.__class__ = nn.Parameter
         # Deleted last, because other threads look here first to see if they must wait. A failed gather is not deleted,
@@ -164,9 +164,6 @@ class ParamGatherer:
     def wait_all(self) -> None:
         self.wait(list(self.pending))
 
-    def _members(self, bucket: int) -> list[nn.Parameter]:
-        return [self._buffer.parameters[slot.index] for slot in self._buffer.layout.buckets[bucket].slots]
-
     def _wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
         """Wait for the gathers of these parameters. If the list is empty it is not known which parameters are read, so
         wait for all."""
@@ -174,7 +171,7 @@ class ParamGatherer:
         if not wanted:
             self.wait_all()
         for bucket in list(self.pending):
-            if any(id(member) in wanted for member in self._members(bucket)):
+            if any(id(member) in wanted for member in bucket.parameters):
                 self.wait([bucket])
 
     def install_hooks(self, root: nn.Module) -> None:
@@ -185,11 +182,10 @@ class ParamGatherer:
         self.handles.clear()
         if not self.overlaps:
             return
-        slots = self._buffer.layout.slots
-        bucket_of = {id(p): slots[index].bucket for index, p in enumerate(self._buffer.parameters)}
+        bucket_of = {id(p): bucket for bucket in self._buffer.buckets for p in bucket.parameters}
 
-        def buckets(module: nn.Module, recurse: bool) -> list[int]:
-            return sorted({bucket_of[id(p)] for p in module.parameters(recurse) if id(p) in bucket_of})
+        def buckets(module: nn.Module, recurse: bool) -> list[Bucket]:
+            return list(dict.fromkeys(bucket_of[id(p)] for p in module.parameters(recurse) if id(p) in bucket_of))
 
         self._not_overlapped = {bucket_of[id(p)] for p in self._buffer.parameters if type(p) is not nn.Parameter}
         for module in root.modules():
@@ -207,7 +203,7 @@ class ParamGatherer:
             RuntimeError: its gather is in flight, so code has read it that bypasses PyTorch's functions.
         """
         slot = self._buffer.layout.slots[index]
-        if slot.bucket in self.pending:
+        if self._buffer.buckets[slot.bucket] in self.pending:
             raise RuntimeError(
                 f"overlap_comm: parameter '{slot.name}' got a gradient while its updated values were still being "
                 "gathered, so its old values may have been used. Code that is no PyTorch function (a C++ extension) "
@@ -220,7 +216,7 @@ class _ForwardHook(WeakHook[ParamGatherer]):
     """Forward pre-hook that waits for the gathers of some buckets. It is a class, so that a list of hooks shows its
     name."""
 
-    def __init__(self, param_gatherer: ParamGatherer, buckets: list[int]) -> None:
+    def __init__(self, param_gatherer: ParamGatherer, buckets: list[Bucket]) -> None:
         super().__init__(param_gatherer)
         self._buckets = buckets
 

@@ -104,7 +104,7 @@ class ShardedOptimizer(Optimizer):
         self._constructed = True
 
     def _choose_method(self, choose_rule: ChooseRule, make_update: MakeUpdate) -> UpdateMethod:
-        masters = [master.dtype for master in self._buffer.master]
+        masters = [bucket.master.dtype for bucket in self._buffer.buckets]
         dtypes = [self._update_dtype(dtype) for dtype in masters]
         rule = choose_rule(self.inner, masters)
         if rule is None:
@@ -118,7 +118,7 @@ class ShardedOptimizer(Optimizer):
         first = len(self.shards_by_bucket)
         shards = optim_shards(self.inner.param_groups, self._buffer, self._update_dtype, first)
         self.shards_by_bucket += shards
-        self.method.extend(shards, [self._update_dtype(master.dtype) for master in self._buffer.master[first:]])
+        self.method.extend(shards, [self._update_dtype(bucket.master.dtype) for bucket in self._buffer.buckets[first:]])
         self._index_shards()
 
     @property
@@ -277,7 +277,7 @@ class ShardedOptimizer(Optimizer):
             state = self.method.state_of(shard)
             if state:
                 states[index] = state
-            if self._buffer.separate[shard.bucket]:
+            if self._buffer.buckets[shard.bucket].separate:
                 masters[index] = self._buffer.master_view(shard.fragment)
         groups = self.numbered_groups()
         if self._is_sharded:

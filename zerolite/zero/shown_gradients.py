@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zerolite.zero.buffer import flattened
+from zerolite.zero.flat import flattened
 from zerolite.zero.layout import PartitionLayout, Range, Slot
 from zerolite.zero.stage3.released_parameter import as_plain_tensors, set_grad
 

@@ -1,9 +1,12 @@
-"""Sub-groups: spans of shards that are updated at once. Standard library only."""
+"""Sub-groups: spans of shards that are updated at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from zerolite.zero.bucket import Bucket
 
 Key = TypeVar("Key")
 
@@ -11,18 +14,18 @@ Key = TypeVar("Key")
 class Span(NamedTuple):
     """Elements [low, high) of this rank's shard of a bucket. last: True if the shard ends at ``high``."""
 
-    bucket: int
+    bucket: Bucket
     low: int
     high: int
     last: bool
 
 
-def full_span(bucket: int, numel: int) -> Span:
+def full_span(bucket: Bucket, numel: int) -> Span:
     """Return the span of a full shard of ``numel`` elements."""
     return Span(bucket, 0, numel, True)
 
 
-def sub_groups(numels: Sequence[tuple[int, int]], limit: int, alignment: int) -> list[list[Span]]:
+def sub_groups(numels: Sequence[tuple[Bucket, int]], limit: int, alignment: int) -> list[list[Span]]:
     """Divide shards in their order into groups of at most ``limit`` elements. An empty shard has an empty span.
 
     Args:
@@ -65,7 +68,7 @@ def group_by_kind(kinds: Iterable[Hashable | None]) -> list[tuple[int, ...]]:
 
 
 def segments(
-    spans: Iterable[Span], owned: Callable[[int], Iterable[tuple[int, int, Key]]]
+    spans: Iterable[Span], owned: Callable[[Bucket], Iterable[tuple[int, int, Key]]]
 ) -> list[tuple[int, int, int, Key]]:
     """Return the segments of some spans. Adjacent ranges with equal keys form one segment.
 

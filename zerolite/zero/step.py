@@ -131,8 +131,7 @@ class StepPipeline:
 
     def use_layout(self) -> None:
         """Rebuild the parts that depend on the buckets. Called between steps, after the layout has changed."""
-        layout = self._buffer.layout
-        self._collector.use(layout, list(layout.fragments(self._buffer.rank)))
+        self._collector.use(self._buffer)
         self._step_update.plan()
         if self.outcomes.checks is not None:
             self.outcomes.checks.on_layout_changed()
@@ -391,8 +390,8 @@ class StepPipeline:
         """All-gather the updated values into the compute parameters of all ranks."""
         self.check_available()
         with self._observers.phase(STEP), self.announce(Command.ALL_GATHER_PARAMS):
-            for bucket in reversed(self._reducer.order.buckets):
-                self._param_gatherer.gather_bucket(bucket)
+            for index in reversed(self._reducer.order.buckets):
+                self._param_gatherer.gather_bucket(self._buffer.buckets[index])
             self._param_gatherer.end_step()
             if self._step_update.params_outdated:
                 self._optimizer.run_hooks("post")

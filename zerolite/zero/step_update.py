@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from zerolite.utils.accelerator import host_value
+from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update, UpdateObserver
 from zerolite.zero.grad_reducer import GradReducer
@@ -30,7 +31,7 @@ class StagedUpdate(Protocol):
 
     groups: list[list[Span]]
 
-    def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
+    def plan(self, buckets: Mapping[bool, Sequence[tuple[Bucket, int]]]) -> None:
         """Divide the buckets into sub-groups.
 
         Args:
@@ -98,22 +99,19 @@ class StepUpdate:
         depends only on the config, on sizes and on that order, which are equal on all ranks. So all ranks launch the
         same all-gathers. It must not depend on free memory or gradients, which differ between ranks.
         """
-        buffer, placements = self._buffer, self._buffer.placements
+        placements = self._buffer.placements
         self._order = self._reducer.order.buckets
-        in_place: list[tuple[int, int]] = []
-        staged: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # True: the host updates them
+        in_place: list[tuple[Bucket, int]] = []
+        staged: dict[bool, list[tuple[Bucket, int]]] = {False: [], True: []}  # True: the host updates them
         self._all_on_device = True
-        for bucket in reversed(self._order):
-            on_host = placements.updates_on_host(bucket)
+        for index in reversed(self._order):
+            bucket = self._buffer.buckets[index]
+            on_host = bucket.updates_on_host
             accessible = all(
                 placements.is_accessible(placement, on_host)
-                for placement in (
-                    buffer.placement_of_master(bucket),
-                    buffer.placement_of_compute(bucket),
-                    placements.optimizer_placement(bucket),
-                )
+                for placement in (bucket.master_placement, bucket.compute_placement, bucket.placement)
             )
-            (in_place if accessible else staged[on_host]).append((bucket, buffer.master[bucket].numel()))
+            (in_place if accessible else staged[on_host]).append((bucket, bucket.master.numel()))
             self._all_on_device &= accessible and not on_host
         total = sum(numel for _, numel in in_place)
         self._in_place = sub_groups(in_place, total if self._method.one_launch else self._update_numel, 0)
@@ -149,9 +147,8 @@ class StepUpdate:
             self._update(factor, outcome.used, None, gather)
         elif not gather:
             # all_gather_params() follows and takes all values from the masters, also those that the user has written.
-            buckets = range(len(self._buffer.layout.buckets))
             self._buffer.placements.drop_reads(
-                [master for bucket in buckets for master in self._buffer.sync_master_from_param(bucket)]
+                [master for bucket in self._buffer.buckets for master in bucket.sync_master_from_param()]
             )
         self._outcomes.end_step(outcome, divisor)
 
@@ -228,7 +225,7 @@ class StepUpdate:
                 gatherer.wait([span.bucket for span in spans])
             if not syncs:
                 for span in spans:
-                    self._buffer.sync_master_from_param(span.bucket)
+                    span.bucket.sync_master_from_param()
             sub_group = [self._stored_tensors(span, syncs) for span in spans]
             update(sub_group)
             self._on_updated(sub_group, gather)
@@ -239,17 +236,16 @@ class StepUpdate:
 
     def _stored_tensors(self, span: Span, writes: bool) -> SpanTensors:
         """Return the stored tensors of a whole bucket. writes: the update rounds into the compute parameters."""
-        buffer, bucket = self._buffer, span.bucket
-        out = buffer.owned[bucket] if writes and buffer.separate[bucket] else None
-        return SpanTensors(
-            span, self._reducer.reduced(bucket), buffer.master[bucket], self._method.states_of(bucket), out
-        )
+        bucket = span.bucket
+        out = bucket.owned if writes and bucket.separate else None
+        states = self._method.states_of(bucket)
+        return SpanTensors(span, self._reducer.reduced(bucket.index), bucket.master, states, out)
 
     def _on_updated(self, sub_group: Sequence[SpanTensors], gather: bool) -> None:
         """Release the gradients of the buckets that end in this sub-group, and launch their all-gathers."""
         for tensors in sub_group:
             if tensors.span.last:
-                self._reducer.release(tensors.span.bucket)
+                self._reducer.release(tensors.span.bucket.index)
                 if gather:
                     self._param_gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
 

@@ -73,6 +73,6 @@ class WrittenValues:
         if self._coordinator is not None:
             self._coordinator.collect_frozen_writes()
         written: list[torch.Tensor] = []
-        for bucket in () if self._update.params_outdated else range(len(self._buffer.layout.buckets)):
-            written += self._buffer.sync_master_from_param(bucket)
+        for bucket in () if self._update.params_outdated else self._buffer.buckets:
+            written += bucket.sync_master_from_param()
         self._buffer.placements.drop_reads(written)

@@ -24,7 +24,7 @@ from zerolite.offload.placements import HostPlacement, Placement, Placements
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.accelerator import default_device
-from zerolite.zero.buffer import check_has_memory
+from zerolite.zero.flat import check_has_memory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, broadcast_from_rank0, hidden_from_modes, partition

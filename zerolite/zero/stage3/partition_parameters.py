@@ -17,7 +17,7 @@ from zerolite.offload.placements import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import is_castable
 from zerolite.utils.nested import Arguments, Function, Keywords
-from zerolite.zero.buffer import dense_strides, flattened
+from zerolite.zero.flat import dense_strides, flattened
 from zerolite.zero.stage3.comm_context import CommContext, gather
 from zerolite.zero.stage3.param_group import external_parameters
 from zerolite.zero.stage3.partitioned_parameter import (

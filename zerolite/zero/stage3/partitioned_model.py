@@ -12,7 +12,7 @@ from zerolite.offload.placements import HostPlacement, Placements
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
-from zerolite.zero.buffer import check_has_memory
+from zerolite.zero.flat import check_has_memory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.comm_context import CommContext

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zerolite.offload.placements import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
-from zerolite.zero.buffer import dense_strides, flattened
+from zerolite.zero.flat import dense_strides, flattened
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import shard_numel
 from zerolite.zero.stage3.released_parameter import class_of, no_gather_error, restore_class, set_released_class
