@@ -228,15 +228,17 @@ class Around(torch.optim.Optimizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@on_ranks(1)
+@on_ranks(2)
 def test_an_optimizer_that_counts_in_groups_over_several_buckets(stage: int) -> None:
-    """Each update of a bucket is a call of it, and a step counts once; groups without a part of the bucket rest."""
+    """Each update of a bucket is a call of it, and a step counts once, also on a rank without a part of a group."""
     found = []
     for plain in (True, False):
         model = models.build(models.Mlp)
-        weights = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() == 1]
-        own = Around(torch.optim.SGD([{"params": weights}, {"params": others, "lr": 0.125}], lr=0.0625))
+        *parameters, last = model.parameters()
+        weights = [p for p in parameters if p.dim() > 1]
+        others = [p for p in parameters if p.dim() == 1]
+        groups = [{"params": weights}, {"params": others, "lr": 0.125}, {"params": [last]}]
+        own = Around(torch.optim.SGD(groups, lr=0.0625))
         made = at(stage)
         del made["optimizer"]
         forward: Any = model
@@ -248,6 +250,7 @@ def test_an_optimizer_that_counts_in_groups_over_several_buckets(stage: int) -> 
             models.square_loss(forward, models.float_batch(step, 0, 0)).backward()
             own.step()
             own.zero_grad()
+        assert [group["count"] for group in own.param_groups] == [4, 4, 4]
         found.append(dict(model.named_parameters()) if plain else engine.full_state_dict())
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value.detach(), rtol=1e-6, atol=1e-7)

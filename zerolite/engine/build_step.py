@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
-from zerolite.access.optimizer_state import GuardedState
 from zerolite.access.sharded_grad import ShardedGradient
 from zerolite.comm import Topology
 from zerolite.config import ZeroliteConfig
@@ -229,7 +228,7 @@ class StepComponents:
         setup = self.setup
         choose = kernel_chooser(setup.topology.world, setup.device, self._placements.update_devices())
         update_dtype = setup.precision.update_dtype
-        sharded = ShardedOptimizer(make_inner, groups, self.buffer, update_dtype, choose, TorchUpdate, GuardedState)
+        sharded = ShardedOptimizer(make_inner, groups, self.buffer, update_dtype, choose, TorchUpdate)
         check_optimizer(self._placements, setup.kind, sharded.inner)
         return sharded
 

@@ -23,9 +23,9 @@ from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 class TorchUpdate:
     """Update by the inner optimizer itself, which keeps the states of the shards.
 
-    During an update its param groups contain the shards of some buckets only. Master and gradient of each shard are
-    views of flat tensors, so nothing is copied. If the update computes in another dtype than the masters', or if
-    tensors are offloaded, the shards are views of copies during the update.
+    During an update its param groups contain the shards of some buckets only, and its states have them as keys. Master
+    and gradient of each shard are views of flat tensors, so nothing is copied. If the update computes in another dtype
+    than the masters', or if tensors are offloaded, the shards are views of copies during the update.
     """
 
     one_launch: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class TorchUpdate:
         self._update_dtypes: list[torch.dtype] = []
         self._sizes: list[list[int]] = []
         self._maybe_unused: frozenset[int] = frozenset()  # parameters that the device may leave out of this update
-        self._new_states: dict[int, torch.Tensor] = {}  # shards of those without a state yet, by index
+        self._new_states: set[int] = set()  # those without a state yet
         # States on disk, by bucket and name, laid out like the masters. States of the shards are views of them.
         self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
         # Memory for states that do not exist yet, by index of the parameter: see _reserve.
@@ -62,7 +62,8 @@ class TorchUpdate:
         self._state_dtypes: dict[tuple[int, torch.dtype, int], dict[str, torch.dtype]] = {}
         # Other libraries count steps in param groups: the numbers before this step, by id of the group.
         self._counts: dict[int, dict[str, Any]] = {}
-        self._may_count = not type(inner).__module__.startswith("torch.")
+        self._stand_ins: dict[int, torch.Tensor] = {}  # by param group
+        self._counts_in_groups = type(inner).__module__.split(".")[0] not in ("torch", "zerolite")
         step: Any = type(inner).step
         # Without torch's wrapper, which calls the user's hooks: one step may update several sub-groups.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -86,13 +87,16 @@ class TorchUpdate:
         self._maybe_unused = maybe_unused
         self._new_states.clear()
         self._counts.clear()
+        if self._on_disk:  # the user may have put other tensors into `optimizer.state`
+            written = [view for bucket in self._on_disk for view in self._move_states(self._shards[bucket])]
+            if written:
+                self._buffer.placements.drop_reads(written)
 
     def on_left_out(self, indices: Iterable[int]) -> None:
         """Drop the new states of parameters that the device has left out. Their step counts are on the device."""
-        for index in indices:
-            tensor = self._new_states.pop(index, None)
-            if tensor is not None:  # as in torch, where a parameter without gradient gets no state
-                self._inner.state.pop(tensor, None)
+        for index in self._new_states.intersection(indices):  # as in torch: no gradient, no state
+            self._inner.state.pop(self._buffer.parameters[index], None)
+        self._new_states.difference_update(indices)
 
     def states_of(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
         return self._on_disk.get(bucket.index, {})
@@ -147,11 +151,15 @@ class TorchUpdate:
                 self._reserved.pop(shard.index, None)
         if gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
             torch._foreach_mul_(gradients, factor)
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for shard in shards:
+            chosen.setdefault(shard.group, []).append(shard.tensor)
+        if self._counts_in_groups:
+            self._restore_counts()
+            self._add_stand_ins(chosen, used, sub_group[0].master)
         try:
-            with self._limited_to(shards), self._with_found_inf(found_inf):
-                if shards:
-                    if self._may_count:
-                        self._restore_counts()
+            if chosen:
+                with self._limited_to(shards, chosen), self._with_found_inf(found_inf):
                     self._step(self._inner)
         finally:
             for shard in shards:
@@ -173,6 +181,24 @@ class TorchUpdate:
                 del group[key]
             group.update(before)
 
+    def _add_stand_ins(
+        self, chosen: dict[int, list[torch.Tensor]], used: frozenset[int] | None, like: torch.Tensor
+    ) -> None:
+        """Add a tensor of one element for each param group without a shard here, so that all ranks count its steps."""
+        buffer = self._buffer
+        slot_of = {id(parameter): slot for parameter, slot in zip(buffer.parameters, buffer.layout.slots, strict=True)}
+        for index, group in enumerate(self._inner.param_groups):
+            slots = [slot_of[id(parameter)] for parameter in group["params"] if id(parameter) in slot_of]
+            if index in chosen or not slots:
+                continue
+            if index not in self._stand_ins:
+                shape = unpartitioned_shape(buffer.parameters[slots[0].index]) if buffer.keeps_shape(slots[0]) else [1]
+                self._stand_ins[index] = torch.zeros([1] * len(shape), dtype=like.dtype, device=like.device)
+            stand_in = self._stand_ins[index]
+            takes_part = used is None or any(slot.index in used for slot in slots)
+            stand_in.grad = torch.zeros_like(stand_in) if takes_part else None
+            chosen[index] = [stand_in]
+
     def _set_grads(self, shards: Sequence[OptimParamShard], gradient: torch.Tensor) -> None:
         """Set the ``grad`` of shards of one bucket to views of ``gradient``."""
         first = shards[0].fragment.slot
@@ -191,22 +217,22 @@ class TorchUpdate:
         for shard in shards:
             dtype = self._update_dtypes[shard.bucket]
             shard.tensor.grad = self._buffer.view_of(shard.fragment, gradient).to(dtype) * factor
-            if shard.tensor not in self._inner.state:
-                self._new_states[shard.index] = shard.tensor
+            if not self.state_of(shard):
+                self._new_states.add(shard.index)
 
     def _tag_states(self, shards: Iterable[OptimParamShard]) -> None:
         """Tag the memory of states for reports, if a report listens or it is offloaded."""
         for shard in shards:
             location = self._buffer.placements.optimizer_placement(shard.bucket).location
             if listeners or location != DEVICE:
-                for value in (self._inner.state.get(shard.tensor) or {}).values():
+                for value in self.state_of(shard).values():
                     if isinstance(value, torch.Tensor):
                         tag_memory(value, STATES, HOST if location == DISK and not value.dim() else location)
 
     def on_update_skipped(self) -> None:
         """Drop states that the skipped update has made. Step counts need no correction: torch's fused kernels count on
         the device, where they see the skip."""
-        self.on_left_out(list(self._new_states))
+        self.on_left_out(tuple(self._new_states))
 
     @property
     def can_skip_on_device(self) -> bool:
@@ -218,7 +244,8 @@ class TorchUpdate:
         return all(group.get("fused") for group in self._inner.param_groups)
 
     def state_of(self, shard: OptimParamShard) -> State:
-        return dict(self._inner.state.get(shard.tensor) or {})
+        state: State = self._inner.state.get(self._buffer.parameters[shard.index]) or {}
+        return state
 
     def memory(self) -> Iterable[torch.Tensor]:
         """Return the tensors of states, and the memory reserved for states that do not exist yet."""
@@ -226,15 +253,15 @@ class TorchUpdate:
             yield from tensors
         for shards in self._shards:
             for shard in shards:
-                state = self._inner.state.get(shard.tensor) or {}
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+                yield from (value for value in self.state_of(shard).values() if isinstance(value, torch.Tensor))
 
     def load_state(self, shard: OptimParamShard, state: Mapping[str, object]) -> None:
         self._reserved.pop(shard.index, None)
-        self._inner.state.pop(shard.tensor, None)
+        parameter = self._buffer.parameters[shard.index]
+        self._inner.state.pop(parameter, None)
         if state:
             device = self._device_of(shard)
-            self._inner.state[shard.tensor] = {
+            self._inner.state[parameter] = {
                 key: value.detach().to(value.device if key == "step" else device, copy=True)
                 if isinstance(value, torch.Tensor)
                 else value
@@ -266,9 +293,9 @@ class TorchUpdate:
             name: value.to(number_device, copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in numbers.items()
         }
-        self._inner.state.pop(shard.tensor, None)
+        self._inner.state.pop(parameter, None)
         if moved_numbers or made:
-            state = self._inner.state[shard.tensor] = {**moved_numbers, **made}
+            state = self._inner.state[parameter] = {**moved_numbers, **made}
             self._move_states([shard])
             made = {name: state[name] for name in made}
         return made
@@ -282,7 +309,7 @@ class TorchUpdate:
         """
         for shard in shards:
             numel, bucket = shard.fragment.numel, shard.bucket
-            if not numel or self._inner.state.get(shard.tensor):
+            if not numel or self.state_of(shard):
                 continue
             placement, device = self._buffer.placements.optimizer_placement(bucket), self._device_of(shard)
             for name, dtype in self._dtypes_of_states(shard, device).items():
@@ -326,15 +353,13 @@ class TorchUpdate:
         placements, bucket = self._buffer.placements, shard.bucket
         return torch.device("cpu") if placements.updates_on_host(bucket) else placements.device
 
-    def _move_states(self, shards: Iterable[OptimParamShard]) -> None:
+    def _move_states(self, shards: Iterable[OptimParamShard]) -> list[torch.Tensor]:
         """Move states with one value per element to the device of the update, or to the disk if they are offloaded to
-        it."""
+        it. Return the parts of the disk that were written."""
+        written = []
         for shard in shards:
             bucket = shard.bucket
-            placement, state = (
-                self._buffer.placements.optimizer_placement(bucket),
-                self._inner.state.get(shard.tensor) or {},
-            )
+            placement, state = self._buffer.placements.optimizer_placement(bucket), self.state_of(shard)
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != shard.fragment.numel:
                     continue
@@ -344,6 +369,8 @@ class TorchUpdate:
                 view = self._buffer.view_of(shard.fragment, self._disk_flat(bucket, name, value.dtype))
                 if address(view) != address(value):
                     state[name] = view.copy_(value)
+                    written.append(view)
+        return written
 
     def _disk_flat(self, bucket: int, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the stored state of a whole bucket on disk."""
@@ -354,13 +381,15 @@ class TorchUpdate:
         return flats[name]
 
     @contextlib.contextmanager
-    def _limited_to(self, shards: Sequence[OptimParamShard]) -> Iterator[None]:
-        """Return a context in which these shards are the only parameters of the inner optimizer."""
-        everything = list(self._inner.param_groups)
+    def _limited_to(self, shards: Sequence[OptimParamShard], chosen: dict[int, list[torch.Tensor]]) -> Iterator[None]:
+        """Return a context in which the inner optimizer has the tensors of ``chosen`` alone, by param group, and its
+        states have these shards as keys. Before and after, both have the model's parameters."""
+        everything, state = list(self._inner.param_groups), self._inner.state
         model_params = [group["params"] for group in everything]
-        chosen: dict[int, list[torch.Tensor]] = {}
-        for shard in shards:
-            chosen.setdefault(shard.group, []).append(shard.tensor)
+        keys = [(self._buffer.parameters[shard.index], shard.tensor) for shard in shards]
+        for parameter, tensor in keys:
+            if parameter in state:
+                state[tensor] = state.pop(parameter)
         try:
             for index, tensors in chosen.items():
                 everything[index]["params"] = tensors
@@ -371,6 +400,11 @@ class TorchUpdate:
             self._inner.param_groups[:] = everything
             for group, parameters in zip(everything, model_params, strict=True):
                 group["params"] = parameters
+            for parameter, tensor in keys:
+                if tensor in state:
+                    state[parameter] = state.pop(tensor)
+            for stand_in in self._stand_ins.values():
+                state.pop(stand_in, None)
 
     @contextlib.contextmanager
     def _with_found_inf(self, found_inf: torch.Tensor | None) -> Iterator[None]:
@@ -402,7 +436,7 @@ class TorchUpdate:
         for shard in self._shards[bucket]:
             shard.tensor.data = self._buffer.view_of(shard.fragment, master)
             if staged and tensors.states:
-                state = self._inner.state.get(shard.tensor) or {}
+                state = self.state_of(shard)
                 staged_states = {name: flat for name, flat in tensors.states.items() if name in state}
                 state.update({name: self._buffer.view_of(shard.fragment, flat) for name, flat in staged_states.items()})
 
@@ -435,7 +469,7 @@ class TorchUpdate:
     def _write_back_state(self, shard: OptimParamShard, staged_states: Mapping[str, torch.Tensor]) -> None:
         """Copy states that the update has made into the staging copies, and make the shard's states views of the disk
         again."""
-        state = self._inner.state.get(shard.tensor) or {}
+        state = self.state_of(shard)
         for name, flat in staged_states.items():
             if name in state:
                 view = self._buffer.view_of(shard.fragment, flat)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +51,9 @@ class FlatUpdate:
 
     Steps are counted on the host, once for all shards. ``_steps_missed`` counts the steps in which a parameter got no
     gradient. A Python integer does not stop at 2^24, as the count in torch's fp32 tensors does.
+
+    ``inner.state`` has views of the flat tensors as in torch, and shards with the same count of steps share its tensor.
+    An update begins with what the user has changed there.
     """
 
     one_launch: ClassVar[bool] = True
@@ -84,6 +89,12 @@ class FlatUpdate:
         self._counts = False  # the last update counts as a step, because some param group has states
         self._not_counted: list[int] = []  # parameters that missed the last update
         self._maybe_unused: frozenset[int] = frozenset()
+        self._entries: dict[int, State] = {}  # what `inner.state` was given, by index of the parameter
+        self._shown = False  # `inner.state` fits the plan
+        self._values: list[object] = []  # all values in `inner.state`; []: compare it entry by entry
+        self._counters: list[torch.Tensor] = []  # the counts of steps in it
+        self._versions: list[int] = []  # of `_counters`
+        self._advancing: list[torch.Tensor] = []  # those of the shards that the last update has counted
         # Arguments for which `_not_counted` and `_launches` were made. None: both are outdated.
         self._plan_key: tuple[object, ...] | None = None
         self._launches: dict[tuple[object, ...], list[_Launch]] = {}
@@ -120,12 +131,20 @@ class FlatUpdate:
                 )
         if self._states is None:  # the user may have given a momentum to a group that had none
             self._ensure_states(groups)
+        values = list(chain.from_iterable(map(dict.values, self._inner.state.values())))
+        versions = [counter._version for counter in self._counters]
+        known = self._values or ()
+        if versions != self._versions or len(values) != len(known) or not all(map(operator.is_, values, known)):
+            self._adopt_changes(versions != self._versions)
         self._count(used, maybe_unused, groups)
 
     def on_left_out(self, indices: Iterable[int]) -> None:
         if self._counts:
-            for index in set(indices).difference(self._not_counted):
+            left_out = set(indices).difference(self._not_counted)
+            for index in left_out:
                 self._steps_missed[index] += 1
+            if left_out:
+                self._show()
 
     def states_of(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
         return {name: flats[bucket.index] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
@@ -170,19 +189,14 @@ class FlatUpdate:
             self._steps -= 1
             for index in self._not_counted:
                 self._steps_missed[index] -= 1
+            self._show()
 
     # ---------------------------------------------------------------- states
 
     def state_of(self, shard: OptimParamShard) -> State:
-        step = self._steps - self._steps_missed[shard.index]
-        if self._states is None or step == 0:
-            return {}
-        state: State = (
-            {"step": torch.full((), float(step), dtype=torch.float32, device="cpu")} if self._rule.counts_steps else {}
-        )
-        bucket = shard.bucket
-        for name, flats in zip(self._rule.states, self._states, strict=False):
-            state[name] = self._buffer.view_of(shard.fragment, flats[bucket])
+        state: State = dict(self._inner.state.get(self._buffer.parameters[shard.index]) or {})
+        if "step" in state:  # shards share it, and another optimizer that loads it would count once for each of them
+            state["step"] = torch.as_tensor(state["step"]).clone()
         return state
 
     @property
@@ -196,6 +210,12 @@ class FlatUpdate:
         tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
         views = self.make_state(shard, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
         for name, view in views.items():
+            if tensors[name].numel() != view.numel():
+                raise ValueError(
+                    f"optimizer.state: expected '{name}' of parameter '{shard.fragment.slot.name}' in the shape of "
+                    f"this rank's shard {tuple(view.shape)}, got {tuple(tensors[name].shape)}; "
+                    "zerolite.set_full_optimizer_state takes the full state"
+                )
             view.copy_(tensors[name])
 
     def make_state(
@@ -209,18 +229,18 @@ class FlatUpdate:
             self._steps = step
         self._steps_missed[shard.index] = self._steps - step
         self._plan_key = None
-        if not step and self._states is None:
-            return {}
         groups = self._inner.param_groups
-        bucket = shard.bucket
-        views = {}  # states that are not given get their initial value
-        for name, flats in zip(self._rule.states, self._ensure_states(groups), strict=False):
-            view = self._buffer.view_of(shard.fragment, flats[bucket])
-            if name in tensors:
-                views[name] = view
-            else:
-                view.fill_(self._rule.initial(groups[shard.group]))
-        return views
+        if step:
+            self._ensure_states(groups)
+        counter = _counter(step)
+        self._counters.append(counter)
+        self._versions.append(counter._version)
+        self._show_shard(shard, counter)
+        self._values = []
+        views = self._views_of(shard)
+        for name in views.keys() - tensors.keys():
+            views[name].fill_(self._rule.initial(groups[shard.group]))
+        return {name: view for name, view in views.items() if name in tensors}
 
     def _ensure_states(self, groups: Groups) -> list[Flat]:
         """Return the states. They are allocated as soon as one param group has any."""
@@ -243,6 +263,62 @@ class FlatUpdate:
             flats.append(flat)
         return flats
 
+    # ---------------------------------------------------------------- optimizer.state
+
+    def _views_of(self, shard: OptimParamShard) -> dict[str, torch.Tensor]:
+        states = zip(self._rule.states, self._states or (), strict=False)
+        return {name: self._buffer.view_of(shard.fragment, flats[shard.bucket]) for name, flats in states}
+
+    def _show(self) -> None:
+        """Show the states of all shards in ``inner.state``."""
+        uncounted = set(self._not_counted)
+        counters: dict[tuple[int, bool], torch.Tensor] = {}
+        for shard in self._all_shards():
+            key = self._steps - self._steps_missed[shard.index], shard.index not in uncounted
+            if key not in counters:
+                counters[key] = _counter(key[0])
+            self._show_shard(shard, counters[key])
+        self._counters = list(counters.values())
+        self._advancing = [counter for (_, advances), counter in counters.items() if advances]
+        self._note_values()
+        self._shown = True
+
+    def _show_shard(self, shard: OptimParamShard, counter: torch.Tensor) -> None:
+        """Show the states of a shard in ``inner.state``, if it has any. counter: its count of steps."""
+        parameter, entry = self._buffer.parameters[shard.index], self._entries.pop(shard.index, {})
+        self._inner.state.pop(parameter, None)
+        if self._states is not None and self._steps > self._steps_missed[shard.index]:
+            if self._rule.counts_steps:
+                entry["step"] = counter
+            entry = entry if len(entry) > 1 else entry | self._views_of(shard)
+            self._entries[shard.index] = entry
+            self._inner.state[parameter] = dict(entry)
+
+    def _note_values(self) -> None:
+        self._versions = [counter._version for counter in self._counters]
+        self._values = list(chain.from_iterable(map(dict.values, self._inner.state.values())))
+
+    def _adopt_changes(self, counted: bool) -> None:
+        """Take over what the user has changed in ``inner.state``.
+
+        Args:
+            counted: counts of steps were changed in place.
+
+        Raises:
+            RuntimeError: counts of steps were changed in place; other shards may share them.
+        """
+        if counted:
+            raise RuntimeError(
+                "optimizer.state[p]['step']: expected a count that only the optimizer changes, because parameters "
+                "share it, got one that was changed in place; zerolite.set_full_optimizer_state(p, 'step', n) sets it"
+            )
+        state, parameters = self._inner.state, self._buffer.parameters
+        for shard in self._all_shards():
+            entry, shown = state.get(parameters[shard.index]) or {}, self._entries.get(shard.index, {})
+            if entry.keys() != shown.keys() or any(entry[name] is not shown[name] for name in shown):
+                self.load_state(shard, entry)
+        self._note_values()
+
     # ---------------------------------------------------------------- counting
 
     def _all_shards(self) -> Iterable[OptimParamShard]:
@@ -262,11 +338,18 @@ class FlatUpdate:
                 if shard.group in stateless or (used is not None and shard.index not in used)
             ]
             self._launches.clear()
+            self._shown = False
         self._counts = len(stateless) < len(groups)
-        if self._counts:
-            self._steps += 1
-            for index in self._not_counted:
-                self._steps_missed[index] += 1
+        if not self._counts:
+            return
+        self._steps += 1
+        for index in self._not_counted:
+            self._steps_missed[index] += 1
+        if not self._shown:
+            self._show()
+        elif self._advancing:
+            torch._foreach_add_(self._advancing, 1.0)
+            self._versions = [counter._version for counter in self._counters]
 
     # ---------------------------------------------------------------- planning
 
@@ -312,3 +395,8 @@ class FlatUpdate:
         parameters = [keys[row][2] for *_, row in table]
         use = None if max(parameters) < 0 else torch.tensor(parameters, dtype=torch.int64, device="cpu")
         return _Launch(members, torch.tensor(table, dtype=torch.int64, device="cpu"), tuple(keys), use)
+
+
+def _counter(step: int) -> torch.Tensor:
+    """Return a count of steps as torch's optimizers keep it."""
+    return torch.full((), float(step), dtype=torch.float32, device="cpu")

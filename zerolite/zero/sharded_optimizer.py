@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -29,26 +29,14 @@ MakeUpdate = Callable[[Optimizer, ParameterBuffer, list[list[OptimParamShard]], 
 """Function that makes the update of the shards of all buckets, in the given dtypes, by the optimizer itself."""
 
 
-class StateView(defaultdict[Any, Any]):
-    """Mapping behind ``optimizer.state``. To users it shows this rank's part of the states by parameter of the model,
-    to the inner optimizer the states by shard. The class that implements it is passed in."""
-
-    def set_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Set the model's parameters. Any other key is a shard."""
-        raise NotImplementedError
-
-
-MakeStateView = Callable[[Mapping[Any, Any], Callable[[int], State]], StateView]
-"""Function (states by shard, function from the index of a parameter to its states on this rank) that makes the view."""
-
-
 class ShardedOptimizer(Optimizer):
     """Optimizer behind ``engine.optimizer``.
 
     The inner optimizer (the user's instance, or one made from the config) updates *shards*. A shard is the part of one
     parameter's master weights that this rank owns; at stage 0 it is the full parameter. Both optimizers share one list
-    of param-group dicts. To users, ``group["params"]`` are the model's parameters; during the update of a bucket they
-    are its shards. So the update sees a learning rate that was changed in either optimizer, by a scheduler for example.
+    of param-group dicts and the states. To users, ``group["params"]`` and the keys of ``state`` are the model's
+    parameters; during the update of a bucket they are its shards. So the update sees a learning rate that was changed
+    in either optimizer, by a scheduler for example.
 
     ``step`` and ``zero_grad`` are those of the engine: reduce, clip, update, all-gather.
 
@@ -66,7 +54,6 @@ class ShardedOptimizer(Optimizer):
         update_dtype: Callable[[torch.dtype], torch.dtype],
         choose_rule: ChooseRule,
         make_update: MakeUpdate,
-        make_state_view: MakeStateView,
     ) -> None:
         """
         Args:
@@ -76,7 +63,6 @@ class ShardedOptimizer(Optimizer):
             update_dtype: function from the dtype of masters to the dtype in which they are updated.
             choose_rule: see :data:`ChooseRule`.
             make_update: see :data:`MakeUpdate`.
-            make_state_view: see :data:`MakeStateView`.
         """
         self._buffer = buffer
         self._update_dtype = update_dtype
@@ -91,35 +77,32 @@ class ShardedOptimizer(Optimizer):
             self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
-        self.method = self._choose_method(choose_rule, make_update)
-        if isinstance(make_inner, Optimizer):
-            self._adopt_states()
-        optimizer_ref = weakref.ref(self)
-        self.inner.state = self._state = make_state_view(
-            self.inner.state, lambda index: _states_of(optimizer_ref, index)
-        )
-        self._index_shards()
+        masters = [bucket.master.dtype for bucket in buffer.buckets]
+        rule = choose_rule(self.inner, masters)
+        states = self._take_states(buffer.parameters)
+        for shard in self.shards():  # Adagrad's constructor makes states
+            if shard.tensor in self.inner.state:
+                states[shard.index] = self.inner.state.pop(shard.tensor)
+        dtypes = [update_dtype(dtype) for dtype in masters]
+        self.method: UpdateMethod
+        if rule is None:
+            self.method = make_update(self.inner, buffer, self.shards_by_bucket, dtypes)
+        else:
+            self.method = FlatUpdate(rule, self.inner, buffer, self.shards_by_bucket, dtypes)
+        self._load_states(self.shards(), states)
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
-
-    def _choose_method(self, choose_rule: ChooseRule, make_update: MakeUpdate) -> UpdateMethod:
-        masters = [bucket.master.dtype for bucket in self._buffer.buckets]
-        dtypes = [self._update_dtype(dtype) for dtype in masters]
-        rule = choose_rule(self.inner, masters)
-        if rule is None:
-            return make_update(self.inner, self._buffer, self.shards_by_bucket, dtypes)
-        for shard in self.shards():
-            self.inner.state.pop(shard.tensor, None)  # Adagrad's constructor makes states
-        return FlatUpdate(rule, self.inner, self._buffer, self.shards_by_bucket, dtypes)
 
     def extend(self) -> None:
         """Add the shards of the buffer's new buckets, whose parameters are in the param groups. Called on all ranks."""
         first = len(self.shards_by_bucket)
         shards = optim_shards(self.inner.param_groups, self._buffer, self._update_dtype, first)
         self.shards_by_bucket += shards
-        self.method.extend(shards, [self._update_dtype(bucket.master.dtype) for bucket in self._buffer.buckets[first:]])
-        self._index_shards()
+        buckets = self._buffer.buckets[first:]
+        states = self._take_states(parameter for bucket in buckets for parameter in bucket.parameters)
+        self.method.extend(shards, [self._update_dtype(bucket.master.dtype) for bucket in buckets])
+        self._load_states([shard for of_bucket in shards for shard in of_bucket], states)
 
     @property
     def param_groups(self) -> Groups:
@@ -136,13 +119,15 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """This rank's part of the states by parameter, read-only."""
-        return self._state
+        """States of the inner optimizer: this rank's part, by parameter of the model."""
+        if self._pipeline is not None:
+            self._settle()
+        return self.inner.state
 
     @state.setter
-    def state(self, states: object) -> None:
-        if getattr(self, "_constructed", True):
-            self._state.clear()
+    def state(self, states: Any) -> None:
+        if getattr(self, "_constructed", True):  # see param_groups
+            self.inner.state = states
 
     def connect(
         self,
@@ -250,17 +235,6 @@ class ShardedOptimizer(Optimizer):
         if getattr(self, "_constructed", False):
             self._add_group(param_group)
 
-    def _index_shards(self) -> None:
-        self._shard_of = {shard.index: shard for shard in self.shards()}
-        self._state.set_parameters(self._buffer.parameters)
-
-    def state_of(self, index: int) -> State:
-        """Return this rank's part of a parameter's states, as views of the stored ones; empty if it has none."""
-        if self._pipeline is not None:
-            self._settle()
-        shard = self._shard_of.get(index)
-        return {} if shard is None else self.method.state_of(shard)
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's states by parameter position, in torch's form, with the masters that are separate.
 
@@ -276,7 +250,7 @@ class ShardedOptimizer(Optimizer):
             index = position[shard.index]
             state = self.method.state_of(shard)
             if state:
-                states[index] = state
+                states[index] = dict(state)
             if self._buffer.buckets[shard.bucket].separate:
                 masters[index] = self._buffer.master_view(shard.fragment)
         groups = self.numbered_groups()
@@ -318,16 +292,18 @@ class ShardedOptimizer(Optimizer):
         for shards in self.shards_by_bucket:
             yield from shards
 
-    def _adopt_states(self) -> None:
-        """Move states that the user's optimizer has made before to the shards."""
-        for shard in self.shards():
-            parameter = self._buffer.parameters[shard.index]
-            state = self.inner.state.get(parameter)
-            if state:
-                keeps = self._buffer.keeps_shape(shard.fragment.slot)
-                self.method.load_state(shard, {k: shard_of_state(v, parameter, shard, keeps) for k, v in state.items()})
-        for parameter in self._buffer.parameters:
-            self.inner.state.pop(parameter, None)
+    def _take_states(self, parameters: Iterable[torch.Tensor]) -> dict[int, State]:
+        """Remove the states of full parameters from the inner optimizer. Return them by index of the parameter."""
+        index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
+        return {index_of[id(p)]: self.inner.state.pop(p) for p in parameters if p in self.inner.state}
+
+    def _load_states(self, shards: Iterable[OptimParamShard], states: Mapping[int, State]) -> None:
+        """Give shards their part of the states from :meth:`_take_states`."""
+        for shard in shards:
+            if states.get(shard.index):
+                parameter, keeps = self._buffer.parameters[shard.index], self._buffer.keeps_shape(shard.fragment.slot)
+                state = {k: shard_of_state(v, parameter, shard, keeps) for k, v in states[shard.index].items()}
+                self.method.load_state(shard, state)
 
     # ---------------------------------------------------------------- saving
 
@@ -414,11 +390,6 @@ def _redirect(optimizer_ref: weakref.ref[ShardedOptimizer], name: str) -> Callab
         return getattr(optimizer, name)(*args, **kwargs)
 
     return method
-
-
-def _states_of(optimizer_ref: weakref.ref[ShardedOptimizer], index: int) -> State:
-    optimizer = optimizer_ref()
-    return {} if optimizer is None else optimizer.state_of(index)
 
 
 def _release_inner(inner: Optimizer, installed: dict[str, Any], takes_scale: bool, refuses: bool = False) -> None:

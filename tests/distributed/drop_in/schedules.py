@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -176,22 +177,29 @@ def whole_states(run: Run, name: str) -> None:
     run.see([parameter.detach() for parameter in other.parameters()])
 
 
-@case("changing `optimizer.state`", ["engine's", "own"], words=["zerolite.set_full_optimizer_state"])
-def states_changed(run: Run, whose: str) -> None:
-    run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
-    run.train()
-    optimizer = run.own if whose == "own" else run.optimizer
-    parameter = next(run.module.parameters())
+def halve(optimizer: Any, parameter: Any, in_place: bool) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].mul_(0.5) if in_place else state["exp_avg"] * 0.5
 
-    ways: dict[str, Any] = {
-        "an entry": lambda: optimizer.state[parameter].update(exp_avg=None),
-        "one by name": lambda: optimizer.state[parameter].__setitem__("exp_avg", None),
-        "of a parameter": lambda: optimizer.state.__setitem__(parameter, {}),
-        "removed": lambda: optimizer.state.pop(parameter),
-        "deleted": lambda: optimizer.state.__delitem__(next(iter(run.module.second.parameters()))),
-        "all": lambda: optimizer.state.clear(),
-    }
-    run.refuses(ways, RuntimeError, "zerolite.set_full_optimizer_state")
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "in place": lambda optimizer, p: halve(optimizer, p, in_place=True),
+    "another tensor": lambda optimizer, p: halve(optimizer, p, in_place=False),
+    "without an entry": lambda optimizer, p: optimizer.state.pop(p, None),
+    "emptied": lambda optimizer, p: optimizer.state.clear(),
+    "another dict": lambda optimizer, p: setattr(optimizer, "state", defaultdict(dict)),
+}
+
+
+@case("changing `optimizer.state`", [(whose, way) for whose in ("engine's", "own") for way in CHANGES], close=KERNELS)
+def states_changed(run: Run, variant: tuple[str, str]) -> None:
+    whose, way = variant
+    run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+    run.train(2)
+    CHANGES[way](run.own if whose == "own" else run.optimizer, run.module.second.weight)
+    run.train(2, start=2)
+    counts = from_all_ranks({float(state["step"]) for state in run.own.state.values()})
+    run.see(sorted(set().union(*counts)))
 
 
 @case("`register_step_pre_hook`", [(w, loop) for w in ("own", "engine's") for loop in ("engine", "torch")])
