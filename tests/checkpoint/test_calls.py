@@ -17,7 +17,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.checkpoint import faults
-from tests.checkpoint.recipes import RECIPES, Recipe
+from tests.checkpoint.recipes import Recipe
 from tests.checkpoint.runs import assert_equal, assert_reloads, facts, make_engine, on_rank_0, tags_in, train, trained
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
@@ -195,45 +195,6 @@ def test_a_rank_that_comes_too_late(directory: str, missing: int) -> None:
     engine.reduce(0)
     engine.save_checkpoint(directory)
     assert_reloads(facts(engine), directory, Recipe(), stage)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-@pytest.mark.parametrize(("finished", "stage"), [(0, 3), (1, 1)])
-def test_a_rank_that_has_finished_follows(directory: str, stage: int, finished: int) -> None:
-    """Also in the background, where the second save waits for the first one."""
-    recipe = RECIPES["groups"]
-    engine = make_engine(recipe, stage)
-    with engine.join():
-        for step in range(2 if engine.rank == finished else 4):
-            x, y = models.float_batch(step, 0, engine.rank)
-            engine.backward(models.square_loss(engine, (x, y)))
-            engine.step()
-            for tag in ("first", "global_step3") if step == 2 else ():
-                client = {"rank": engine.rank}
-                path = engine.save_checkpoint(directory, tag, client_state=client, async_save=finished == 1)
-                assert path == f"{directory}/{tag}"
-    engine.wait_for_checkpoint()
-    own = facts(engine)
-    other = make_engine(recipe, 3 - stage, seed=5)
-    _, client = other.load_checkpoint(directory)
-    assert client == {"rank": 1 if finished == 0 else 0} and other.global_steps == 3
-    with other.join():
-        for _ in range(0 if other.rank == finished else 1):
-            other.backward(models.square_loss(other, models.float_batch(3, 0, other.rank)))
-            other.step()
-    assert_equal(own, facts(other))
-
-
-@on_ranks(2)
-def test_loading_where_a_rank_has_finished(directory: str) -> None:
-    engine = trained(RECIPES["groups"], 3, 1)
-    engine.save_checkpoint(directory)
-    with engine.join():
-        engine.load_checkpoint(directory)  # no rank has finished
-    with pytest.raises(RuntimeError), engine.join():
-        if engine.rank == 0:
-            engine.load_checkpoint(directory)
 
 
 @on_ranks(2)

@@ -86,7 +86,7 @@ def test_a_rank_that_sleeps_ends_the_job_with_the_diagnosis(tmp_path: Path) -> N
     finished, _ = start(tmp_path, "sleep", 3)
     said = finished.stderr
     assert finished.returncode == EXIT_STATUS, said
-    assert "rank 1 is outside of the engine, at " in said and "train.py:" in said and "engine.join()" in said
+    assert "rank 1 is outside of the engine, at " in said and "train.py:" in said and "docs/uneven-data.md" in said
     assert said.count("Likely cause:") == 1, "the message is there once"
     assert "zerolite/launcher" not in said.partition("Likely cause:")[2].partition("zerolite: rank")[0]
     assert f"exit status {EXIT_STATUS}" in said

@@ -23,8 +23,8 @@ from zerolite.comm import record
 STEPS = 3
 BRANCHES = ("left", "right", "none", "left")
 OPTIMIZER = {"lr": 0.05, "momentum": 0.9}
-HOW = ("engine", "plain", "weights", "twice", "broken", "join", "absent")
-OF_SEVERAL = ("plain", "no_sync", "weights", "join")
+HOW = ("engine", "plain", "weights", "twice", "broken", "absent")
+OF_SEVERAL = ("plain", "no_sync", "weights")
 LATE = {"shared": True}  # contributions that come late
 APART = {"shared": False, "branches": True}  # each rank uses other parameters
 
@@ -79,8 +79,8 @@ def _weight(step: int, micro: int, rank: int) -> float:
 
 
 def _takes_part(how: str, step: int, rank: int, world: int) -> bool:
-    """The last rank has no batch: in the first step ("absent"), or at all ("join")."""
-    return rank < world - 1 or not (how == "join" or (how == "absent" and step == 0))
+    """The last rank has no batch in the first step ("absent")."""
+    return rank < world - 1 or not (how == "absent" and step == 0)
 
 
 def plain(how: str, micros: int, model: dict[str, Any]) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def plain(how: str, micros: int, model: dict[str, Any]) -> dict[str, Tensor]:
 
 def train(config: dict[str, Any], how: str = "engine", model: dict[str, Any] | None = None) -> dict[str, Any]:
     """``how``: "engine" or "plain" loop, "no_sync", "weights", "twice" (a second backward through the graph), "broken"
-    (on rank 0 the very first backward raises on its way, and all ranks drop it), "absent", "join"."""
+    (on rank 0 the very first backward raises on its way, and all ranks drop it), "absent"."""
     if how == "absent":  # another count of backwards on one rank is an error otherwise
         config = config | {"consistency_check_interval": 0}
     engine = zerolite.initialize(models.build(Late, **(model or {})), config)
@@ -114,17 +114,14 @@ def train(config: dict[str, Any], how: str = "engine", model: dict[str, Any] | N
         engine.module.broken = False
         engine.zero_grad()
     collectives = []
-    with engine.join() if how == "join" else contextlib.nullcontext():
-        for step in range(STEPS):
-            if how == "join" and not _takes_part(how, step, engine.rank, engine.world_size):
-                break
-            with record() as recorder:
-                for micro in range(micros):
-                    _micro_batch(engine, how, step, micro, micros)
-                if how in ("plain", "absent"):
-                    engine.optimizer.step()
-                    engine.optimizer.zero_grad()
-            collectives.append([(call.op, call.tag) for call in recorder.calls])
+    for step in range(STEPS):
+        with record() as recorder:
+            for micro in range(micros):
+                _micro_batch(engine, how, step, micro, micros)
+            if how in ("plain", "absent"):
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+        collectives.append([(call.op, call.tag) for call in recorder.calls])
     found = snapshot(engine)
     assert_same_on_ranks(found, how)
     assert engine.global_steps == STEPS
@@ -159,7 +156,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str,
 def test_numbers_are_those_of_plain_pytorch(micros: int) -> None:
     several = OF_SEVERAL if dist.get_world_size() == 2 else OF_SEVERAL[2:]
     kinds = [(how, LATE) for how in (HOW if (micros, dist.get_world_size()) == (1, 2) else several)]
-    for how, model in [*kinds, ("engine", APART), ("join", APART)]:
+    for how, model in [*kinds, ("engine", APART), ("weights", APART)]:
         wanted = plain(how, micros, model)
         for stage in (1, 2):
             found = train(settings(stage, micros=micros), how, model)

@@ -191,7 +191,6 @@ def test_calls_that_a_pipeline_has_not() -> None:
         engine.step,
         engine.optimizer.step,
         lambda: engine.no_sync().__enter__(),
-        lambda: engine.join().__enter__(),
         lambda: engine.set_gradient_accumulation_boundary(False),
     ):
         said = raised(call)

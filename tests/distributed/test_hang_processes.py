@@ -132,7 +132,7 @@ print("done")
     assert "done" in (tmp_path / "0").read_text()
 
 
-@pytest.mark.parametrize("call", ["make(2.0)", "engine.join().__enter__()"])
+@pytest.mark.parametrize("call", ["make(2.0)", "engine.reduce(1)"])
 def test_waits_outside_of_steps_are_seen(tmp_path: Path, call: str) -> None:
     first = "engine = make(2.0)\nstep(engine)" if "engine" in call else "zerolite.init_distributed()"
     script = f"""

@@ -233,13 +233,7 @@ def plain_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
     engine.optimizer.zero_grad()
 
 
-def joined_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
-    """The last rank has one step fewer. Not a generator's business: a join spans steps (:func:`train`)."""
-    if engine.rank != engine.world_size - 1 or step < STEPS - 1:
-        yield from engine_loop(engine, recipe, step)
-
-
-LOOPS = {"engine": engine_loop, "phases": phases_loop, "plain": plain_loop, "p.grad": p_grad_loop, "join": joined_loop}
+LOOPS = {"engine": engine_loop, "phases": phases_loop, "plain": plain_loop, "p.grad": p_grad_loop}
 
 
 # -------------------------------------------------------------------- comparisons
@@ -272,12 +266,11 @@ def train(recipe: Recipe, stage: int, loop: str, **more: Any) -> dict[str, Any]:
     engine = make_engine(recipe, stage, **more)
     own_seeds(engine.rank)
     losses, norms = [], []
-    with zerolite.comm.record() as recorder, engine.join() if loop == "join" else contextlib.nullcontext():
+    with zerolite.comm.record() as recorder:
         for step in range(STEPS):
             recipe.change(engine, step)
             losses += list(LOOPS[loop](engine, recipe, step))
-            if loop != "join":
-                norms.append(engine.get_global_grad_norm())
+            norms.append(engine.get_global_grad_norm())
     return {"losses": losses, "norms": norms, "sent": plain_calls(recorder), **facts(engine, recipe.states)}
 
 
@@ -339,7 +332,7 @@ SOME = ("mixture in fp16", "sums in bf16", "not a number", "added group")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loop", "stage"), [("phases", 3), ("plain", 1), ("p.grad", 3), ("join", 2)])
+@pytest.mark.parametrize(("loop", "stage"), [("phases", 3), ("plain", 1), ("p.grad", 3)])
 @on_ranks(2, timeout=600)
 def test_every_loop(loop: str, stage: int, tmp_path: Path) -> None:
     for name in (*SOME, "accumulation with weights"):

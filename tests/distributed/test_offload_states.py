@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import os
@@ -60,7 +59,6 @@ def calls_while_out(engine: Any) -> dict[str, Callable[[], Any]]:
         "step": engine.optimizer.step,
         "reduce": engine.reduce_gradients,
         "set gradient": lambda: zerolite.set_full_grad(first, None),
-        "join": lambda: contextlib.ExitStack().enter_context(engine.join()),
         "read": lambda: first.data.sum(),
         "save": lambda: engine.save_checkpoint(tempfile.gettempdir()),
         "gradient": lambda: zerolite.get_full_grad(first),

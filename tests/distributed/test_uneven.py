@@ -1,288 +1,161 @@
-"""Uneven work: ranks whose batches differ in number join; those whose batches differ in size train by the gradient of
-the joint batch, with weights of their backwards."""
+"""Uneven work: ranks whose batches differ in number or size train by the gradient of the joint batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms import Join
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import zerolite
 from tests.toolkit import models, reference
-from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, from_all_ranks
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, SGD, at, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import KINDS, backward, counters, loss_of, make_engine, raises, snapshot
-from zerolite.comm import record
+from tests.toolkit.training import backward, make_engine, raises, snapshot
 
 STAGES = ("0", "1", "2", "3 moving", "3 tight", "3 defaults")
 
+# -------------------------------------------------------------------- batches that differ in number
 
-def joined(
-    config: dict[str, Any],
-    counts: list[int],
-    model: str = "OddModel",
-    loop: str = "engine",
-    keep_divisor: bool = True,
-    weights: bool = False,
-    after: int = 0,
-    by_hand: bool = False,
-    **more: Any,
-) -> dict[str, Any]:
-    """``counts[rank]`` micro-batches inside ``engine.join()``, then ``after`` on every rank. by_hand: the user sets the
-    learning rate before each step. loop: "plain", with an evaluation in each step, or "engine"."""
-    engine = make_engine(config, model, **more)
-    loss_of, make_batch = KINDS[model]
-    micros = engine.gradient_accumulation_steps
-    means, losses = [], []
+BATCH = 3
+SAMPLES = {1: [8], 2: [4, 11], 3: [14, 3, 7]}  # of each rank
 
-    def step(micro: int) -> None:
-        if by_hand:
-            engine.optimizer.param_groups[0]["lr"] = 0.05 / (1 + micro)
-        size = 1 + (micro + engine.rank) % 3 if weights else 2
-        batch = make_batch(micro, 0, engine.rank, size)
-        if loop == "plain":
-            with torch.no_grad():
-                loss_of(engine, batch)
-        loss = loss_of(engine, batch)
-        losses.append(float(loss.detach()))
-        means.append(engine.reduce(float(loss.detach()), "sum"))
-        if loop == "plain":
-            (loss / micros).backward()
-            if (micro + 1) % micros == 0:
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-        else:
-            engine.backward(loss, weight=size if weights else None)
-            engine.step()
 
-    with record() as recorder, engine.join(divide_by_initial_world_size=keep_divisor):
-        for micro in range(counts[engine.rank]):
-            step(micro)
-    if loop == "engine":
-        engine.step(flush=True)
-    inside = {"parameters": snapshot(engine), **counters(engine), "traffic": recorder.summary()}
-    for micro in range(max(counts), max(counts) + after):
-        step(micro)
-    schedule = engine.coordinator.schedule if engine.coordinator is not None else None
-    assert schedule is None or not schedule.on_demand_only
+def samples_of(rank: int) -> tuple[Tensor, Tensor]:
+    """Return all samples of a rank."""
+    return models.float_batch(5, 0, rank, size=SAMPLES[dist.get_world_size()][rank])
+
+
+class Part(IterableDataset):
+    """The samples of this rank. breaks: behind them comes an error."""
+
+    def __init__(self, breaks: bool = False, empty: bool = False) -> None:
+        self.breaks, self.empty = breaks, empty
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if not self.empty:
+            yield from zip(*samples_of(dist.get_rank()), strict=True)
+        if self.breaks:
+            raise KeyError("a bug in the dataset")
+
+
+def joint_batches() -> list[list[tuple[Tensor, Tensor]]]:
+    """Return for each step the batches of the ranks that have one."""
+    world = dist.get_world_size()
+    parts = [list(zip(*(t.split(BATCH) for t in samples_of(rank)), strict=True)) for rank in range(world)]
+    return [[part[step] for part in parts if step < len(part)] for step in range(max(map(len, parts)))]
+
+
+def from_iterable(engine: Any) -> Iterator[tuple[Any, int]]:
+    for batch in engine.dataloader:
+        yield batch, engine.dataloader.weight
+
+
+def by_hand(engine: Any) -> Iterator[tuple[Any, int]]:
+    """As docs/uneven-data.md does it for any loader."""
+    loader = DataLoader(TensorDataset(*samples_of(engine.rank)), BATCH)
+    batches, last = iter(loader), None
+    for _ in range(engine.reduce(len(loader), "max")):
+        batch = next(batches, None)
+        weight = 0 if batch is None else len(batch[0])
+        last = batch or last
+        yield last, weight
+
+
+def joined(config: dict[str, Any], how: str, epochs: int = 2) -> dict[str, Any]:
+    """Train passes over uneven parts. how: "iterable", "by hand", or "train_batch"."""
+    config = config | {"train_micro_batch_size_per_gpu": BATCH}
+    engine = zerolite.initialize(models.build(models.Mlp), config, training_data=Part(), loss_fn=torch.nn.MSELoss())
+    norms, losses = [], []
+    steps = len(joint_batches())
+    for _ in range(epochs):
+        if how == "train_batch":
+            for _ in range(steps // engine.gradient_accumulation_steps):
+                losses.append(float(engine.train_batch()))
+                norms.append(engine.get_global_grad_norm())
+            continue
+        for batch, weight in (by_hand if how == "by hand" else from_iterable)(engine):
+            engine.backward(models.square_loss(engine, batch), weight=weight)
+            if engine.step():
+                norms.append(engine.get_global_grad_norm())
+        if engine.step(flush=True):
+            norms.append(engine.get_global_grad_norm())
     parameters = snapshot(engine)
     assert_same_on_ranks(parameters)
-    return {
-        "inside": inside,
-        "parameters": parameters,
-        "means": means,
-        "losses": losses,
-        "buffers": {name: buffer.clone() for name, buffer in engine.module.named_buffers()},
-    }
+    return {"parameters": parameters, "norms": norms, "losses": losses}
 
 
-def joined_plain(
-    optimizer: tuple[str, dict[str, Any]],
-    counts: list[int],
-    micros: int = 1,
-    model: str = "OddModel",
-    keep_divisor: bool = True,
-    weights: bool = False,
-    after: int = 0,
-    by_hand: bool = False,
-) -> dict[str, Tensor]:
-    """The same on one process: gradients of the ranks that have a batch, summed in rank order."""
-    torch.set_num_threads(1)
-    whole = models.build(getattr(models, model))
-    loss_of, make_batch = KINDS[model]
-    torch_optimizer = getattr(torch.optim, optimizer[0])(
-        [p for p in whole.parameters() if p.requires_grad], **optimizer[1]
-    )
-    world, total = len(counts), max(counts) + after
-
-    def active(micro: int) -> list[int]:
-        return [rank for rank in range(world) if micro < counts[rank] or micro >= max(counts)]
-
-    start = 0
-    while start < total:
-        end = min(start + micros, max(counts) if start < max(counts) else total)
-        window = range(start, end)
-        start = end
-        torch_optimizer.zero_grad()
-        tokens = sum(1 + (micro + rank) % 3 for micro in window for rank in active(micro))
-        for micro in window:
-            for rank in active(micro):
-                size = 1 + (micro + rank) % 3 if weights else 2
-                loss = loss_of(whole, make_batch(micro, 0, rank, size))
-                ranks = world if keep_divisor else len(active(micro))
-                (loss * size / tokens if weights else loss / (ranks * len(window))).backward()
-        if by_hand:
-            torch_optimizer.param_groups[0]["lr"] = 0.05 / (1 + window[-1])
-        torch_optimizer.step()
-    return {name: p.detach().clone() for name, p in whole.named_parameters()}
+def joined_plain(micros: int, epochs: int = 2) -> Any:
+    """Plain PyTorch on the joint batch of each step."""
+    steps = joint_batches()
+    windows = [steps[start : start + micros] for start in range(0, len(steps), micros)] * epochs
+    return reference.train(models.build(models.Mlp), models.square_loss, windows, "fp32", SGD)
 
 
-def counts_of(world: int) -> list[list[int]]:
-    return {2: [[2, 5], [5, 0], [3, 3]], 3: [[0, 4, 7], [5, 2, 5]]}[world]
-
-
-def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], atol: float = 2e-6) -> None:
-    torch.testing.assert_close(got, wanted, rtol=0, atol=atol)
-
-
-@pytest.mark.slow
+@pytest.mark.fast("2-2", "3 tight-2", "3 defaults-3")
 @on_ranks(2, 3, timeout=120)
-@pytest.mark.parametrize("stage", ["0", "2", "3", "3 tight"])
-def test_ranks_that_have_finished_serve_the_others(stage: str) -> None:
-    """Parameters and counters of all ranks are those of one process, and training goes on afterwards."""
-    for counts in counts_of(dist.get_world_size()):
-        found = joined(at(stage), counts, after=3)
-        inside = {key: value for key, value in found["inside"].items() if key not in ("parameters", "traffic")}
-        assert_same_on_ranks(inside)
-        assert inside["global_steps"] == max(counts)
-        assert_close(found["inside"]["parameters"], joined_plain(SGD, counts), 1e-6)
-        assert_close(found["parameters"], joined_plain(SGD, counts, after=3))
+@pytest.mark.parametrize("stage", STAGES)
+def test_uneven_passes_are_those_of_the_joint_batches(stage: str) -> None:
+    for micros in (1, 3):
+        wanted = joined_plain(micros)
+        for how in ("iterable", "by hand"):
+            found = joined(at(stage, accumulation=micros), how)
+            assert found["norms"] == pytest.approx(wanted.norms, rel=2e-6), how
+            torch.testing.assert_close(found["parameters"], wanted.parameters, rtol=0, atol=2e-6)
 
 
-@pytest.mark.slow
-@on_ranks(3, timeout=120)
-@pytest.mark.parametrize("stage", ["0", "2", "3 tight"])
-def test_join_by_another_divisor_with_weights_and_in_windows(stage: str) -> None:
-    counts = counts_of(dist.get_world_size())[0]
-    for more in (
-        {"keep_divisor": False},
-        {"keep_divisor": False, "micros": 3},
-        {"weights": True, "micros": 2},
-        {"weights": True, "keep_divisor": False},
-        {"by_hand": True},
-    ):
-        asked: dict[str, Any] = dict(more)
-        micros = asked.pop("micros", 1)
-        found = joined(at(stage, accumulation=micros), counts, **asked)
-        assert_close(found["parameters"], joined_plain(SGD, counts, micros=micros, **asked))
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=120)
-@pytest.mark.parametrize("stage", ["0", "2", "3 defaults"])
-def test_join_in_torchs_own_loop(stage: str) -> None:
-    for counts, micros in (([2, 5], 1), ([6, 2], 2)):
-        chosen = at(stage, accumulation=micros, optimizer=ADAMW, clip=0.5)
-        ours, wanted = joined(chosen, counts, loop="plain"), joined(chosen, counts)
-        assert_same_bits(ours["parameters"], wanted["parameters"], f"{counts}: torch's own loop")
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_train_batch_over_uneven_parts(stage: str) -> None:
+    wanted, found = joined_plain(1), joined(at(stage), "train_batch")
+    assert found["losses"] == pytest.approx(wanted.losses, rel=2e-6)
+    torch.testing.assert_close(found["parameters"], wanted.parameters, rtol=0, atol=2e-6)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("stage", "keep_divisor"), [("0", False), ("1", True), ("2", False), ("3", True)])
-def test_join_gives_ddps_numbers(stage: str, keep_divisor: bool) -> None:
-    """The engine's join and torch's over DDP, in the same processes."""
-    counts, rank = [2, 5], dist.get_rank()
-    ours = joined(at(stage), counts, "Mlp", keep_divisor=keep_divisor)["parameters"]
-    ddp = torch.nn.parallel.DistributedDataParallel(models.build(models.Mlp))
-    optimizer = torch.optim.SGD(ddp.parameters(), **SGD[1])
-    with Join([ddp], divide_by_initial_world_size=keep_divisor):
-        for micro in range(counts[rank]):
-            optimizer.zero_grad()
-            models.square_loss(ddp, models.float_batch(micro, 0, rank, 2)).backward()
-            optimizer.step()
-    for parameter in ddp.module.parameters():  # a rank that has finished takes no step in DDP
-        dist.broadcast(parameter.data, 1)
-    theirs = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
-    if keep_divisor:
-        assert_same_bits(ours, theirs, "DDP")
-    else:
-        assert_close(ours, theirs, 1e-6)  # it divides by 1, we multiply 1/2 by 2
+def test_rows_of_repeated_batches_are_left_out() -> None:
+    engine = make_engine(at("3"), "Mlp")
+    rows = []
+    for x, _ in engine.deepspeed_io(Part(), batch_size=BATCH, route="eval"):
+        with torch.no_grad():
+            engine(x)
+        rows.append(engine.gather_for_metrics(x))
+    wanted = torch.cat([x for step in joint_batches() for x, _ in step])
+    assert torch.equal(torch.cat(rows), wanted)
+    assert len(engine.gather_for_metrics(wanted[:2])) == 4, "outside of a pass rows are rows"
 
 
-@pytest.mark.fast("3 tight-ConvNet-2")
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("stage", "model"),
-    [
-        ("2", "SharedCheckpointed"),
-        ("3 tight", "SharedCheckpointed"),
-        ("3 tight", "MixtureOfExperts"),
-        ("3 tight", "ConvNet"),
-    ],
-)
-def test_join_with_other_models(stage: str, model: str) -> None:
-    leaves = {"leaf_modules": ["MoeBlock"]} if model == "MixtureOfExperts" and stage[0] == "3" else {}
-    found = joined(at(stage, zero=leaves), [1, 4], model, after=2)
-    if model != "ConvNet":  # its statistics are each rank's own
-        assert_close(found["parameters"], joined_plain(SGD, [1, 4], model=model, after=2))
-
-
-@on_ranks(2)
+@on_ranks(2, timeout=30)
 @pytest.mark.parametrize("stage", ["0", "3"])
-def test_what_goes_on_in_a_join(stage: str) -> None:
-    """Means are over the ranks that go on; every forward, backward and step is one exchange, and an evaluation too."""
-    found = joined(at(stage), [2, 4], "Mlp")
-    (first, first_losses), (second, second_losses) = from_all_ranks((found["means"], found["losses"]))
-    assert first == second[:2] and second[0] == first_losses[0] + second_losses[0]
-    assert second[2:] == second_losses[2:]
-    even = joined(at(stage), [4, 4], "Mlp")
-    assert even["inside"]["traffic"][("all_gather", "control")] == 4 * 4 + 1  # with the mean; and at the end
-
-
-@on_ranks(2)
-def test_buffers_are_those_of_a_rank_that_goes_on() -> None:
-    buffers = joined(at("2"), [1, 4], "Buffered", broadcast_buffers=True)["buffers"]
-    assert buffers["calls"] == (4 if dist.get_rank() else 3)  # before the last forward
-
-
-LEFT = "has left with an exception"
-FINISHED = "has finished its batches"
-PLACES = "different places of their loops"
-LEAVING = {
-    "early": (LEFT, LEFT),
-    "late": (LEFT, LEFT),
-    "places": (PLACES, PLACES),
-    "master": (FINISHED, FINISHED),
-    "metrics": (LEFT, "have finished their batches"),
-}
-
-
-@pytest.mark.fast("0-late-2", "1-early-2", "2-places-2", "3-master-2")
-@on_ranks(2, 3, timeout=30)
-@pytest.mark.parametrize(
-    ("stage", "how"), [("1", "early"), ("0", "late"), ("2", "places"), ("3", "master"), ("3", "metrics")]
-)
-def test_nobody_waits_for_a_rank_that_does_something_else(stage: str, how: str) -> None:
-    """Rank 0 has two batches, the others four."""
+def test_uneven_parts_that_all_ranks_refuse(stage: str) -> None:
     engine = make_engine(at(stage), "Mlp")
-    message = ""
-    try:
-        with engine.join():
-            for step in range(2 if engine.rank == 0 else 4):
-                if how == "early" and step == 1 and engine.rank == 1:
-                    raise KeyError("a bug in the data loader")
-                loss = loss_of(engine, step)
-                if how == "late" and step == 3 and engine.rank == 1:
-                    raise KeyError("a bug in the data loader")
-                if how == "places" and step == 1 and engine.rank == 1:
-                    engine.step()
-                engine.backward(loss)
-                engine.step()
-                if step == 3 and how == "master":
-                    zerolite.get_full_master(engine.module.first.weight)
-                if step == 3 and how == "metrics":
-                    for _ in engine.deepspeed_io(torch.arange(8), batch_size=2, route="eval"):
-                        engine.gather_for_metrics(torch.zeros(2))
-    except (RuntimeError, KeyError, ValueError) as error:
-        message = str(error)
-    dist.barrier()
-    wanted = (
-        "bug in the data loader" if how in ("early", "late") and engine.rank == 1 else LEAVING[how][engine.rank > 0]
-    )
-    assert wanted in message, message
 
+    def train(weighted: bool = True, plain: bool = False, **more: Any) -> None:
+        loader = engine.deepspeed_io(Part(**more), batch_size=BATCH)
+        for batch in loader:
+            loss = models.square_loss(engine, batch)
+            if plain:
+                loss.backward()
+            else:
+                engine.backward(loss, weight=loader.weight if weighted else None)
+            engine.step()
 
-@on_ranks(2)
-def test_join_is_not_entered_twice() -> None:
-    engine = make_engine(at("1"), "Mlp")
-    with raises(RuntimeError, "cannot be entered twice"), engine.join(), engine.join():
-        pass
+    for plain in (False, True):
+        with raises(RuntimeError, "got a backward without a weight"):
+            train(weighted=False, plain=plain)
+        engine.zero_grad()
+    with raises(ValueError, "IterableDataset Part: expected at least one batch on every rank, got none on rank 1"):
+        train(empty=engine.rank == 1)
+    breaks = engine.rank == 0
+    with raises(KeyError if breaks else RuntimeError, "a bug" if breaks else "rank 0 has failed to load"):
+        train(breaks=breaks)
+    engine.zero_grad()
+    train()
 
 
 # -------------------------------------------------------------------- batches that differ in size

@@ -119,7 +119,7 @@ TIMEOUT_S = 3.0
 
 # How rank 1 parts from the others, at which stage, and what the message says then.
 PARTINGS: dict[str, tuple[int, list[str]]] = {
-    "sleep": (2, ["rank 1 is outside of the engine", "in part", "engine.join()", "waits for no rank"]),
+    "sleep": (2, ["rank 1 is outside of the engine", "in part", "docs/uneven-data.md", "waits for no rank"]),
     "sleep in forward": (3, ["rank 1 is slow or stuck in the forward", "in forward", "desync_timeout_s"]),
     "save": (2, ["rank 1 called engine.save_checkpoint(), and the other", "on all ranks"]),
     "branch": (3, ["'experts.first'", "'experts.second'", "leaf_modules", "number 4 in this step"]),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, WeightedRandomSampler
 
-from zerolite.data.dataloader import Loaders, RepeatingLoader
+from tests.toolkit.loaders import loaders_of
+from zerolite.data.dataloader import RepeatingLoader
 
 
 class Ranks:
@@ -16,7 +17,7 @@ class Ranks:
 
     def __init__(self, world_size, size, batch_size=3, route="train", drop_last=False, users=None):
         """users: makes a DataLoader of a data set and this rank's sampler options."""
-        self.loaders = [Loaders(rank, world_size, "cpu", batch_size, drop_last) for rank in range(world_size)]
+        self.loaders = [loaders_of(rank, world_size, batch_size, drop_last) for rank in range(world_size)]
         data = list(range(size))
         self.each = [
             one.prepare(users(data, num_replicas=world_size, rank=rank)) if users else one.make(data, route=route)
@@ -222,7 +223,7 @@ def test_random_numbers_are_those_of_the_uninterrupted_run(kind):
 
     def seeded(seed):
         torch.manual_seed(seed)
-        loaders = Loaders(0, 1, "cpu", 3, False)
+        loaders = loaders_of(0, 1, 3)
         return loaders, loaders.prepare(make())
 
     _, loader = seeded(1)
@@ -262,7 +263,7 @@ def test_batches_that_workers_load_ahead_do_not_count_as_given(persistent):
 
 
 def two():
-    loaders = Loaders(0, 1, "cpu", 3, False)
+    loaders = loaders_of(0, 1, 3)
     return loaders, loaders.make(list(range(24))), loaders.make(list(range(10)), route="eval")
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-from zerolite.data.dataloader import EpochSampler, Loaders, Rows, build_dataloader
+from tests.toolkit.loaders import loaders_of
+from zerolite.data.dataloader import EpochSampler, Rows, build_dataloader
 
 
 class Stream(IterableDataset):
@@ -74,7 +75,7 @@ def test_workers_of_ranks_that_are_seeded_alike_draw_other_numbers(kind):
     def own(rank):
         return build_dataloader(Noise(), 2, rank, 2, num_workers=1)
 
-    make = own if kind == "own" else lambda rank: Loaders(rank, 2, "cpu", 2, False).prepare(users(rank))
+    make = own if kind == "own" else lambda rank: loaders_of(rank, 2, 2).prepare(users(rank))
     first, second = drawn(0, make), drawn(1, make)
     assert first == drawn(0, users), "rank 0 draws what it draws in plain PyTorch"
     assert second == drawn(1, make) and all(
@@ -82,7 +83,7 @@ def test_workers_of_ranks_that_are_seeded_alike_draw_other_numbers(kind):
     )
     fixed = users(1)
     fixed.worker_init_fn = random.seed
-    assert Loaders(1, 2, "cpu", 2, False).prepare(fixed).worker_init_fn is random.seed
+    assert loaders_of(1, 2, 2).prepare(fixed).worker_init_fn is random.seed
 
 
 def test_a_wrong_batch_size_or_no_data_is_refused():
@@ -128,10 +129,6 @@ def test_an_iterable_dataset_passes_through_and_is_said_once(caplog):
     assert "IterableDataset (Stream)" in said and "different part on each rank" in said
 
 
-def loaders_of(rank, world_size, drop_last=False):
-    return Loaders(rank, world_size, "cpu", 4, drop_last)
-
-
 def in_hand(loaders, batch):
     """The batch and what is said of it."""
     rows = loaders.rows()
@@ -143,7 +140,7 @@ def in_hand(loaders, batch):
 def test_the_rows_of_all_ranks_in_turn_are_the_data_in_order(world_size, size, route):
     ranks = []
     for rank in range(world_size):
-        loaders = loaders_of(rank, world_size)
+        loaders = loaders_of(rank, world_size, 4)
         loader = loaders.make(list(range(size)), route=route)
         ranks.append([in_hand(loaders, batch) for batch in loader])
         assert loaders.rows() is None
@@ -158,7 +155,7 @@ def test_the_rows_of_all_ranks_in_turn_are_the_data_in_order(world_size, size, r
 
 def test_a_users_loader_is_recognised_by_its_sampler():
     data = list(range(11))
-    loaders = loaders_of(1, 2)
+    loaders = loaders_of(1, 2, 4)
     plain = DataLoader(data, batch_size=3, sampler=DistributedSampler(data, 2, 1, shuffle=False))
     loader = loaders.prepare(plain)
     assert [in_hand(loaders, batch) for batch in loader] == [([1, 3, 5], 3, 6), ([7, 9, 0], 3, 5)]
@@ -167,7 +164,7 @@ def test_a_users_loader_is_recognised_by_its_sampler():
     short = DistributedSampler(data, 2, 1, shuffle=False, drop_last=True)
     loader = loaders.prepare(DataLoader(data, batch_sampler=BatchSampler(short, 3, False)))
     assert [in_hand(loaders, batch) for batch in loader] == [([1, 3, 5], 3, 6), ([7, 9], 2, 4)]
-    assert loaders_of(0, 1).prepare(DataLoader(data, batch_size=3, shuffle=True)).share.all_rows() == Rows(11, 11)
+    assert loaders_of(0, 1, 4).prepare(DataLoader(data, batch_size=3, shuffle=True)).share.all_rows() == Rows(11, 11)
 
 
 Reversed = type("Reversed", (DistributedSampler,), {"__iter__": lambda self: reversed(range(2))})
@@ -188,4 +185,4 @@ Reversed = type("Reversed", (DistributedSampler,), {"__iter__": lambda self: rev
 )
 def test_loaders_of_which_the_samples_are_not_known(loader, words):
     with pytest.raises(ValueError, match=f"prepare_loader: expected a torch DataLoader.*{words}"):
-        loaders_of(1, 2).prepare(loader)
+        loaders_of(1, 2, 4).prepare(loader)

@@ -79,7 +79,7 @@ def test_a_rank_that_saves_alone() -> None:
 def test_a_rank_that_is_elsewhere() -> None:
     outside = at(2, call="", line="train.py:12, in evaluate", waits_for="")
     text = diagnose("Why.", [at(0), at(1), outside], {})
-    assert "rank 2 is outside of the engine, at train.py:12, in evaluate" in text and "engine.join()" in text
+    assert "rank 2 is outside of the engine, at train.py:12, in evaluate" in text and "docs/uneven-data.md" in text
     inside = at(2, inside="model.py:8, in forward", call="the forward", waits_for="")
     assert "rank 2 is slow or stuck in the forward, at model.py:8, in forward" in diagnose("Why.", [at(0), inside], {})
 
@@ -118,7 +118,7 @@ def test_ranks_that_do_not_answer() -> None:
     text = diagnose("Why.", [at(0)], {1: Absent()})
     assert "not yet in zerolite.initialize()" in text
     text = diagnose("Why.", [at(0), at(2)], {1: Absent(ended="ended normally after step 2")})
-    assert "uneven batches: rank 1 came to the end" in text and "engine.join()" in text
+    assert "uneven batches: rank 1 came to the end" in text and "docs/uneven-data.md" in text
     text = diagnose("Why.", [at(0)], {1: Absent(ended="ended with ValueError: x after step 2")})
     assert "rank 1 ended with an exception" in text
 

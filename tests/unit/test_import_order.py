@@ -25,7 +25,7 @@ PURE = (
     "zerolite.utils.listening", "zerolite.utils.resources", "zerolite.utils.sizes", "zerolite.utils.units",
     "zerolite.planning.errors", "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
     "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
-    "zerolite.zero.commands", "zerolite.precision.loss_scaler",
+    "zerolite.precision.loss_scaler",
     "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.stage3.launch_plan", "zerolite.zero.layout",
     "zerolite.offload.checksums", "zerolite.zero.stage3.fetch_plan",
     "zerolite.zero.stage3.metadata_reads", "zerolite.zero.stages", "op_builder",

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toolkit.loaders import loaders_of
 from zerolite.comm import Communicator, NullCommunicator, record
 from zerolite.data import metrics
-from zerolite.data.dataloader import Loaders
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -109,7 +109,7 @@ def test_what_cannot_be_reduced(value: Any, op: str, words: str) -> None:
 
 
 def test_rows_must_be_the_samples_of_the_batch() -> None:
-    loaders = Loaders(0, 1, "cpu", 4, False)
+    loaders = loaders_of(0, 1, 4)
     loader = loaders.make(list(range(6)), route="eval")
     seen = []
     for batch in loader:

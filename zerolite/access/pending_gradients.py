@@ -14,7 +14,6 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.utils.user_line import warn_of_collective
-from zerolite.zero.commands import Command
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.shown_gradients import Factor, GradientSpec
 from zerolite.zero.step import StepPipeline
@@ -74,7 +73,7 @@ class PendingGradients:
     @torch.no_grad()
     def open(self, index: int) -> torch.Tensor:
         """Return this rank's part, to be written to until :meth:`close`: its own memory, or a copy in fp32 or more."""
-        self._change([index])
+        self._finish([index])
         if index in self._reducer.shown.factors:
             self._pipeline.changes.apply_factors()
         part, scale = self._part(index), self._scale(index)
@@ -129,7 +128,7 @@ class PendingGradients:
     @torch.no_grad()
     def multiply(self, indices: Sequence[int], factor: Factor) -> None:
         """Multiply these gradients by a number. The factor is stored, and normally applied by the update."""
-        self._change(indices)
+        self._finish(indices)
         self._reducer.shown.note_change("mul_", [factor], len(indices))
         if isinstance(factor, torch.Tensor) and factor.device != self._device:
             factor = float(factor)
@@ -231,8 +230,3 @@ class PendingGradients:
         self._check(indices)
         if not self._reducer.finished:
             self._pipeline.finish_reductions()
-
-    def _change(self, indices: Sequence[int]) -> None:
-        self._finish(indices)
-        with self._pipeline.announce(Command.OTHER):  # a rank that has left engine.join() would not change its shards
-            pass

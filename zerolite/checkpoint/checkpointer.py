@@ -15,7 +15,6 @@ from zerolite.checkpoint.saving import Saver, SaveRequest, UserState
 from zerolite.checkpoint.training_run import run_of_this_job
 from zerolite.data.dataloader import Loaders
 from zerolite.utils.accelerator import collector_off
-from zerolite.zero.commands import Command
 
 
 class Checkpointer:
@@ -48,13 +47,8 @@ class Checkpointer:
             return UserState(dict(client_state or {}), self._loaders.state_dict())
 
         request = SaveRequest(directory_of(save_dir, "save_dir"), tag, *map(bool, flags))
-        with self.components.pipeline.announce(Command.SAVE), _undisturbed():
-            return self._saver.save(request, user, scheduler)
-
-    def mirror_save(self, scheduler: object) -> None:
-        """Take part in a save of the ranks that still have batches, with the states of this rank."""
         with _undisturbed():
-            self._saver.save(None, None, scheduler)
+            return self._saver.save(request, user, scheduler)
 
     def load(
         self, scheduler: Any, load_dir: str | os.PathLike[str], tag: str | None, *flags: Any
@@ -65,10 +59,9 @@ class Checkpointer:
             flags: the other fields of :class:`LoadRequest`, in their order.
         """
         request = LoadRequest(directory_of(load_dir, "load_dir"), tag, *map(bool, flags))
-        with self.components.pipeline.announce(Command.OTHER):
-            self._saver.wait_for_all()
-            with _undisturbed():
-                return self._loader.load(request, scheduler, self._loaders)
+        self._saver.wait_for_all()
+        with _undisturbed():
+            return self._loader.load(request, scheduler, self._loaders)
 
     def nbytes(self) -> int:
         """Return the bytes of parameters, masters and states that this rank writes."""

@@ -51,7 +51,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class UserState:
-    """The user's state that is saved: that of the first rank with batches."""
+    """The user's state that is saved: rank 0's."""
 
     client_state: dict[str, Any]
     loaders: list[Any]
@@ -62,12 +62,12 @@ class _Offer:
     """Message of each rank to the others before they save.
 
     Attributes:
-        request: None on a rank that has finished its batches and follows the others.
+        request: arguments of its call.
         buffers: checksums by name.
         stage: facts of a pipeline stage, from the first rank of each.
     """
 
-    request: SaveRequest | None
+    request: SaveRequest
     buffers: dict[str, int]
     stage: ModelFacts | None
 
@@ -85,12 +85,12 @@ class Saver:
         self._failure: BaseException | None = None
         keep_track(self)
 
-    def save(self, request: SaveRequest | None, user: Callable[[], UserState] | None, scheduler: object) -> str:
+    def save(self, request: SaveRequest, user: Callable[[], UserState], scheduler: object) -> str:
         """Save a checkpoint and return its directory. Called on all ranks.
 
         Args:
-            request: None on a rank that has finished its batches.
-            user: returns the user's state; None on such a rank.
+            request: arguments of the call.
+            user: returns the user's state.
             scheduler: the learning rate schedule.
         """
         self.wait_for_all()
@@ -100,22 +100,16 @@ class Saver:
         own: list[UserState] = []
 
         def offer() -> _Offer:
-            if request is not None and user is not None:
-                if request.tag is not None:
-                    check_tag(request.tag)
-                own.append(user())
-                # Encode it once here, so that a value that cannot be saved is an error before anything is written.
-                json_codec.encode(own[0].client_state, "client_state", [])
+            if request.tag is not None:
+                check_tag(request.tag)
+            own.append(user())
+            # Encode it once here, so that a value that cannot be saved is an error before anything is written.
+            json_codec.encode(own[0].client_state, "client_state", [])
             return self._offer(request)
 
         offers = ranks.gather(offer)
-        requests = {rank: of_rank.request for rank, of_rank in enumerate(offers) if of_rank.request is not None}
-        agreed: SaveRequest = one_request(_CALL, requests)
+        agreed: SaveRequest = one_request(_CALL, {rank: of_rank.request for rank, of_rank in enumerate(offers)})
         self._components.pipeline.check_ranks()
-        source = min(requests)
-        users = own[0] if own else None
-        if source:  # rank 0, which commits, has finished its batches: the first rank with batches sends its state
-            users = self._host.broadcast(users, source)
         save_dir = Path(agreed.save_dir)
         tag = agreed.tag or default_tag(self._components.pipeline.outcomes.global_steps)
         in_background = agreed.async_save and not self._offloads_to_disk()
@@ -124,8 +118,7 @@ class Saver:
             shards, scalars = self._shards(offers, agreed.exclude_frozen_parameters)
             commit = None
             if self._host.rank == 0:
-                assert users is not None, "this rank's own, or what it was sent"
-                commit, tensors = self._commit(save_dir, tag, agreed, offers, users, scheduler)
+                commit, tensors = self._commit(save_dir, tag, agreed, offers, own[0], scheduler)
                 shards += tensors
             if in_background:
                 shards = self._copied(shards)
@@ -227,7 +220,7 @@ class Saver:
 
     # ---------------------------------------------------------------- contents
 
-    def _offer(self, request: SaveRequest | None) -> _Offer:
+    def _offer(self, request: SaveRequest) -> _Offer:
         components = self._components
         components.pipeline.check_between_steps()
         components.pipeline.check_no_failed_update()

@@ -6,7 +6,7 @@ No other package calls torch.distributed.
 from zerolite.comm.collective_check import CollectiveCheck, check_is_enabled
 from zerolite.comm.collective_errors import RaiseTogether, raise_together
 from zerolite.comm.communicator import Communicator, Pending, Watcher
-from zerolite.comm.control import ControlChannel, HostMaximum, largest
+from zerolite.comm.control import HostMaximum, largest
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.environment import ranks_of_job
 from zerolite.comm.flight_recorder import wait_for_result
@@ -30,7 +30,6 @@ __all__ = [
     "CollectiveCall",
     "CollectiveCheck",
     "Communicator",
-    "ControlChannel",
     "DeviceMesh",
     "HostGroup",
     "HostLinks",

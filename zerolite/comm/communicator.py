@@ -132,7 +132,6 @@ class Communicator:
         self.main = transport is None or transport.main  # this is the job's first rank, which prints for all
         # A dry run: the other ranks are taken for copies of this one.
         self.peers_agree = transport is not None and transport.peers_agree
-        self._launch_hook: Callable[[str], None] | None = None
         self.flight_recorder = FlightRecorder()
         self._watchers: tuple[Watcher, ...] = ()
         self._second: Communicator | None = None
@@ -156,10 +155,6 @@ class Communicator:
     def watch(self, watcher: Watcher) -> None:
         """Pass every collective through ``watcher`` from now on, inside of earlier watchers."""
         self._watchers = (*self._watchers, watcher)
-
-    def set_launch_hook(self, hook: Callable[[str], None] | None) -> None:
-        """Call ``hook(name of the collective)`` before every collective from now on; None: call nothing."""
-        self._launch_hook = hook
 
     def serve(self, dimension: str, main: bool) -> Communicator:
         """Set the dimension of the grid of ranks that this communicator serves. Returns the communicator."""
@@ -237,8 +232,6 @@ class Communicator:
             lasting: ``shards``, or tensors like them, if they live on anyway. The flight recorder then keeps these, and
                 otherwise it notes the sizes of ``shards``, which takes longer.
         """
-        if self._launch_hook is not None:
-            self._launch_hook("gather_shards")
         if self.world_size == 1:
             return self._gather_shards(fulls, shards, tag, key)
         if recorder.active:
@@ -275,8 +268,6 @@ class Communicator:
         at_once: bool = False,
     ) -> Pending:
         """Record a collective over ``tensor`` and launch it by ``start(*arguments)``."""
-        if self._launch_hook is not None:
-            self._launch_hook(op)
         if self.world_size == 1:
             return start(*arguments)
         if recorder.active:

@@ -6,7 +6,7 @@ Every step waits for these exchanges, so each is one collective over rows of int
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,54 +14,11 @@ import torch.distributed as dist
 from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.flight_recorder import wait_for
-from zerolite.comm.objects import broadcast_object
 from zerolite.comm.process_group import second_group
 from zerolite.utils.accelerator import HostRead
 
 T = TypeVar("T", int, float)
 TAG = "control"
-
-
-class ControlChannel:
-    """Exchange of rows of integers over a gloo group of its own.
-
-    It does not wait for the device and does not disturb collectives in flight. All methods, and the constructor, are
-    called on all ranks of ``comm``, in the same order.
-    """
-
-    def __init__(self, comm: Communicator, width: int) -> None:
-        """
-        Args:
-            comm: the ranks.
-            width: numbers in a row.
-        """
-        assert comm.group is not None
-        self._group = second_group(comm.group, "gloo", "control")
-        self._rank, self._world_size, self._width = comm.rank, comm.world_size, width
-        self._dimension = comm.dimension
-        self._last: list[Any] = []  # tensors that were sent without waiting, kept alive
-
-    def exchange(self, row: list[int]) -> list[list[int]]:
-        """Return every rank's ``row``: at most ``width`` 64-bit integers, filled up with zeros."""
-        own, full = self._rows(row)
-        recorder.note("all_gather", full, TAG, self._dimension, self._world_size)
-        work = dist.all_gather(list(full), own, group=self._group, async_op=True)
-        wait_for((work,), ("all_gather", TAG, full.numel(), full.dtype, 0))
-        return full.tolist()
-
-    def leave(self, row: list[int]) -> None:
-        """Send ``row`` to the ranks that wait in :meth:`exchange` without waiting for them. It must be the last
-        call."""
-        own, full = self._rows(row)
-        self._last = [own, full, dist.all_gather(list(full), own, group=self._group, async_op=True)]
-
-    def broadcast(self, value: object, source: int) -> Any:
-        """Return rank ``source``'s ``value``."""
-        return broadcast_object(value, source, self._group)
-
-    def _rows(self, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        own = torch.tensor(row + [0] * (self._width - len(row)), dtype=torch.int64, device="cpu")
-        return own, torch.empty(self._world_size, self._width, dtype=torch.int64, device="cpu")
 
 
 class HostMaximum:

@@ -102,16 +102,14 @@ def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.devic
 
 
 @torch.no_grad()
-def broadcast_together(
-    tensors: Iterable[torch.Tensor], comm: Communicator, device: torch.device, tag: str, source: int = 0
-) -> None:
-    """Do the same for several tensors, in one collective for each dtype."""
+def broadcast_together(tensors: Iterable[torch.Tensor], comm: Communicator, device: torch.device, tag: str) -> None:
+    """Overwrite several tensors on every rank with rank 0's values, in one collective for each dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors if comm.world_size > 1 else ():
         if tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
     for members in by_dtype.values():
         flat = torch.cat([member.to(device).reshape(-1) for member in members])
-        comm.broadcast(flat.view(torch.uint8), tag, source)
+        comm.broadcast(flat.view(torch.uint8), tag)
         parts = flat.split([member.numel() for member in members])
         torch._foreach_copy_(members, [part.view(m.shape) for part, m in zip(parts, members, strict=True)])

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from zerolite.comm import Communicator
+from zerolite.data.even_loader import CountingCollate, EvenLoader
 from zerolite.data.position import DataPosition, EpochSampler, position_from
 from zerolite.data.tracked_loader import LoaderPass, Rows, TrackedLoader, share_of
+from zerolite.zero.accumulation import GradAccumulation
 
 logger = logging.getLogger("zerolite")
 
@@ -70,21 +73,27 @@ class Loaders:
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        comm: Communicator,
+        accumulation: GradAccumulation,
         device_type: str,
         micro_batch_size: int | None,
         drop_last: bool,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        """collate_fn: default of the loaders."""
+        """
+        Args:
+            comm: the data ranks.
+            accumulation: is told while some ranks repeat a batch.
+            collate_fn: default of the loaders.
+        """
         self._collate_fn = collate_fn
-        self._rank = rank
-        self._world_size = world_size
+        self._comm, self._accumulation = comm, accumulation
+        self._rank, self._world_size = comm.rank, comm.world_size
         self._device_type = device_type
         self._micro_batch_size = micro_batch_size
         self._drop_last = drop_last
         self._running: list[LoaderPass] = []  # passes under way, the one begun last at the end
+        self._even: list[EvenLoader] = []  # those with a pass under way, the one begun last at the end
         # By number, in the order in which they were made. Weak, because a loader that the user drops needs no position.
         self._made: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -102,18 +111,27 @@ class Loaders:
         """Make a loader of `dataset`; see :meth:`zerolite.engine.engine.Engine.deepspeed_io`."""
         if route not in ROUTES:
             raise ValueError(f"engine.deepspeed_io: expected route to be one of {', '.join(ROUTES)}, got {route!r}.")
+        is_iterable = isinstance(dataset, IterableDataset)
+        collate = collate_fn or self._collate_fn
         loader = build_dataloader(
             dataset,
             self._micro_batch_size if batch_size is None else batch_size,
             self._rank,
             self._world_size,
-            collate_fn=collate_fn or self._collate_fn,
+            collate_fn=CountingCollate(collate) if is_iterable else collate,
             device_type=self._device_type if pin_memory else "cpu",
             num_workers=num_workers,
             drop_last=self._drop_last and route == "train",
             shuffle=route == "train",
         )
-        return loader if isinstance(dataset, IterableDataset) else self.prepare(loader)
+        if not is_iterable:
+            return self.prepare(loader)
+        return EvenLoader(loader, self._comm, self._accumulation, self._even)
+
+    @property
+    def repeats(self) -> bool:
+        """True if the batch in hand is one that this rank repeats, because other ranks have more of them."""
+        return bool(self._even) and self._even[-1].weight == 0
 
     def prepare(self, loader: Any) -> TrackedLoader:
         """Return `loader` as one whose batches are known. Raises ValueError if they cannot be: see
@@ -233,7 +251,7 @@ def build_dataloader(
         if world_size > 1 and rank == 0:
             logger.warning(
                 "training_data is an IterableDataset (%s): each of the %d ranks iterates over all that it yields "
-                "there; it must yield a different part on each rank, and equally many samples.",
+                "there; it must yield a different part on each rank.",
                 type(dataset).__name__,
                 world_size,
             )

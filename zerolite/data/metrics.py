@@ -11,7 +11,7 @@ import hashlib
 import math
 import numbers
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ def gather(
     """See :meth:`zerolite.engine.engine.Engine.gather`; with ``loaders``, ``gather_for_metrics`` there. Called on all
     ranks."""
     problem, rows = "", None
+    repeats = loaders is not None and loader is None and loaders.repeats
     if loaders is not None:
         try:
             rows = loaders.rows(loader)
@@ -76,26 +77,20 @@ def gather(
     def leaf(path: str, item: object) -> _Leaf:
         if problem:
             raise _Unfit(problem)
-        return _gathered(path, item, rows, comm.world_size, device)
+        return _gathered(path, item, rows, comm.world_size, device, repeats)
 
     name = "engine.gather" if loaders is None else "engine.gather_for_metrics"
     part = f", {rows.per_rank} samples on each rank and {rows.samples} in all" if rows is not None else ""
     return _together(name + part, value, leaf, comm, device)
 
 
-@torch.no_grad()
-def be_absent(comm: Communicator, device: torch.device) -> None:
-    """Take part in the collectives of :func:`reduce` or :func:`gather` without a value of this rank's: the result is
-    over the other ranks. Called inside ``engine.join()`` by ranks that have run out of batches."""
-    nbytes, present = _agree([], "", 0, comm, device, absent=True)
-    if present:
-        _all_gather(torch.zeros(nbytes, dtype=torch.uint8, device=device), comm)
-
-
 # -------------------------------------------------------------------- leaves
 
 
-def _gathered(path: str, item: object, rows: Rows | None, world_size: int, device: torch.device) -> _Leaf:
+def _gathered(
+    path: str, item: object, rows: Rows | None, world_size: int, device: torch.device, repeats: bool
+) -> _Leaf:
+    """Describe an item of :func:`gather`. repeats: it is of a batch that this rank repeats, so it has no rows."""
     if isinstance(item, numbers.Real):
         item = _number_tensor(path, item)
     if not isinstance(item, torch.Tensor):
@@ -105,6 +100,7 @@ def _gathered(path: str, item: object, rows: Rows | None, world_size: int, devic
     trailing = "".join(f", {size}" for size in sent.shape[1:])
     kind = f"{item.dtype} [*{trailing}]"
     if rows is None:
+        sent = sent[:0] if repeats else sent
         return _Leaf(path, kind, sent, lambda parts: torch.cat(parts).to(target))
     if item.dim() == 0 and rows.per_rank != 1:
         return _Leaf(path, f"{item.dtype}, one for each rank", sent, lambda parts: torch.cat(parts).to(target))
@@ -115,11 +111,6 @@ def _gathered(path: str, item: object, rows: Rows | None, world_size: int, devic
         )
 
     def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-        if len(parts) < world_size:
-            raise RuntimeError(
-                "engine.gather_for_metrics: some ranks have finished their batches (engine.join), so the rows of the "
-                "others are not those of a whole batch; collect them and call this after the join block, with loader="
-            )
         return torch.stack(parts, 1).flatten(0, 1)[: rows.samples].to(target)
 
     return _Leaf(path, kind, sent, in_order)
@@ -244,53 +235,43 @@ def _together(
     order = sorted(range(len(leaves)), key=lambda index: leaves[index].path)
     lines = [call, *(f"{leaves[index].path}: {leaves[index].kind}" for index in order)]
     sent = [tensor for index in order if (tensor := leaves[index].sent) is not None]
-    nbytes, present = _agree(lines, problem, 0 if problem else _packed_bytes(sent), comm, device)
-    arrived = iter(_exchange(sent, nbytes, present, comm, device))
+    nbytes = _agree(lines, problem, 0 if problem else _packed_bytes(sent), comm, device)
+    arrived = iter(_exchange(sent, nbytes, comm, device))
     results: dict[int, Any] = {}
     for index in order:
         results[index] = None if leaves[index].sent is None else leaves[index].finish(next(arrived))
     return tree_unflatten([results[index] for index in range(len(leaves))], structure)
 
 
-_FINE, _PROBLEM, _ABSENT = range(3)
-
-
-def _agree(
-    lines: list[str], problem: str, nbytes: int, comm: Communicator, device: torch.device, absent: bool = False
-) -> tuple[int, list[int]]:
-    """Compare this call over the ranks. Return the largest ``nbytes`` of all ranks, and the ranks that take part.
+def _agree(lines: list[str], problem: str, nbytes: int, comm: Communicator, device: torch.device) -> int:
+    """Compare this call over the ranks. Return the largest ``nbytes`` of all ranks.
 
     Args:
-        lines: description of this rank's values, which must be equal on all ranks that take part.
+        lines: description of this rank's values, which must be equal on all ranks.
         problem: sentence about a value of this rank that cannot be sent, or "".
         nbytes: length of this rank's packed values.
-        absent: this rank takes no part; it gets ``(0, [])`` where the others raise.
 
     Raises:
-        ValueError: on all ranks that take part, if one of them has a problem.
-        RuntimeError: on all ranks that take part, if their lines differ.
+        ValueError: on all ranks, if one of them has a problem.
+        RuntimeError: on all ranks, if their lines differ.
     """
     text = problem or "\n".join(lines)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    kind = _ABSENT if absent else _PROBLEM if problem else _FINE
     # Only a hash of the text is exchanged. The texts themselves follow if there is something to report.
-    header = torch.tensor([digest, nbytes, kind], dtype=torch.int64, device=device)
+    header = torch.tensor([digest, nbytes, bool(problem)], dtype=torch.int64, device=device)
     headers = HostRead(_all_gather(header, comm)).get().tolist()
-    present = [rank for rank, other in enumerate(headers) if other[2] != _ABSENT]
-    if len({headers[rank][0] for rank in present}) == 1 and all(headers[rank][2] == _FINE for rank in present):
-        return max(other[1] for other in headers), present
+    if len({digest for digest, *_ in headers}) == 1 and not any(has_problem for *_, has_problem in headers):
+        return max(nbytes for _, nbytes, _ in headers)
     texts = HostGroup(comm, "metrics").gather(text)
-    if absent:
-        return 0, []
     name = lines[0].partition(",")[0]
-    said = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if headers[rank][2] == _PROBLEM]
+    said = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if headers[rank][2]]
     if said:
         raise ValueError(f"{name}: {_some(said, '; ')}.")
-    raise RuntimeError(_difference(name, {rank: texts[rank] for rank in present}))
+    raise RuntimeError(_difference(name, texts))
 
 
-def _difference(name: str, texts: Mapping[int, str]) -> str:
-    told = {rank: text.split("\n") for rank, text in texts.items()}
+def _difference(name: str, texts: Sequence[str]) -> str:
+    told = {rank: text.split("\n") for rank, text in enumerate(texts)}
     common = set.intersection(*(set(lines) for lines in told.values()))
     said: dict[str, int] = {}
     for rank, lines in told.items():
@@ -309,10 +290,10 @@ def _some(parts: list[str], separator: str) -> str:
 
 
 def _exchange(
-    sent: Sequence[torch.Tensor], nbytes: int, present: Sequence[int], comm: Communicator, device: torch.device
+    sent: Sequence[torch.Tensor], nbytes: int, comm: Communicator, device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """Return, for each tensor of ``sent``, the tensors of all ranks in ``present``. All ranks send ``nbytes`` bytes,
-    the length of the longest rank."""
+    """Return, for each tensor of ``sent``, the tensors of all ranks. All ranks send ``nbytes`` bytes, the length of the
+    longest rank."""
     packed = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     counts = torch.tensor([tensor.shape[0] for tensor in sent], dtype=torch.int64, device=device)
     start = 0
@@ -327,7 +308,7 @@ def _exchange(
     result = []
     for index, tensor in enumerate(sent):
         parts = []
-        for rank in present:
+        for rank in range(comm.world_size):
             shape = (rows[rank][index], *tensor.shape[1:])
             size = math.prod(shape) * tensor.element_size()
             parts.append(everything[rank, starts[rank] : starts[rank] + size].clone().view(tensor.dtype).view(shape))

@@ -1,1 +1,1 @@
-"""Diagnostics: consistency between ranks, diagnosis of hangs, and uneven numbers of batches."""
+"""Diagnostics: consistency between ranks, and diagnosis of hangs."""

@@ -36,7 +36,7 @@ _OFF = 'set "consistency_check_interval" to 0 to compare nothing'
 _ALIKE = (
     "Change them alike on all ranks: give a schedule to zerolite.initialize, ReduceLROnPlateau a loss that all ranks "
     "share (engine.reduce(loss)), and clip_grad_norm_ one max_norm. Call engine.backward and engine.step alike: a rank "
-    "without a loss passes one of zeros, and ranks that run out of batches use engine.join(). Run the "
+    "without a batch repeats its last one with weight=0 (docs/uneven-data.md). Run the "
     f"same modules on all ranks, or {BRANCH_ADVICE}. If ranks may differ, {_OFF}."
 )
 _WEIGHTS = "zerolite: the ranks hold different weights, by the hashes of their bytes"

@@ -23,7 +23,6 @@ _LOOP = {
     "engine.step()",
     "engine.optimizer.step()",
     "engine.optimizer.zero_grad()",
-    "engine.join()",
 }
 
 
@@ -194,8 +193,8 @@ def _ended_ranks(absent: Mapping[int, Absent]) -> _Cause:
         return (
             f"uneven batches: {who} came to the end of the loop while the others still had batches (or called "
             "sys.exit).",
-            "put the loop in `with engine.join():`, or give all ranks as many batches (a DistributedSampler, "
-            "dataloader_drop_last, a fixed number of steps); or see why it called sys.exit.",
+            "give all ranks as many batches (a DistributedSampler, dataloader_drop_last, a fixed number of steps), or "
+            "repeat the last batch with weight=0 (docs/uneven-data.md); or see why it called sys.exit.",
         )
     died = "died (killed by the system for lack of memory, a crash, a lost host), or hangs in native code."
     look = f"see the output of {who} and its host's kernel log; `py-spy dump` shows where a process hangs that is "
@@ -283,8 +282,8 @@ def _different_places(reports: Sequence[StackReport]) -> _Cause:
     return (
         f"{who} is outside of the engine, at {where}, and all other ranks wait for it: it is slow or stuck there, has "
         "no more batches than that, or does something alone that takes long.",
-        "if it has fewer batches, put the loop in `with engine.join():` or give all ranks as many; if something runs "
-        "on one rank alone, let it run on all or keep it short; if it is only slow, raise desync_timeout_s.",
+        "if it has fewer batches, give all ranks as many (docs/uneven-data.md); if something runs on one rank alone, "
+        "let it run on all or keep it short; if it is only slow, raise desync_timeout_s.",
     )
 
 

@@ -113,8 +113,8 @@ def lost_peer(error: RuntimeError, rank: int, location: str, ended: dict[int, st
         )
     elif all("normally" in how for how in ended.values()):
         advice = (
-            f"uneven batches? {who} left while this rank still had work; put the loop in `with engine.join():`, or "
-            "give all ranks as many batches. (It may also have called sys.exit: see its output)"
+            f"uneven batches? {who} left while this rank still had work; give all ranks as many batches "
+            "(docs/uneven-data.md). (It may also have called sys.exit: see its output)"
         )
     elif all(how.startswith(EXITED) for how in ended.values()):
         advice = (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerolite.comm import Communicator, ControlChannel
+from zerolite.comm import Communicator, HostMaximum
 from zerolite.comm.ranks import name_ranks
 from zerolite.zero.grad_stats import SAME_BATCH
 
@@ -21,11 +21,11 @@ class SameInputs:
     Args:
         note: takes the inputs whose values are compared with the step's statistics; None if none are.
         comm: ranks that share layers.
-        channel: channel between these ranks on the host; None if shapes are not compared.
+        maximum: the largest numbers of these ranks, on the host; None if shapes are not compared.
     """
 
-    def __init__(self, note: NoteInputs | None, comm: Communicator, channel: ControlChannel | None) -> None:
-        self._note, self._comm, self._channel = note, comm, channel
+    def __init__(self, note: NoteInputs | None, comm: Communicator, maximum: HostMaximum | None) -> None:
+        self._note, self._comm, self._maximum = note, comm, maximum
 
     def compare(self, tensors: list[torch.Tensor]) -> None:
         """Compare the inputs before a forward; called on all ranks of ``comm``.
@@ -33,10 +33,10 @@ class SameInputs:
         Raises RuntimeError on all of them if shapes differ: the collectives of the layers would exchange tensors of
         different sizes. Values are compared later, with the step's statistics, which costs no collective of its own.
         """
-        if self._channel is not None:
+        if self._maximum is not None:
             shapes = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
-            rows = self._channel.exchange([shapes])
-            if any(row != rows[0] for row in rows):
+            highest, lowest = self._maximum.of([shapes, -shapes])
+            if highest != -lowest:
                 raise RuntimeError(
                     f"engine(...): expected inputs of the same shapes on {name_ranks(self._comm.members())}, "
                     f"which share layers, got different shapes, here {[tuple(t.shape) for t in tensors]}; {SAME_BATCH}"

@@ -254,7 +254,7 @@ _TAGS = {
     "stats": "the step's statistics",
     "initial_sync": "the start",
     "consistency": "the comparison of weights",
-    "control": "engine.join()",
+    "control": "an exchange of numbers on the host",
     "tensor": "parts of a layer",
     "loss": "the mean loss",
     "unfrozen": "the comparison of parameters that begin to train",

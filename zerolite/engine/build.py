@@ -20,8 +20,8 @@ from zerolite.checkpoint.engine_components import EngineComponents
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
     Communicator,
-    ControlChannel,
     HostGroup,
+    HostMaximum,
     Topology,
     check_is_enabled,
     raise_together,
@@ -153,7 +153,7 @@ def build_engine(
     setup = Setup(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains, whole)
     parts = StepComponents(setup, chosen.make, groups)
     scheduler = scheduler_of(arguments.lr_scheduler, resolved, parts.sharded)
-    loaders = _make_loaders(setup, arguments.collate_fn)
+    loaders = _make_loaders(parts, arguments.collate_fn)
     return _make_engine(parts, adopts, arguments.broadcast_buffers, loss_fn, scheduler, loaders)
 
 
@@ -304,10 +304,10 @@ def _other_communicators(parts: StepComponents) -> list[Communicator]:
     return [topology.world, topology.tensor, topology.pipe, topology.model, *shared]
 
 
-def _make_loaders(setup: Setup, collate_fn: Callable[[list[Any]], Any] | None) -> Loaders:
-    size, drops = setup.config.train_micro_batch_size_per_gpu, setup.config.dataloader_drop_last
-    comm = setup.topology.data
-    return Loaders(comm.rank, comm.world_size, setup.device.type, size, drops, collate_fn)
+def _make_loaders(parts: StepComponents, collate_fn: Callable[[list[Any]], Any] | None) -> Loaders:
+    config, device = parts.setup.config, parts.setup.device
+    size, drops = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
+    return Loaders(parts.comm, parts.accumulation, device.type, size, drops, collate_fn)
 
 
 def _make_checkpointer(
@@ -339,7 +339,7 @@ def _same_inputs(parts: StepComponents) -> SameInputs | None:
     if tensor.world_size == 1:
         return None
     compares_shapes = tensor.group is not None and parts.setup.device.type == "cpu"
-    return SameInputs(parts.note_inputs, tensor, ControlChannel(tensor, 1) if compares_shapes else None)
+    return SameInputs(parts.note_inputs, tensor, HostMaximum(tensor) if compares_shapes else None)
 
 
 def _make_runner(parts: StepComponents, reference: EngineRef, boundary: GraphBoundary) -> LocalRunner | PipelineRunner:

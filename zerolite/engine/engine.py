@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from zerolite.comm import ControlChannel, DeviceMesh, local_rank
+from zerolite.comm import DeviceMesh, local_rank
 from zerolite.comm.initial_sync import broadcast_together
 from zerolite.data import metrics
 from zerolite.data.dataloader import RepeatingLoader
 from zerolite.data.micro_batch import check_batches
-from zerolite.diagnostics.join import ROW, Join
 from zerolite.diagnostics.stack_report import EngineInternals
 from zerolite.engine.arguments import check_loss, checked_weight
 from zerolite.engine.compiling import compile_blocks
@@ -22,7 +21,6 @@ from zerolite.engine.components import Components
 from zerolite.monitor.memory_report import MemoryReport, memory_report
 from zerolite.precision.dtype_errors import explain
 from zerolite.utils.nested import find_tensors
-from zerolite.zero.commands import Command
 
 
 class Engine:
@@ -77,7 +75,6 @@ class Engine:
         self._broadcast_buffers = c.broadcast_buffers
         self._schedule = c.schedule
         self._reference = c.reference
-        self._join: Join | None = None
         self._batches: Iterator[Any] | None = None  # endless, over ``dataloader``
         c.reference.bind(self)
 
@@ -99,9 +96,8 @@ class Engine:
         if self._same_inputs is not None:
             self._same_inputs.compare(find_tensors((args, kwargs)))
         sends = self._broadcast_buffers and self._module.training and not recomputes
-        with self._pipeline.announce(Command.FORWARD, sends):
-            if sends:
-                self.send_buffers()
+        if sends:
+            broadcast_together(self._module.buffers(), self._comm, self.device, "buffers")
         args, kwargs = self._boundary.enter((args, kwargs))
         watch = self.coordinator.engine_call() if self.coordinator is not None else contextlib.nullcontext()
         with watch, self._precision.autocast_context(self.device):
@@ -191,56 +187,14 @@ class Engine:
         if flush and self._accumulation.empty:
             return False
         self._pipeline.check_available()  # a call that raises does not count as a micro-batch
-        if self._join is not None:
-            self._pipeline.look_at_grads()  # before the step: a command inside another is not announced
-        with self._pipeline.announce(Command.ENGINE_STEP, flush, _FORCED.index(self._accumulation.forced_boundary)):
-            if flush:  # first, because on_engine_step counts this call as a micro-batch
-                if self.step_log is not None:
-                    self.step_log.close_early(self._accumulation.flush_factor(), self._pipeline.outcomes.global_steps)
-                self._pipeline.gradient_scale.flush()
-            closes = self._accumulation.on_engine_step() or flush
-            if closes:
-                self._pipeline.step()
+        if flush:  # first, because on_engine_step counts this call as a micro-batch
+            if self.step_log is not None:
+                self.step_log.close_early(self._accumulation.flush_factor(), self._pipeline.outcomes.global_steps)
+            self._pipeline.gradient_scale.flush()
+        closes = self._accumulation.on_engine_step() or flush
+        if closes:
+            self._pipeline.step()
         return closes
-
-    def mirror_step(self, flush: bool, forced: int) -> None:
-        """Run the :meth:`step` of the ranks that still have batches, with their boundary. Called by :class:`Join`."""
-        self._accumulation.force_boundary(_FORCED[forced])
-        self.step(flush)
-
-    @contextlib.contextmanager
-    def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
-        """Context for a loop in which ranks may have different numbers of batches, 0 included.
-
-        A rank that has finished takes part in the collectives of the others, with gradients of zero, until all have
-        finished. All ranks end with the same parameters and counters. :meth:`reduce` and :meth:`gather` are over the
-        ranks that still have batches. Collectives that the user launches do not know which ranks have finished. Each
-        forward, backward and step costs a small exchange on the host.
-
-        Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks, to the end, as
-                ``torch.distributed.algorithms.Join`` does by default. False: divide by the number of ranks that still
-                have batches. With ``engine.backward(..., weight=)`` both give the gradient of the joint batch.
-
-        Raises:
-            RuntimeError: for a call that needs all ranks (unfreezing, ``zerolite.get_full_...``) after one rank has
-                finished. On all ranks if one rank leaves with an exception, or if ranks call the engine differently.
-
-        Called on all ranks.
-        """
-        self._pipeline.check_available()
-        if self._comm.world_size == 1 or self._comm.group is None:
-            yield
-            return
-        if self._join is not None:
-            raise RuntimeError("engine.join: this engine is inside a join block already; it cannot be entered twice")
-        channel = ControlChannel(self._comm, ROW)
-        self._join = Join(self, self._pipeline, self._reducer, self._comm, channel, divide_by_initial_world_size)
-        try:
-            with self._join.running():
-                yield
-        finally:
-            self._join = None
 
     # ---------------------------------------------------------------- whole steps
 
@@ -260,7 +214,7 @@ class Engine:
 
         Raises:
             StopIteration: if the iterator ends.
-            RuntimeError: inside :meth:`~zerolite.Engine.join`, and in the middle of a gradient accumulation.
+            RuntimeError: in the middle of a gradient accumulation.
 
         Called on all ranks.
         """
@@ -301,6 +255,10 @@ class Engine:
         finally:
             for module in training:  # modules that the user had put in eval mode stay in it
                 module.training = True
+
+    def is_own(self, data_iter: object) -> bool:
+        """Return True if these are the batches of ``engine.dataloader`` that :meth:`train_batch` takes by itself."""
+        return data_iter is self._batches
 
     def _batches_of(self, data_iter: Iterator[object] | None, call: str) -> Iterator[object]:
         check_batches(data_iter, self.dataloader, call)
@@ -392,13 +350,11 @@ class Engine:
                 the memory at once.
 
         Raises:
-            RuntimeError: between ``update`` and ``publish``, inside :meth:`join`, and after an earlier call.
+            RuntimeError: between ``update`` and ``publish``, and after an earlier call.
             ValueError: for another device or another name.
 
         Called on all ranks.
         """
-        if self._join is not None:
-            raise RuntimeError("engine.offload_states: expected a call outside of engine.join()")
         self.state_offload.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -497,8 +453,7 @@ class Engine:
 
         Called on all ranks.
         """
-        with self._pipeline.announce(Command.METRIC):
-            return metrics.reduce(value, op, self._comm, self.device)
+        return metrics.reduce(value, op, self._comm, self.device)
 
     def gather(self, tensors: object) -> Any:
         """Concatenate the rows of all ranks, in rank order, on all of them.
@@ -509,8 +464,7 @@ class Engine:
 
         Raises the errors of :meth:`reduce`. Called on all ranks.
         """
-        with self._pipeline.announce(Command.METRIC):
-            return metrics.gather(tensors, self._comm, self.device)
+        return metrics.gather(tensors, self._comm, self.device)
 
     def gather_for_metrics(self, tensors: object, loader: object = None) -> Any:
         """Gather one row for each sample, in the order of the data set, without samples that were repeated.
@@ -526,12 +480,7 @@ class Engine:
         Raises the errors of :meth:`reduce`, and ValueError if there is not one row for each sample. Called on all
         ranks.
         """
-        with self._pipeline.announce(Command.METRIC):
-            return metrics.gather(tensors, self._comm, self.device, self.loaders, loader)
-
-    def absent_from_metric(self) -> None:
-        """Take part in the other ranks' :meth:`reduce` or :meth:`gather` without values. Called by :class:`Join`."""
-        metrics.be_absent(self._comm, self.device)
+        return metrics.gather(tensors, self._comm, self.device, self.loaders, loader)
 
     def comms_summary(self) -> list[dict[str, Any]]:
         """Return this rank's measurements by ``comms_logger``, one dict for each kind of collective.
@@ -587,10 +536,6 @@ class Engine:
         """
         request = save_dir, tag, save_latest, exclude_frozen_parameters, async_save
         return self.checkpointer.save(self.lr_scheduler, client_state, *request)
-
-    def mirror_save(self) -> None:
-        """Take part in a save of the ranks that still have batches. Called by :class:`Join`."""
-        self.checkpointer.mirror_save(self.lr_scheduler)
 
     def load_checkpoint(
         self,
@@ -869,12 +814,3 @@ class Engine:
             f"Engine({grid}stage={stage}, world_size={self.world_size}, rank={self.rank}, "
             f"precision={precision}, device={self.device}, global_steps={self._pipeline.outcomes.global_steps})"
         )
-
-    def send_buffers(self) -> None:
-        """Broadcast the buffers of the first rank that still has batches. Called on all ranks, before a forward."""
-        source = self._join.source if self._join is not None else 0
-        broadcast_together(self._module.buffers(), self._comm, self.device, "buffers", source)
-
-
-# Values of ``forced_boundary``. Inside join a rank announces the index, because only integers are exchanged.
-_FORCED = (None, False, True)

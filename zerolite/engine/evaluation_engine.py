@@ -83,8 +83,8 @@ class EvaluationEngine(Engine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, see :class:`Engine`."""
         # Ranks of an engine that trains compare the order of their modules in each step. Here no step follows, so stage
-        # 3 compares it before calls 1, 2, 4, 8, … Calls inside join do not count: ranks may differ in their number.
-        if self.coordinator is not None and self._join is None:
+        # 3 compares it before calls 1, 2, 4, 8, …
+        if self.coordinator is not None:
             self._calls += 1
             if not self._calls & (self._calls - 1):
                 self._pipeline.agree_on_schedule()  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.comm.flight_recorder import EVENTS
+from zerolite.data.even_loader import EvenLoader
 from zerolite.data.micro_batch import MicroBatch
 from zerolite.engine.components import EngineRef
 from zerolite.zero.accumulation import GradAccumulation
@@ -45,7 +46,7 @@ class LocalRunner:
                 "engine.train_batch: expected to count micro-batches itself, got engine.no_sync() or "
                 "engine.set_gradient_accumulation_boundary() in force; leave them out, or use engine.backward and step"
             )
-        engine, losses = self._engine, []
+        engine, losses, weights = self._engine, list[torch.Tensor](), list[int]()
         for _ in range(self._accumulation.micro_batches):
             try:
                 batch = next(batches)
@@ -56,28 +57,50 @@ class LocalRunner:
                 raise
             micro = MicroBatch.of(batch, engine.loss_fn, self._device)
             loss = micro.loss(engine(*micro.args, **micro.kwargs), engine.loss_fn)
-            engine.backward(loss)
+            weight = self._weight(batches)
+            engine.backward(loss, weight=weight)
             losses.append(loss.detach().float().reshape(()))
+            weights += [] if weight is None else [weight]
             engine.step()
-        return self._mean_over_data(losses)
+        return self._mean_over_data(losses, weights)
 
     def eval_batch(
         self, batches: Iterator[object], return_logits: bool, compute_loss: bool, micro_batches: int | None
     ) -> Any:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
-        engine, losses, outputs = self._engine, [], []
+        engine, losses, outputs, weights = self._engine, list[torch.Tensor](), [], list[int]()
         for _ in range(micro_batches or self._accumulation.micro_batches):
             micro = MicroBatch.of(next(batches), engine.loss_fn, self._device)
             made = engine(*micro.args, **micro.kwargs)
             outputs.append(made)
             if compute_loss:
                 losses.append(micro.loss(made, engine.loss_fn).float().reshape(()))
+                weight = self._weight(batches)
+                weights += [] if weight is None else [weight]
         if not compute_loss:
             return outputs
-        loss = self._mean_over_data(losses)
+        loss = self._mean_over_data(losses, weights)
         return (loss, outputs) if return_logits else loss
 
-    def _mean_over_data(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Return the mean over micro-batches and data-parallel ranks: 0-dim, fp32, the same on all these ranks."""
-        flat = torch.stack(losses).mean().reshape(1)
-        return self._comm.all_reduce(flat, "loss", self._comm.world_size).wait().reshape(())
+    def _weight(self, batches: Iterator[object]) -> int | None:
+        """Return the weight of the micro-batch in hand; None if all batches count the same."""
+        loader = self._engine.dataloader
+        return loader.weight if isinstance(loader, EvenLoader) and self._engine.is_own(batches) else None
+
+    def _mean_over_data(self, losses: list[torch.Tensor], weights: list[int]) -> torch.Tensor:
+        """Return the mean over micro-batches and data-parallel ranks: 0-dim, fp32, the same on all these ranks.
+
+        Args:
+            losses: one for each micro-batch.
+            weights: of the micro-batches; empty if all count the same.
+        """
+        if not weights:
+            flat = torch.stack(losses).mean().reshape(1)
+            return self._comm.all_reduce(flat, "loss", self._comm.world_size).wait().reshape(())
+        # A loss without weight may be anything, NaN too.
+        sums = sum(
+            (loss * weight for loss, weight in zip(losses, weights, strict=True) if weight), losses[0].new_zeros(())
+        )
+        flat = torch.stack([sums, sums.new_full((), float(sum(weights)))])
+        total, weight = self._comm.all_reduce(flat, "loss").wait()
+        return total / weight

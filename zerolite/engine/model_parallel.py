@@ -21,7 +21,6 @@ from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.commands import Command
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import LOCAL, StatsCollector
 from zerolite.zero.groups import RankGroups
@@ -231,7 +230,7 @@ class ModelParallelStepPipeline(StepPipeline):
         super()._begin(*args, **kwargs)
 
     def finish_reductions(self) -> None:
-        with self._observers.phase(REDUCE_WAIT), self.announce(Command.REDUCE):
+        with self._observers.phase(REDUCE_WAIT):
             super().finish_reductions()
             self._shared_grads.run()
 

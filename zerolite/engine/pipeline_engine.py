@@ -28,7 +28,6 @@ class PipelineEngine(Engine):
     __call__ = forward = _refuses("engine(...)")
     backward = _refuses("engine.backward")
     step = _refuses("engine.step")
-    join = _refuses("engine.join")
     no_sync = _refuses("engine.no_sync")
     set_gradient_accumulation_boundary = _refuses("engine.set_gradient_accumulation_boundary")
 

@@ -82,10 +82,7 @@ class StateOffload:
             if handle_of(parameter) is None:
                 _forbid_use(parameter, name)
         self._out, self._items = out, [item for item, _ in chosen]
-        self._pipeline.suspend(
-            "engine.offload_states() has brought states of this engine to the host; call engine.reload_states() "
-            "before it is trained, saved, loaded or read"
-        )
+        self._pipeline.suspend(_SUSPENDED)
 
     def reload(self) -> None:
         """See :meth:`Engine.reload_states`."""
@@ -109,7 +106,7 @@ class StateOffload:
         self._out = []
         self._pipeline.suspend("")
         if self._coordinator is not None:
-            self._coordinator.context.set_listener(None)
+            self._coordinator.context.suspend("")
         for parameter in self._owners.module.parameters():
             _allow_use(parameter)
 
@@ -146,7 +143,7 @@ class StateOffload:
             self._persistent = [handle for handle in self._coordinator.handles if handle.persistent]
             for handle in self._persistent:
                 handle.release()
-            self._coordinator.context.set_listener(_Refusal(self._pipeline))
+            self._coordinator.context.suspend(_SUSPENDED)
 
     def _offloadable_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         owners = self._owners
@@ -177,17 +174,10 @@ class StateOffload:
             torch.cuda.current_stream(self._owners.device).synchronize()
 
 
-class _Refusal:
-    """Refuses gathers while states are out (:class:`GatherListener`)."""
-
-    def __init__(self, pipeline: StepPipeline) -> None:
-        self._pipeline = pipeline
-
-    def before_launch(self, indices: Sequence[int]) -> None:
-        self._pipeline.check_available()
-
-    def before_external(self, group: int, index: int) -> None:
-        """Do nothing: no gather is under way for it yet."""
+_SUSPENDED = (
+    "engine.offload_states() has brought states of this engine to the host; call engine.reload_states() before it is "
+    "trained, saved, loaded or read"
+)
 
 
 def _kinds(include: Iterable[object] | None) -> list[str]:

@@ -23,6 +23,7 @@ class GradAccumulation:
         backwards: backwards so far.
         weighted: its backwards have weights; None before the first.
         weight: sum of their weights.
+        needs_weights: some rank repeats a batch, which would count again without a weight; equal on all ranks.
     """
 
     def __init__(self, micro_batches: int) -> None:
@@ -36,6 +37,7 @@ class GradAccumulation:
         self._backwards_since_step = 0
         self.weighted: bool | None = None
         self.weight = 0.0
+        self.needs_weights = False
 
     def force_boundary(self, is_boundary: bool | None) -> None:
         """Set by hand if the current micro-batch is the last one; None returns to counting."""
@@ -71,6 +73,23 @@ class GradAccumulation:
     def _plain(self) -> bool:
         """True if the user has called neither ``engine.backward()`` nor ``engine.step()`` in this accumulation."""
         return self.backwards > 0 and not self._stepped and not self._scaled_backwards
+
+    def check_weight(self, weighted: bool) -> None:
+        """Raise RuntimeError before a backward that has a weight where it must have none, or the other way round.
+
+        Called on all ranks, which all raise.
+        """
+        if self.needs_weights and not weighted:
+            raise RuntimeError(
+                "expected engine.backward(loss, weight=loader.weight), got a backward without a weight, while some "
+                "ranks have run out of batches and repeat their last one, which would count again (docs/uneven-data.md)"
+            )
+        if self.weighted not in (None, weighted):
+            raise RuntimeError(
+                "engine.backward: expected all backwards of a step to have a weight, or none of them; got one "
+                f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'} "
+                "(torch.autograd.grad through the engine's outputs is one without)"
+            )
 
     def on_backward(self, scaled: bool, weight: float | None = None, divided: bool = False) -> None:
         """Count a backward.

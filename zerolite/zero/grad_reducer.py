@@ -35,7 +35,6 @@ from zerolite.offload.offloaded_gradients import OffloadedGradients
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import GRADIENTS
 from zerolite.zero.bucket_memory import ALONE_NUMEL, IN_FLIGHT, Backward, BucketMemory, ReductionOptions
-from zerolite.zero.commands import Announcer, Command
 from zerolite.zero.gradient_arrivals import GradientArrivals
 from zerolite.zero.gradient_bucket import BucketState, GradientBucket
 from zerolite.zero.groups import RankGroups
@@ -91,8 +90,6 @@ class GradReducer:
         rank, averaged = groups.shard.rank, groups.mean.world_size
         self.arrivals = GradientArrivals(options, self.current, self, rank, averaged, make_gradient)
         self.used, self.shown = self.arrivals.used, self.arrivals.shown
-        self.announce = Announcer()
-        self._rank_factor = 1.0  # of the next backward's gradients, if its loss has no weight
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
         self._lent: set[int] = set()  # buckets of which the user may have views
@@ -135,10 +132,6 @@ class GradReducer:
         self._plan = plan
         self.order.stop_learning()
 
-    def set_rank_factor(self, factor: float) -> None:
-        """Multiply gradients of later backwards by ``factor``, where the loss has no weight."""
-        self._rank_factor = factor
-
     # ---------------------------------------------------------------- a backward
 
     def begin_backward(
@@ -154,14 +147,14 @@ class GradReducer:
             reducing: True if this backward reduces its buckets; equal on all ranks.
             end_with_backward: True if this is called inside the backward; autograd then calls :meth:`end_backward` at
                 its end. Otherwise the caller does.
-            weight: weight of the loss, in place of the factor of :meth:`set_rank_factor`. With 0 all gradients
-                are dropped, whatever their values, as if no parameter had got any.
+            weight: weight of the loss. With 0 all gradients are dropped, whatever their values, as if no parameter
+                had got any.
             divisor: number by which gradients are divided.
         """
         if self.current.open:
             return
         self._engine_began |= not end_with_backward
-        factor = self._options.copy_factor * (self._rank_factor if weight is None else 1.0) / divisor
+        factor = self._options.copy_factor / divisor
         if factor != self.current.factor:
             # Gradients that an earlier backward has left are multiplied by that backward's factor when they are moved.
             self._move_held()
@@ -212,15 +205,14 @@ class GradReducer:
             return
         waiting = self.current.end()
         try:
-            with self.announce(Command.BACKWARD_END):
-                self.arrivals.end_backward(complete)
-                if complete or not self.shown.all_none(self.parameters):  # else the user has dropped all gradients
-                    self.arrivals.show(self._engine_began, several=self.current.accumulated > 1)
-                if self.current.reducing:  # decided before the backward, from counters that are equal on all ranks
-                    self._launch_all()
-                    if self.order.learning or self._late_possible or self._late_error is not None:
-                        self._agree_on_late()
-                    self.current.on_all_reduced()
+            self.arrivals.end_backward(complete)
+            if complete or not self.shown.all_none(self.parameters):  # else the user has dropped all gradients
+                self.arrivals.show(self._engine_began, several=self.current.accumulated > 1)
+            if self.current.reducing:  # decided before the backward, from counters that are equal on all ranks
+                self._launch_all()
+                if self.order.learning or self._late_possible or self._late_error is not None:
+                    self._agree_on_late()
+                self.current.on_all_reduced()
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
@@ -271,11 +263,10 @@ class GradReducer:
         ranks, in the same order."""
         if self._plan is None or not self.current.open:
             return
-        with self.announce(Command.GROUP_END, group):
-            launches = self.current.reducing and not self.current.launches_at_end
-            for index in self._plan.on_group_end(group):
-                if launches and self._buckets[index].state is BucketState.OPEN:
-                    self._launch(self._buckets[index])
+        launches = self.current.reducing and not self.current.launches_at_end
+        for index in self._plan.on_group_end(group):
+            if launches and self._buckets[index].state is BucketState.OPEN:
+                self._launch(self._buckets[index])
 
     def on_late_gradient(self, bucket: GradientBucket, slot: Slot) -> None:
         """Note a gradient that has come after the launch of its bucket.

@@ -21,7 +21,7 @@ class StepObserver:
         """Called at stage 3 before a forward that may have a backward, when nothing has been gathered for it yet."""
 
     def before_backward(self) -> None:
-        """Called before a backward, and before its collectives are announced to ranks without data."""
+        """Called before a backward."""
 
     def on_backward_begin(self) -> None:
         """Called when the backward has begun, before its first gradient."""

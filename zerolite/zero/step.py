@@ -28,7 +28,6 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import UpdateChecks, UpdateObserver
-from zerolite.zero.commands import NULL_CONTEXT, Command, float_to_bits
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
@@ -70,7 +69,6 @@ class StepPipeline:
     """See the module. All methods are called on all ranks, in the same order.
 
     Attributes:
-        announce: announces operations to ranks that have run out of data.
         outcomes: counters and outcomes of steps.
         gradient_scale: divisors of the accumulated gradients.
         changes: changes that the user makes to ``p.grad``.
@@ -106,7 +104,6 @@ class StepPipeline:
         self._buffer, self._reducer, self._optimizer, self._param_gatherer = buffer, reducer, optimizer, param_gatherer
         self._comm, self._device, self._collector, self._observers = comm, device, collector, observers
         self._accumulation, self._scaler, self._options = accumulation, scaler, options
-        self.announce = reducer.announce
         finite, limit = options.check_finite, options.max_skipped_in_a_row
         self.outcomes = Outcomes(optimizer.method, buffer, scaler, unused, observers, finite, limit, comm.main, checks)
         self.gradient_scale = GradientScale(accumulation, scaler, self.outcomes)
@@ -171,27 +168,14 @@ class StepPipeline:
             self.changes.apply_factors()
         for notify in self._observers.before_backward:
             notify()
-        if self._accumulation.weighted not in (None, weighted):
-            raise RuntimeError(
-                "engine.backward: expected all backwards of a step to have a weight, or none of them; got one "
-                f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'} "
-                "(torch.autograd.grad through the engine's outputs is one without)"
-            )
+        self._accumulation.check_weight(weighted)
         # This depends on counters, which are equal on all ranks, and not on gradients: all ranks must launch the same
         # collectives.
         reducing = self._reducer.reduces_each_backward or self._accumulation.next_backward_closes()
         divided = engine_scaled is None and self._options.divide_plain_backward
-        with self.announce(Command.BACKWARD, scaled, weighted, reducing, divided):
-            self._begin(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
+        self._begin(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
         for notify in self._observers.on_backward_begin:
             notify()
-
-    def mirror_backward(self, scaled: bool, weighted: bool, reducing: bool, divided: bool) -> None:
-        """Take part in a backward that other ranks have announced, without gradients of its own. At stage 3 the other
-        ranks announce each launch; at other stages this launches all buckets in their order."""
-        self._begin(scaled, 0.0 if weighted else None, reducing, divided, end_with_backward=False)
-        if not self._reducer.current.launches_by_group:
-            self._reducer.end_backward(complete=False)
 
     def _begin(
         self, scaled: bool, weight: float | None, reducing: bool, divided: bool, end_with_backward: bool
@@ -228,8 +212,7 @@ class StepPipeline:
         for begins in self._observers.on_phase_begin:
             begins(REDUCE_WAIT)
         try:
-            with self.announce(Command.REDUCE):
-                self._reducer.finish()
+            self._reducer.finish()
         finally:
             for ended in self._observers.on_phase_end:
                 ended(REDUCE_WAIT)
@@ -264,7 +247,7 @@ class StepPipeline:
             self.changes.refresh_stats()
         found = self._reducer.shown.changed(self._reducer.parameters)
         if found:
-            self._adopt_changes(found, before_update and not (self._updated or self.announce.in_use))
+            self._adopt_changes(found, before_update and not self._updated)
         if before_backward and self.changes.assigned:
             self.changes.refuse_assigned()
         stats = self._collector.latest
@@ -279,8 +262,7 @@ class StepPipeline:
                 return
             self._reducer.losses.clear()
             self._reducer.bucket_sums.clear()
-        with self.announce(Command.OTHER):  # a rank without data cannot know of it
-            self.changes.adopt(found)
+        self.changes.adopt(found)
 
     def stats(self) -> StatsVector:
         """Return the statistics of the accumulated gradients; collect them if that has not been done."""
@@ -292,21 +274,20 @@ class StepPipeline:
     def _collected(self) -> StatsVector:
         if self._collector.latest is not None:
             return self._collector.latest
-        with self.announce(Command.STATS):
-            self.finish_reductions()
-            schedules = self.outcomes.schedules
-            stats = self._collector.collect(
-                self._reducer.owned_shards(self._collector.noted),
-                self._reducer.used,
-                self._reducer.bucket_sums,
-                0 if schedules is None else schedules.schedule_hash(),
-                self._accumulation.weighted,
-                self._accumulation.weight,
-                self._reducer.losses,
-                self.outcomes.checks,
-            )
-            if self.changes.assigned or self.changes.exposed:
-                self.changes.store_assigned(stats, self.gradient_scale.device_divisor(stats))
+        self.finish_reductions()
+        schedules = self.outcomes.schedules
+        stats = self._collector.collect(
+            self._reducer.owned_shards(self._collector.noted),
+            self._reducer.used,
+            self._reducer.bucket_sums,
+            0 if schedules is None else schedules.schedule_hash(),
+            self._accumulation.weighted,
+            self._accumulation.weight,
+            self._reducer.losses,
+            self.outcomes.checks,
+        )
+        if self.changes.assigned or self.changes.exposed:
+            self.changes.store_assigned(stats, self.gradient_scale.device_divisor(stats))
         return stats
 
     def clip(self, max_norm: float) -> float:
@@ -314,10 +295,9 @@ class StepPipeline:
         if not max_norm > 0:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         self.look_at_grads()
-        with self.announce(Command.CLIP, float_to_bits(max_norm)):
-            self._max_norm = float(max_norm)
-            self.changes.apply_factors()
-            return self.stats().get().norm / self.divisor()
+        self._max_norm = float(max_norm)
+        self.changes.apply_factors()
+        return self.stats().get().norm / self.divisor()
 
     def update(self, gather: bool = False) -> None:
         """Update the shards that this rank owns, or skip the step on all ranks; then settle counters, learning rates
@@ -338,12 +318,11 @@ class StepPipeline:
                 )
             if self._step_update.params_outdated:
                 raise RuntimeError("engine.update() was called twice without engine.publish() between")
-            with self.announce(Command.UPDATE, gather):
-                if self._optimizer.run_hooks("pre"):
-                    self.look_at_grads()
-                self._update(gather)
-                if gather:
-                    self._optimizer.run_hooks("post")
+            if self._optimizer.run_hooks("pre"):
+                self.look_at_grads()
+            self._update(gather)
+            if gather:
+                self._optimizer.run_hooks("post")
         finally:
             for phase_ended in self._observers.on_phase_end:
                 phase_ended(STEP)
@@ -389,7 +368,7 @@ class StepPipeline:
     def all_gather_params(self) -> None:
         """All-gather the updated values into the compute parameters of all ranks."""
         self.check_available()
-        with self._observers.phase(STEP), self.announce(Command.ALL_GATHER_PARAMS):
+        with self._observers.phase(STEP):
             for index in reversed(self._reducer.order.buckets):
                 self._param_gatherer.gather_bucket(self._buffer.buckets[index])
             self._param_gatherer.end_step()
@@ -399,20 +378,18 @@ class StepPipeline:
 
     def zero_grad(self) -> None:
         """Drop the accumulated gradients, with their clipping and loss scale."""
-        with self.announce(Command.ZERO_GRAD) if self._accumulation.backwards else NULL_CONTEXT:
-            for notify in self._observers.on_gradients_dropped:
-                notify()
-            self.changes.clear()  # first: the reducer checks which gradients the user still refers to
-            self._reducer.clear()
-            self._accumulation.reset()
-            self._begin_accumulation()
+        for notify in self._observers.on_gradients_dropped:
+            notify()
+        self.changes.clear()  # first: the reducer checks which gradients the user still refers to
+        self._reducer.clear()
+        self._accumulation.reset()
+        self._begin_accumulation()
 
     def step(self) -> None:
         """Run all phases. Afterwards there are no gradients."""
         self.look_at_grads(before_update=True)
-        with self.announce(Command.STEP):
-            self._apply(gather=True)
-            self.zero_grad()
+        self._apply(gather=True)
+        self.zero_grad()
 
     # ---------------------------------------------------------------- checkpoints
 

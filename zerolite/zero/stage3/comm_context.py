@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -64,16 +64,6 @@ class AllGather:
         mark_available(self.members)
 
 
-class GatherListener(Protocol):
-    """Listener that the context calls before it launches gathers, on all ranks in the same order."""
-
-    def before_launch(self, indices: Sequence[int]) -> None:
-        """Called before the parameters ``indices`` are gathered, in one launch."""
-
-    def before_external(self, group: int, index: int) -> None:
-        """Called before parameter ``index``, which another module owns, is added to parameter group ``group``."""
-
-
 class CommContext:
     """Groups of ranks, device and shard reader of some partitioned parameters.
 
@@ -84,7 +74,6 @@ class CommContext:
         device: device of the full values.
         reader: stages offloaded shards in; None if all shards are on the device.
         updates: number of updates that the engine has made.
-        listener: is called before gathers; ``engine.join()`` announces them to ranks without data.
         allocations: number of times that a parameter has got another tensor for its full values.
         gathered_by_user: parameters on which a user has called ``all_gather()``.
         gathers_for_operations: True if an operation on a released parameter, outside of forward and backward, gathers
@@ -110,7 +99,7 @@ class CommContext:
         self.reader = reader
         self.updates = 0
         self.allocations = 0
-        self.listener: GatherListener | None = None
+        self._suspended = ""  # why nothing can be gathered now, with the remedy
         self.gathers_for_operations = True
         self.gathered_by_user: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
         self._placement_for = placement_for
@@ -144,9 +133,9 @@ class CommContext:
         """Set the reader of offloaded shards; None if all shards are on the device."""
         self.reader = reader
 
-    def set_listener(self, listener: GatherListener | None) -> None:
-        """Set the only listener to gathers; None for no listener."""
-        self.listener = listener
+    def suspend(self, why: str) -> None:
+        """Refuse all gathers with the reason ``why`` from now on; "" ends it."""
+        self._suspended = why
 
     def on_update(self) -> None:
         """Count an update, in which the engine has given shards new values."""
@@ -207,12 +196,12 @@ class CommContext:
         return copies
 
     def _notify(self, members: Sequence[PartitionedParameter]) -> None:
-        """Report a launch to the schedule, which hashes all gathers, and to the listener."""
+        """Report a launch to the schedule, which hashes all gathers. Raises RuntimeError while they are suspended."""
         coordinator = self._coordinator()
         if coordinator is not None:
             coordinator.schedule.note_gather(members[0].index + 1, len(members))
-        if self.listener is not None:
-            self.listener.before_launch([member.index for member in members])
+        if self._suspended:
+            raise RuntimeError(self._suspended)
 
     def _launch(
         self,

@@ -61,7 +61,6 @@ class FetchSchedule:
         self._candidates: dict[str, tuple[int, ...]] = {}
         self._serial = 0  # plans adopted so far
         self.on_demand_only = False  # after `reject`
-        self._paused = False
         self._mode = StepMode.ON_DEMAND
         self._plan = NO_PLAN  # the plan in use
         self._position = 0  # of the next event in the plan
@@ -161,7 +160,7 @@ class FetchSchedule:
         if self._kind is None or self._order or self._plan is not NO_PLAN:
             return
         # Inside the user's gather context a forward may run on one rank alone, so its order cannot become a plan.
-        if self.on_demand_only or self._paused or state.open or state.held:
+        if self.on_demand_only or state.open or state.held:
             self._mode = StepMode.ON_DEMAND
         elif state.live or state.in_flight or self._kind not in self._plans:
             self._mode = StepMode.RECORDED
@@ -279,17 +278,6 @@ class FetchSchedule:
         self._candidates.clear()
         self._mode = StepMode.ON_DEMAND
         self.on_demand_only = True
-
-    def pause(self) -> None:
-        """Serve all steps on demand, unrecorded, until :meth:`resume`, and drop the candidates. Called by all ranks,
-        some of which have no steps from here on."""
-        self._depart()
-        self._candidates.clear()
-        self._mode, self._paused = StepMode.ON_DEMAND, True
-
-    def resume(self) -> None:
-        """End a pause, if there is one. Called by all ranks."""
-        self._paused = False
 
     def events(self) -> tuple[str, int, tuple[int, ...]]:
         """Return the state of the step for messages; another thread may call it.

@@ -116,8 +116,6 @@ class PartitionedParameterCoordinator:
 
     def _add_parameter(self, group: ParamGroup, index: int) -> None:
         if index not in self.schedule.groups[group.index]:
-            if self.context.listener is not None:
-                self.context.listener.before_external(group.index, index)
             self.schedule.add_parameter(group.index, index)
             if group.is_embedding:  # its values are needed from now on, in a backward that is under way too
                 group.need_values()
@@ -472,16 +470,6 @@ class PartitionedParameterCoordinator:
             with self._observers.phase(GATHER):
                 self.context.hold([handle])
             self._held_for_step.append(handle)
-
-    def mirror_all_gather(self, indices: Sequence[int]) -> None:
-        """Launch the same all-gather as the other ranks, without a use of the values here."""
-        members = [self.handles[index] for index in indices]
-        self.context.issue_all_gather(members)
-        for member in members:
-            if not member.persistent and not member.holds:
-                member.release()
-            elif member.pending is not None:
-                member.pending.wait()
 
     # ---------------------------------------------------------------- execution of the schedule's answers
 
