@@ -181,8 +181,7 @@ class ParameterAccess:
         self._reducer = reducer
         self._buffer = buffer
         self._optimizer = optimizer
-        self._comm = topology.data
-        self._tensor = topology.tensor
+        self._shard, self._data, self._tensor = topology.shard, topology.data, topology.tensor
         self._staged = topology.pipe.world_size > 1
 
     def positions(self) -> dict[int, int]:
@@ -364,10 +363,10 @@ class ParameterAccess:
 
     def _agree(self, values: list[float], comm: Communicator | None = None) -> list[float]:
         """Return the maximum of each value over ranks, by default over the data-parallel ones."""
-        return largest(values, comm or self._comm, self._buffer.placements.device, "access", torch.float64)
+        return largest(values, comm or self._data, self._buffer.placements.device, "access", torch.float64)
 
     def gather(self, indices: list[int], shards: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return each parameter's tensor, gathered from the shards of the data-parallel ranks in one all-gather."""
+        """Return each parameter's tensor, gathered from the shards of all ranks in one all-gather."""
         if not self._buffer.shard:
             return [
                 self._shaped(index, flattened(shards[index].clone(), self._reducer.strides[index]))
@@ -378,8 +377,8 @@ class ParameterAccess:
         ranges = [self._ranges(index) for index in indices]
         widths = [max((owned.numel for owned in of_ranks), default=0) for of_ranks in ranges]
         row = sum(widths)
-        full = torch.zeros(row * self._comm.world_size, dtype=dtype, device=self._buffer.placements.device)
-        own = self._comm.shard(full)
+        full = torch.zeros(row * self._shard.world_size, dtype=dtype, device=self._buffer.placements.device)
+        own = self._shard.shard(full)
         position = 0
         for index, width in zip(indices, widths, strict=True):
             if index in shards:
@@ -388,9 +387,9 @@ class ParameterAccess:
                     part = flattened(part, self._reducer.strides[index])
                 own.narrow(0, position, part.numel()).copy_(part)
             position += width
-        if row and self._comm.world_size > 1:
-            self._comm.all_gather(full, tag="access").wait()
-        rows = full.view(self._comm.world_size, row)
+        if row and self._shard.world_size > 1:
+            self._shard.all_gather(full, tag="access").wait()
+        rows = full.view(self._shard.world_size, row)
         results, position = [], 0
         for index, width, of_ranks in zip(indices, widths, ranges, strict=True):
             flat = torch.empty(self._slot(index).numel, dtype=dtype, device=full.device)

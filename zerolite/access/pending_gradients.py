@@ -29,19 +29,20 @@ class PendingGradients:
         self,
         pipeline: StepPipeline,
         reducer: GradReducer,
-        comm: Communicator,
+        shard: Communicator,
         device: torch.device,
         gather: Gather,
         refusal: str = "",
     ) -> None:
         """
         Args:
+            shard: ranks that split the gradients.
             gather: makes full tensors from the ranks' shards, by index of the parameter, in one collective.
             refusal: the reason why this engine's gradients cannot be used through ``p.grad``; "" if they can.
         """
         self._pipeline = pipeline
         self._reducer = reducer
-        self._comm = comm
+        self._shard = shard
         self._gather = gather
         self._refusal = refusal
         self._device = device
@@ -182,9 +183,9 @@ class PendingGradients:
         if not self._reducer.keeps_shards:  # every rank has the full gradient, and with it the same values
             return values
         if largest:
-            self._comm.all_reduce_max(values, tag="access")
+            self._shard.all_reduce_max(values, tag="access")
         else:
-            self._comm.all_reduce(values, tag="access").wait()
+            self._shard.all_reduce(values, tag="access").wait()
         return values
 
     # ---------------------------------------------------------------- full tensors
@@ -193,7 +194,7 @@ class PendingGradients:
     def gather_full(self, specs: Sequence[GradientSpec], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gather full tensors from all ranks' shards. One collective is enough, unless there are several dtypes, or
         several tensors of one parameter."""
-        if specs[0].sharded and self._comm.world_size > 1 and self._comm.main:
+        if specs[0].sharded and self._shard.world_size > 1 and self._shard.main:
             warn_of_collective(
                 f"this line needs all values of the gradient of '{specs[0].name}', of which each rank owns a part: "
                 "they are gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for "

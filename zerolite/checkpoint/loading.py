@@ -355,7 +355,7 @@ class Loader:
         """
         if saved == self._grid:
             return self._host.rank
-        data = self._components.model.comm.rank
+        data = self._components.model.groups.mean.rank
         return data * saved.tensor if data < saved.data else saved.ranks
 
     def _report(self, plan: _Plan, request: LoadRequest) -> None:

@@ -25,10 +25,11 @@ from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.reader import Target
 from zerolite.checkpoint.safetensors import dtype_name
 from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
-from zerolite.comm import Communicator, Topology
+from zerolite.comm import Topology
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat import flattened
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.optim_shards import OptimParamShard
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, unpartitioned_numel, unpartitioned_shape
@@ -43,8 +44,8 @@ class ModelState:
     """The tensors of one engine. It reads and writes them between steps only.
 
     Args:
-        comm: ranks that hold the same part of the model, over which its states are sharded: the data dimension of
-            ``topology``.
+        groups: the ranks over which states are sharded, and those that hold the same shards, which one rank writes.
+        topology: the grid of ranks.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class ModelState:
         model: torch.nn.Module,
         buffer: ParameterBuffer,
         optimizer: ShardedOptimizer,
-        comm: Communicator,
+        groups: RankGroups,
         topology: Topology,
     ) -> None:
         self.model = model
         self.buffer = buffer
         self.optimizer = optimizer
-        self.comm = comm
+        self.groups = groups
         self.topology = topology
 
     @property
@@ -227,11 +228,13 @@ class ModelState:
             elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 # The user may have written into a gathered parameter; its shard does not have that value yet.
                 sharded.append(replace(part, values=handle.local_shard()) if handle.status is AVAILABLE else part)
-        return [*sharded, *split_evenly(everywhere, self.comm.rank, self.comm.world_size)]
+        mean = self.groups.mean
+        written = sharded if self.groups.is_first_replica else []
+        return [*written, *split_evenly(everywhere, mean.rank, mean.world_size)]
 
     def _writes_scalars(self, param_shard: OptimParamShard) -> bool:
-        first = param_shard.fragment.param_start == 0 and (self.buffer.shard or self.comm.rank == 0)
-        return first and self.topology.tensor.rank == 0
+        first_copy = self.groups.is_first_replica if self.buffer.shard else self.groups.mean.rank == 0
+        return first_copy and param_shard.fragment.param_start == 0 and self.topology.tensor.rank == 0
 
     def shape_of(self, param_shard: OptimParamShard) -> torch.Size:
         """Return the shape of the states that have a value for each element."""
@@ -282,7 +285,7 @@ class ModelState:
         """Return this rank's shard of a partitioned parameter."""
         handle = handle_of(parameter)
         assert handle is not None
-        start = min(self.comm.rank * handle.shard.numel(), handle.numel)
+        start = min(self.groups.shard.rank * handle.shard.numel(), handle.numel)
         values = handle.shard[: min(handle.shard.numel(), handle.numel - start)]
         return FlatRange(key, tuple(handle.shape), handle.strides, start, values, shard_spec_of(parameter))
 

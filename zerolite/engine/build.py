@@ -198,6 +198,7 @@ def _make_engine(
     access = ParameterAccess(pipeline, parts.reducer, parts.buffer, parts.sharded, topology)
     checkpointer = _make_checkpointer(parts, reference, adopts, loaders, schedule)
     refusal = "" if topology.trivial else _NOT_IN_P_GRAD
+    shard = parts.rank_groups.shard
     components = Components(
         module=setup.model,
         config=setup.config,
@@ -219,7 +220,7 @@ def _make_engine(
         state_offload=offload,
         activation_checkpointing=attached,
         parameter_access=access,
-        pending_gradients=PendingGradients(pipeline, parts.reducer, parts.comm, setup.device, access.gather, refusal),
+        pending_gradients=PendingGradients(pipeline, parts.reducer, shard, setup.device, access.gather, refusal),
         checkpointer=checkpointer,
         full_state=FullState(parts.param_gatherer, setup.precision, checkpointer.components, access),
         monitor=monitoring.monitor,
@@ -329,7 +330,7 @@ def _make_checkpointer(
         raise_together(topology.world, setup.device, "verify", error, "engine.optimizer.load_state_dict", ValueError)
 
     parts.sharded.connect(pipeline, unfrozen.add_group, schedule.settle, step, raise_together=raise_on_all, grid=grid)
-    tensors = ModelState(setup.model, parts.buffer, parts.sharded, parts.comm, setup.topology)
+    tensors = ModelState(setup.model, parts.buffer, parts.sharded, parts.rank_groups, setup.topology)
     host = HostGroup(setup.topology.world, "checkpoint")
     return Checkpointer(EngineComponents(tensors, pipeline, setup.config, setup.device, host, register), loaders)
 

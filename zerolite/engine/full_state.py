@@ -414,7 +414,7 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
     # the description of the first rank that has it.
     described_on: dict[int, dict[str, tuple[Any, int]]] = {}
     host = HostGroup(states.topology.world, "whole model")  # not that of checkpoints: a save may be under way
-    for row, source in host.gather((described, states.comm.rank)):
+    for row, source in host.gather((described, states.groups.mean.rank)):
         for index, kinds in row.items():
             for name, kind in kinds.items():
                 described_on.setdefault(index, {}).setdefault(name, (kind, source))
@@ -447,5 +447,5 @@ def _broadcast(states: ModelState, own: Any, dtype: torch.dtype, shape: torch.Si
     """Broadcast a state that one data-parallel rank, or each of them, has in full."""
     device = states.buffer.placements.device
     value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device).clone()
-    states.comm.broadcast(value, "access", source)
+    states.groups.mean.broadcast(value, "access", source)
     return value

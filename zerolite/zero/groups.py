@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from zerolite.comm import Communicator, Pending, Topology, second_communicator
+from zerolite.utils.dtypes import HALF
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ class RankGroups:
         """
         if self.replicate is None:
             return self.shard.reduce_scatter(full, tag, divisor, dtype, key)
-        # Between the two sums values keep the dtype in which they are sent, and are rounded to ``dtype`` at the end.
-        scattered = self.shard.reduce_scatter(full, tag, key=key)
+        # Between the two sums 16-bit values are fp32, so that they are rounded once, to ``dtype``, at the end.
+        exact = torch.float32 if full.dtype in HALF else full.dtype
+        scattered = self.shard.reduce_scatter(full, tag, dtype=exact, key=key)
         return _ReplicatedSum(scattered, self.replicate, tag, divisor, dtype, key)
 
 

@@ -85,7 +85,13 @@ class PartitionedModel:
         for parameter in self.parameters:
             handle = handle_of(parameter)
             assert handle is not None, "partition_model has partitioned it"
-            handle.attach_to_engine(self.context, len(self.handles), names[id(parameter)])
+            name, ranks = names[id(parameter)], handle.groups.shard.world_size
+            if ranks != gathers.shard.world_size:
+                raise ValueError(
+                    f"zerolite.initialize: expected parameter '{name}' to be split over {gathers.shard.world_size} "
+                    f"ranks, got one that is split over {ranks}; build the model without zero.Init"
+                )
+            handle.attach_to_engine(self.context, len(self.handles), name)
             self.handles.append(handle)
 
     def plan(self, options: Stage3Options) -> list[ParamGroup]:

@@ -1,0 +1,181 @@
+"""Groups of ranks: shards over two ranks, of which four ranks hold two replicas, against one process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerolite
+from tests.distributed.test_parity import OPTIMIZERS, SIZES, assert_matches, expected
+from tests.toolkit import models
+from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
+from tests.toolkit.configs import SGD, at
+from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.replicas import two_replicas
+from tests.toolkit.training import expect_words, make_engine, raised, run_steps, snapshot, train_many
+from zerolite.zero.groups import RankGroups
+
+STAGES = ("1", "2", "3 moving")
+EXACT = ("SGD", {"lr": 2.0**-4})  # a product with a power of two is exact, so the update rounds once
+
+
+def train_replicated(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    with two_replicas():
+        return train_many(runs)
+
+
+@pytest.mark.fast("fp32-4-clip")
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "clip"),
+    [("fp32", 4, CLIP), ("fp32", 1, 0.0), ("bf16", 1, CLIP), ("bf16", 4, 0.0)],
+    ids=["fp32-4-clip", "fp32-1", "bf16-1-clip", "bf16-4"],
+)
+def test_replicas_match_plain_pytorch(pools: Pools, precision: str, accumulation: int, clip: float) -> None:
+    """Losses, norms and weights are those of the joint batch, and the same on all ranks."""
+    runs = {}
+    for optimizer, given in OPTIMIZERS.items():
+        for stage in ("0", *STAGES):
+            made = at(stage, precision, accumulation, clip, given)
+            runs[f"{optimizer}, stage {stage}"] = {"config": made, "sizes": SIZES[4], "steps": 6}
+    ranks = pools(4).run(train_replicated, {"runs": runs}, timeout=120)
+    for name in runs:
+        optimizer = name.partition(",")[0]
+        wanted = expected(4, precision, accumulation, clip, optimizer)
+        assert_matches([results[name] for results in ranks], wanted, precision, accumulation, optimizer)
+
+
+# -------------------------------------------------------------------- the order of sums
+
+
+def in_one_process(reduces_each_backward: bool, accumulation: int, steps: int) -> dict[str, torch.Tensor]:
+    """The weights after SGD, with gradients summed as the groups do: within a pair of ranks, then over the pairs."""
+    model = models.build(models.OddModel, **SIZES[4])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def gradients(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        (models.token_loss(model, models.token_batch(step, micro, rank)) / accumulation).backward()
+        return {name: p.grad / 4 for name, p in trained.items() if p.grad is not None}
+
+    def plus(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: one[name] + other[name] for name in one}
+
+    def mean(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return plus(plus(of_ranks[0], of_ranks[1]), plus(of_ranks[2], of_ranks[3]))
+
+    for step in range(steps):
+        rows = [[gradients(step, micro, rank) for rank in range(4)] for micro in range(accumulation)]
+        if reduces_each_backward:
+            total = functools.reduce(plus, map(mean, rows))
+        else:
+            total = mean([functools.reduce(plus, [row[rank] for row in rows]) for rank in range(4)])
+        with torch.no_grad():
+            for name, gradient in total.items():
+                trained[name].sub_(gradient * EXACT[1]["lr"])
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def replicated_bits(stage: str, accumulation: int) -> None:
+    with two_replicas():
+        engine = make_engine(at(stage, "fp32", accumulation, 0.0, EXACT), sizes=SIZES[4])
+    run_steps(engine, 4, model="OddModel")
+    found = snapshot(engine)
+    assert_same_on_ranks(found)
+    assert_same_bits(found, in_one_process(stage != "1", accumulation, 4), f"stage {stage}")
+
+
+@pytest.mark.fast
+@on_ranks(4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_replicas_have_the_bits_of_one_process(stage: str) -> None:
+    """The embedding of a token is a sum over the batch, OddModel has an unused parameter, and one without elements."""
+    for accumulation in (1, 4):
+        replicated_bits(stage, accumulation)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_the_sum_over_replicas_weights_are_others(stage: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankGroups, "reduce_scatter", lambda of, *args: of.shard.reduce_scatter(*args))
+        with pytest.raises(AssertionError, match="differ|are not those of rank 0"):
+            replicated_bits(stage, 1)
+
+
+# -------------------------------------------------------------------- what users read and write
+
+
+def branches(stage: str) -> Any:
+    leaf = {"leaf_modules": ["TwoBranches"]} if stage.startswith("3") else {}
+    return make_engine(at(stage, "fp32", 1, 0.0, SGD, zero=leaf), "TwoBranches")
+
+
+def use_states(stage: str, directory: Path) -> dict[str, Any]:
+    """Train with ranks that use different layers, and read and write what could count replicas twice, or leave some
+    out: norms, full tensors, values of one rank, a checkpoint."""
+    engine = branches(stage)
+    weight = engine.module.stem.weight
+    values: dict[str, Any] = {}
+    for step in range(3):
+        x, y = models.float_batch(step, 0, engine.rank)
+        engine.backward(nn.functional.mse_loss(engine(x, "left" if engine.rank or step else "right"), y))
+        values[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.3)
+        values[f"gradient {step}"] = zerolite.get_full_grad(weight)
+        engine.step()
+    with zerolite.zero.GatheredParameters([weight], modifier_rank=3):
+        if engine.rank == 3 or not stage.startswith("3"):
+            weight.data.add_(1.0)
+    engine.save_checkpoint(str(directory))
+    return values | states_of(engine)
+
+
+def states_of(engine: Any) -> dict[str, Any]:
+    momentum = zerolite.get_full_optimizer_state(engine.module.stem.weight, "momentum_buffer")
+    return {"momentum": momentum, **snapshot(engine)}
+
+
+@pytest.mark.fast("2-4")
+@on_ranks(4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_replicas_count_once(stage: str, tmp_path: Path) -> None:
+    """All values are those of four ranks without replicas, and each kind of engine loads the other's checkpoint."""
+    plain = use_states(stage, tmp_path / "plain")
+    with two_replicas():
+        replicated = use_states(stage, tmp_path / "replicated")
+        from_plain = branches(stage)
+        from_plain.load_checkpoint(str(tmp_path / "plain"))
+    from_replicated = branches(stage)
+    from_replicated.load_checkpoint(str(tmp_path / "replicated"))
+    assert_same_on_ranks(replicated)
+    torch.testing.assert_close(replicated, plain, rtol=1e-6, atol=1e-7)  # the order of sums
+    for engine, saved in ((from_plain, plain), (from_replicated, replicated)):
+        values = states_of(engine)
+        assert_same_bits(values, {name: saved[name] for name in values}, "loaded")
+
+
+@pytest.mark.fast
+@on_ranks(4)
+def test_late_gradients_of_replicas() -> None:
+    """A gradient that comes after its bucket was reduced is reduced once more, on all ranks."""
+    runs = {}
+    for name in ("plain", "replicated"):
+        with two_replicas() if name == "replicated" else contextlib.nullcontext():
+            engine = make_engine(at("2", "fp32", 1, CLIP, SGD), "SharedCheckpointed")
+        runs[name] = run_steps(engine, 3, model="SharedCheckpointed"), snapshot(engine)
+    torch.testing.assert_close(*runs.values(), rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(4)
+def test_parameters_split_over_other_ranks_are_refused() -> None:
+    with zerolite.zero.Init():
+        model = models.build(models.Mlp)
+    with two_replicas():
+        said = raised(zerolite.initialize, model, at("3", "fp32", 1, 0.0, SGD))
+    expect_words(said, "ValueError", "'first.weight'", "over 2 ranks", "got", "over 4", "zero.Init")
