@@ -11,10 +11,11 @@ from benchmarks.training import RoundResult
 
 COLUMNS = (
     ("competitor", "name", "{}"),
-    ("step ms", "step_ms", "{:.0f}"),
-    ("min", "min_ms", "{:.0f}"),
-    ("max", "max_ms", "{:.0f}"),
+    ("step ms", "step_ms", "{:.1f}"),
+    ("min", "min_ms", "{:.1f}"),
+    ("max", "max_ms", "{:.1f}"),
     ("CPU ms", "cpu_ms", "{:.0f}"),
+    ("host ms", "host_ms", "{:.1f}"),
     ("tokens/s", "tokens_per_s", "{:.0f}"),
     ("peak MB", "peak_bytes", "{:.0f}"),
     ("resident MB", "resident_bytes", "{:.0f}"),
@@ -37,11 +38,13 @@ def figures(contest: Any, name: str) -> Row:
     present, args = {name: contest.rounds[name] for name in contest.present()}, contest.args
     own, started, peer = present[name], contest.started[name], present.get(COMPETITORS[name].peer or "", [])
     steps = [seconds for result in own for seconds in result.step_s]
+    host = [seconds for result in own for seconds in result.host_s]
     row: Row = {
         "step_ms": 1e3 * median(steps),
         "min_ms": 1e3 * min(steps),
         "max_ms": 1e3 * max(steps),
         "cpu_ms": 1e3 * median(result.cpu_s / len(result.step_s) for result in own),
+        "host_ms": 1e3 * median(host) if host else None,
         "tokens_per_s": args.nproc * args.micro_batch * args.context / median(steps),
         "parameters": started.parameters,
         "peak_bytes": started.peak_bytes,

@@ -45,8 +45,8 @@ def make_rows(
 
 
 def columns_in_use(rows: Sequence[Row], columns: Columns) -> Columns:
-    """Leave out ratios ("to_") that no row has, because the competitor that they are over did not take part."""
-    return [c for c in columns if not c[1].startswith("to_") or any(row[c[1]] is not None for row in rows)]
+    """Leave out ratios ("to_") over a competitor that did not take part, and times of the host where there are none."""
+    return [c for c in columns if not c[1].startswith(("to_", "host_")) or any(row[c[1]] is not None for row in rows)]
 
 
 def render_table(rows: Sequence[Row], markdown: bool, columns: Columns) -> str:

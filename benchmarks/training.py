@@ -15,6 +15,8 @@ from benchmarks.model import ModelSize, build_model, make_batches
 from benchmarks.ranks import StepClock, mean_over_ranks, most_of_ranks
 from benchmarks.setting import Setting
 
+HOST_STEPS = 4  # after the timed steps of a round, for the host's time
+
 
 @dataclass(frozen=True)
 class Started:
@@ -29,11 +31,15 @@ class Started:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Seconds of each step on rank 0; CPU seconds of the whole round and losses, both averaged over ranks."""
+    """Seconds of each step on rank 0; CPU seconds of the whole round and losses, both averaged over ranks.
+
+    host_s: on CUDA, seconds until the call of a step returns on rank 0, from an idle device; empty on the CPU.
+    """
 
     step_s: list[float]
     cpu_s: float
     losses: list[float]
+    host_s: list[float]
 
 
 def serve_gpt(pipe: Connection, rank: int, setting: Setting, name: str, size: ModelSize, warmup: int) -> None:
@@ -51,9 +57,21 @@ def serve_gpt(pipe: Connection, rank: int, setting: Setting, name: str, size: Mo
             taken += 1
         return clock.seconds(), losses
 
+    def host_seconds(steps: int) -> list[float]:
+        nonlocal taken
+        found = []
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step(*batches[taken % len(batches)])
+            found.append(time.perf_counter() - start)
+            taken += 1
+        return found
+
     meter = memory.Meter(setting.device)
     with meter:
-        model = build_model(size).to(setting.device)
+        with torch.device(setting.device):  # random numbers of a billion parameters take the host half a minute
+            model = build_model(size)
         parameters = sum(p.numel() for p in model.parameters())
         step = competitor.build(model, setting, **competitor.options)
         _, losses = train(warmup - 1)
@@ -69,7 +87,8 @@ def serve_gpt(pipe: Connection, rank: int, setting: Setting, name: str, size: Mo
         seconds, losses = train(steps)
         cpu = time.process_time() - cpu
         cpu, *values = mean_over_ranks([cpu, *(float(loss) for loss in losses)], setting.device)
-        pipe.send(RoundResult(seconds, cpu, values))
+        host = host_seconds(HOST_STEPS) if setting.device == "cuda" else []
+        pipe.send(RoundResult(seconds, cpu, values, host))
 
 
 def batches_of(rank: int, setting: Setting, size: ModelSize, joint: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
