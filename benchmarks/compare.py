@@ -23,6 +23,8 @@ import torch
 from benchmarks import harness, options
 from benchmarks.compare_table import COLUMNS, figures
 from benchmarks.competitors import COMPETITORS
+from benchmarks.engines import build_zerolite, zerolite_config
+from benchmarks.model import build_model, make_batches
 from benchmarks.options import positive
 from benchmarks.report import columns_in_use, disagreement, make_rows, render_table
 from benchmarks.setting import Setting
@@ -103,6 +105,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=None,
         help="start each competitor afresh every round, so that only one occupies memory at a time (default: on CUDA)",
     )
+    parser.add_argument(
+        "--plan", action="store_true", help="train nothing: print the peak that zerolite's plan gives for its lines"
+    )
     args = parser.parse_args(argv)
     options.model_size(args, parser)
     sequences = args.nproc * args.micro_batch
@@ -112,7 +117,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             f"--pipeline-micro-batches must divide the {sequences} sequences of a step, got "
             f"{args.pipeline_micro_batches}"
         )
-    if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
+    if args.device == "cuda" and not args.plan and torch.cuda.device_count() < args.nproc:
         parser.error(f"--device cuda needs one GPU a rank: {args.nproc} ranks, {torch.cuda.device_count()} GPUs")
     if args.restart is None:
         args.restart = args.device == "cuda"
@@ -127,8 +132,30 @@ def describe(args: argparse.Namespace) -> str:
     )
 
 
+def print_plans(args: argparse.Namespace) -> None:
+    """Print the planned peak of a step, which is compared with "peak MB". It needs no device and no memory."""
+    from zerolite.planning.make import plan
+
+    setting, size = Setting(args.device, args.dtype, args.micro_batch, args.nproc), options.model_size(args)
+    for name in args.competitors:
+        competitor = COMPETITORS[name]
+        if competitor.build is not build_zerolite:
+            continue
+        made = plan(
+            lambda: build_model(size),
+            zerolite_config(setting, **competitor.options),
+            args.nproc,
+            device=args.device,
+            batch=lambda: make_batches(size, args.micro_batch, rank=0, count=1)[0],
+        )
+        print(f"{name:<24}{made.step_peak.bytes / 1e6:12.0f} MB at the peak of a step", flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.plan:
+        print_plans(args)
+        return 0
     with Contest(args) as contest:
         contest.run()
         rows = make_rows(args.competitors, contest.absent, COLUMNS, lambda name: figures(contest, name))

@@ -66,21 +66,21 @@ def make_deepspeed_engine(
     return engine
 
 
-def make_zerolite_engine(
-    model: nn.Module,
-    setting: Setting,
-    stage: int,
-    fused: bool = True,
-    offload: dict[str, str] | None = None,
-    **zero: Any,
-) -> Any:
+def zerolite_config(
+    setting: Setting, stage: int, fused: bool = True, offload: dict[str, str] | None = None, **zero: Any
+) -> dict[str, Any]:
     """fused: torch's fused AdamW updates, as with the competitors; otherwise zerolite's kernels. offload: see
     :func:`_offloaded`. zero: further keys of `zero_optimization`."""
-    import zerolite
-
     config = json_config(setting, stage) | {"optimizer": adamw_entry(fused)}
     config["zero_optimization"].update(_offloaded(setting, offload or {}), **zero)
-    return zerolite.initialize(model, config)
+    return config
+
+
+def make_zerolite_engine(model: nn.Module, setting: Setting, stage: int, **options: Any) -> Any:
+    """options: of :func:`zerolite_config`."""
+    import zerolite
+
+    return zerolite.initialize(model, zerolite_config(setting, stage, **options))
 
 
 def engine_loop(engine: Any) -> Step:
