@@ -66,6 +66,18 @@ class Topology:
         """True for data parallelism alone."""
         return self.model.world_size == 1
 
+    def communicators(self) -> dict[str, Communicator]:
+        """Return the communicators of a training step, by what they are for in messages; those of pipe and world, which
+        send other things, are left out."""
+        listed = {"gradients and statistics": self.data}
+        if self.replicate is not None:
+            listed |= {"gradients within a replica": self.shard, "gradients of replicas": self.replicate}
+        if self.tensor.world_size > 1:
+            listed["parts of layers"] = self.tensor
+        if not self.trivial and self.model is not self.tensor:
+            listed["parts of the model"] = self.model
+        return listed
+
 
 def data_topology(comm: Communicator) -> Topology:
     """Make the topology of ranks that all have the full model."""

@@ -198,14 +198,10 @@ class Names:
     def collectives(self) -> dict[str, Entries]:
         """Return the latest collectives of each communicator."""
         topology = self._engine.topology
-        comms = {"gradients and statistics": self._internals.comm}
+        comms = topology.communicators()
         coordinator = self._engine.coordinator
-        if coordinator is not None and coordinator.handles and coordinator.comm is not self._internals.comm:
+        if coordinator is not None and coordinator.handles and coordinator.comm is not topology.data:
             comms["gathers of parameters"] = coordinator.comm
-        if topology.tensor.world_size > 1:
-            comms["parts of layers"] = topology.tensor
-        if not topology.trivial and topology.model is not topology.tensor:
-            comms["parts of the model"] = topology.model
         return {
             name if topology.trivial else f"{name}{AMONG}{_members(comm)}": [
                 (number, describe(entry, self)) for number, entry in comm.flight_recorder.numbered()[-LATEST:]

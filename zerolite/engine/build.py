@@ -297,12 +297,10 @@ def _tensor_owners(parts: StepComponents, attached: Attached) -> TensorOwners:
 
 
 def _other_communicators(parts: StepComponents) -> list[Communicator]:
-    """Return the communicators that only the rest of the grid uses."""
+    """Return the communicators whose memory no other part of the engine counts."""
     topology = parts.setup.topology
-    if topology.trivial:
-        return []
     shared = [] if parts.shared_grads is None else parts.shared_grads.comms
-    return [topology.world, topology.tensor, topology.pipe, topology.model, *shared]
+    return [topology.world, topology.pipe, *topology.communicators().values(), *shared]
 
 
 def _make_loaders(parts: StepComponents, collate_fn: Callable[[list[Any]], Any] | None) -> Loaders:

@@ -46,7 +46,6 @@ def check_collectives(
     engine_ref: EngineRef, topology: Topology, coordinator: PartitionedParameterCoordinator | None
 ) -> None:
     """Compare the collectives of all communicators between their ranks before they are launched."""
-    comm = topology.data
 
     def names_of(gathered: bool, key: int) -> list[str]:
         engine = engine_ref()
@@ -55,12 +54,9 @@ def check_collectives(
         names = Names(engine)
         return names.of_parameter(key) if gathered else names.of_bucket(key)
 
-    watched = {"gradients and statistics": comm}
-    if coordinator is not None and coordinator.comm is not comm:
+    watched = topology.communicators()
+    if coordinator is not None and coordinator.comm is not topology.data:
         watched["gathers of parameters"] = coordinator.comm
-    if topology.tensor is not topology.model:
-        watched["parts of layers"] = topology.tensor
-    watched["parts of the model"] = topology.model
     for label, other in watched.items():
         if other.group is not None and other.world_size > 1:
             other.watch(CollectiveCheck(other, label, names_of))

@@ -89,11 +89,10 @@ class Monitoring:
         """Log the collectives, if the config asks for it. Called after other watchers of collectives are installed."""
         if self.comms_logger is None:
             return
-        self.comms_logger.watch(topology.data)
+        for comm in topology.communicators().values():
+            self.comms_logger.watch(comm)
         if coordinator is not None and coordinator.comm is not topology.data:
             self.comms_logger.watch(coordinator.comm)
-        for beside in {id(c): c for c in (topology.tensor, topology.model) if c.world_size > 1}.values():
-            self.comms_logger.watch(beside)
 
     def end_with(self, engine: Engine) -> list[weakref.finalize[..., Any]]:
         """Write the last step and close when ``engine`` ends, or at the end of the process."""
