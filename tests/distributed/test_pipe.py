@@ -27,7 +27,7 @@ from tests.toolkit.training import raises
 from zerolite.comm import record
 from zerolite.pipe import LayerSpec, PipelineModule
 from zerolite.pipe.schedules import available_schedules
-from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.reducer import Reducer
 
 RELATIVE = 1e-6  # fp32: only the order differs in which micro-batches are summed
 
@@ -137,21 +137,21 @@ def test_a_chunk_is_reduced_behind_its_own_last_backward(schedule: str) -> None:
     if schedule not in available_schedules():
         return
     events: list[list[Any]] = []
-    launch, begin = GradReducer._launch, GradReducer.begin_backward
+    launch, begin = Reducer._launch, Reducer.begin_backward
 
-    def noted(self: GradReducer, bucket: Any) -> None:
-        events.append(["launch", bucket.bucket.index])
+    def noted(self: Reducer, bucket: Any) -> None:
+        events.append(["launch", bucket.index])
         launch(self, bucket)
 
-    def begun(self: GradReducer, reducing: bool, *rest: Any, **more: Any) -> None:
+    def begun(self: Reducer, reducing: bool, *rest: Any, **more: Any) -> None:
         events.append(["last backward" if reducing else "backward"])
         begin(self, reducing, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradReducer, "_launch", noted)
-        patch.setattr(GradReducer, "begin_backward", begun)
+        patch.setattr(Reducer, "_launch", noted)
+        patch.setattr(Reducer, "begin_backward", begun)
         engine, _ = train("blocks", schedule=schedule, zero=1, steps=3)
-    buckets, steps = len(engine._reducer.layout.buckets), events
+    buckets, steps = len(engine._reducer.buffer.layout.buckets), events
     for _ in range(3):
         last = steps.index(["last backward"])
         early = [event for event in steps[:last] if event[0] == "launch"]

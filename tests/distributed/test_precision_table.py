@@ -152,13 +152,13 @@ def _gradients(engine: Any, own: Part, part: str) -> tuple[Rows, Any]:
         engine.reduce_gradients()
     handle.remove()
     several = engine.gradient_accumulation_steps > 1
-    layout = engine._reducer.layout
+    layout = engine._reducer.buffer.layout
     bucket = next(slot.bucket for slot in layout.slots if slot.name == f"{part}.layer.weight")
     travelled = {c.dtype for c in calls.select(tag="gradients") if c.numel == layout.buckets[bucket].numel}
     rows = {"gradients in hooks of parameters": said(set(hooked))}
     rows["`get_full_grad`"] = said([zerolite.get_full_grad(own.layer.weight).dtype])
     if several:
-        rows["sums of several micro-batches"] = said([engine._reducer.reduced(bucket).dtype])
+        rows["sums of several micro-batches"] = said([engine._reducer.buffer.buckets[bucket].mean().dtype])
     if engine.world_size > 1:
         stages = "0 and 1" if engine.config.zero_optimization.stage < 2 else "2 and 3"
         how = f"several, stages {stages}" if several else "one micro-batch"

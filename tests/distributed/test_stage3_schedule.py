@@ -271,7 +271,7 @@ def test_unused_parameters_hold_back_no_reduction() -> None:
     model = models.build(Tower)
     model.spare = nn.Linear(6, 13)
     engine = zerolite.initialize(model, config(3, zero={**SHORT, "reduce_bucket_size": 1}))  # a bucket for each layer
-    buckets = {bucket.slots[0].name.split(".")[0]: bucket.index for bucket in engine._reducer.layout.buckets}
+    buckets = {bucket.slots[0].name.split(".")[0]: bucket.index for bucket in engine._reducer.buffer.layout.buckets}
     for step in range(4):
         early: list[int] = []
         with zerolite.comm.record() as recorder:

@@ -17,8 +17,8 @@ from zerolite.comm.null import NullCommunicator
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
-from zerolite.zero.bucket_memory import BucketMemory
-from zerolite.zero.gradient_bucket import GradientBucket
+from zerolite.zero.bucket import Bucket
+from zerolite.zero.gradient_memory import GradientMemory
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("without_ranks")
@@ -142,7 +142,7 @@ def test_what_travels_in_fp32_is_filled_in_fp32(stage: int, norms: int, monkeypa
     x = torch.randn(2, 32).bfloat16()
     for wide in (True, False):
         if not wide:
-            monkeypatch.setattr(BucketMemory, "is_launched_soon", lambda self, bucket, launching: False)
+            monkeypatch.setattr(GradientMemory, "is_launched_soon", lambda self, bucket, launching: False)
         comm = Simulated(3, 64)
         engine = make_engine(
             comm, copy.deepcopy(nn.Sequential(*layers)), stage, gradient_accumulation_steps=micros, **BF16
@@ -287,13 +287,13 @@ def test_what_rank_0_does_not_use_is_reduced_last() -> None:
 def test_a_bucket_is_filled_before_a_reduction_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = Simulated(0, 4)
     engine = make_engine(comm, stack(), 2, zero={"contiguous_gradients": False})
-    prepare_launch = GradientBucket.prepare_launch
+    prepare_launch = Bucket.prepare_launch
 
-    def watched(self: GradientBucket, factor: float) -> torch.Tensor:
-        comm.log.append(("fill", self.bucket.index))
+    def watched(self: Bucket, factor: float) -> torch.Tensor:
+        comm.log.append(("fill", self.index))
         return prepare_launch(self, factor)
 
-    monkeypatch.setattr(GradientBucket, "prepare_launch", watched)
+    monkeypatch.setattr(Bucket, "prepare_launch", watched)
     train(engine)
     for bucket in range(2, 8):
         order = [("fill", bucket), ("wait", bucket - 2), ("launch", bucket)]

@@ -18,9 +18,9 @@ from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat import flattened
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.layout import Range, Slot
 from zerolite.zero.optim_shards import OptimParamShard
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, unpartitioned_shape
 from zerolite.zero.step import StepPipeline
@@ -172,7 +172,7 @@ class ParameterAccess:
     def __init__(
         self,
         pipeline: StepPipeline,
-        reducer: GradReducer,
+        reducer: Reducer,
         buffer: ParameterBuffer,
         optimizer: ShardedOptimizer,
         topology: Topology,
@@ -201,7 +201,7 @@ class ParameterAccess:
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
         shards = {
-            index: self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.bucket)).float() * factor
+            index: self._buffer.view_of(shard.fragment, self._buffer.buckets[shard.bucket].mean()).float() * factor
             for index, shard in self._shards(wanted).items()
         }
         found = dict(zip(wanted, self._full(wanted, self.gather(wanted, shards, torch.float32)), strict=True))
@@ -217,7 +217,7 @@ class ParameterAccess:
         self._pipeline.reduce()
         shard = self._shards([index]).get(index)
         if shard is not None:
-            place = self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.bucket))
+            place = self._buffer.view_of(shard.fragment, self._buffer.buckets[shard.bucket].mean())
             if values is None:
                 place.zero_()
             else:
@@ -258,7 +258,7 @@ class ParameterAccess:
             handle.count_write()
         if handle is None or handle.status is ZeroParamStatus.AVAILABLE:
             shape = unpartitioned_shape(parameter)
-            parameter.data.copy_(values.as_strided(shape, self._reducer.strides[index]))
+            parameter.data.copy_(values.as_strided(shape, self._reducer.bucket_of[index].strides[index]))
             torch.autograd.graph.increment_version([parameter])
 
     def _master(self, shard: OptimParamShard) -> torch.Tensor:
@@ -351,7 +351,7 @@ class ParameterAccess:
             raise ValueError(f"parameter '{self._slot(index).name}': expected a tensor of {tuple(shape)}, got {got}")
         device = self._buffer.buckets[self._slot(index).bucket].master.device
         part = value.detach() if spec is None else spec.of(value.detach())
-        return flattened(part.to(device), self._reducer.strides[index])
+        return flattened(part.to(device), self._reducer.bucket_of[index].strides[index])
 
     def _copy(self, shard: OptimParamShard, target: torch.Tensor, flat: torch.Tensor) -> None:
         fragment = shard.fragment
@@ -359,7 +359,8 @@ class ParameterAccess:
         if target.shape == part.shape:
             target.copy_(part)
         else:  # the optimizer needs full parameters, so the shard has the parameter's shape
-            target.copy_(flat.as_strided(target.shape, self._reducer.strides[fragment.slot.index]))
+            index = fragment.slot.index
+            target.copy_(flat.as_strided(target.shape, self._reducer.bucket_of[index].strides[index]))
 
     def _agree(self, values: list[float], comm: Communicator | None = None) -> list[float]:
         """Return the maximum of each value over ranks, by default over the data-parallel ones."""
@@ -369,7 +370,7 @@ class ParameterAccess:
         """Return each parameter's tensor, gathered from the shards of all ranks in one all-gather."""
         if not self._buffer.shard:
             return [
-                self._shaped(index, flattened(shards[index].clone(), self._reducer.strides[index]))
+                self._shaped(index, flattened(shards[index].clone(), self._reducer.bucket_of[index].strides[index]))
                 if index in shards
                 else self._empty(index, dtype)
                 for index in indices
@@ -384,7 +385,7 @@ class ParameterAccess:
             if index in shards:
                 part = shards[index]
                 if part.dim() != 1:  # in the parameter's shape: flatten it in the order of memory, as ranges count
-                    part = flattened(part, self._reducer.strides[index])
+                    part = flattened(part, self._reducer.bucket_of[index].strides[index])
                 own.narrow(0, position, part.numel()).copy_(part)
             position += width
         if row and self._shard.world_size > 1:
@@ -421,7 +422,8 @@ class ParameterAccess:
         return [layout.param_range(slot, rank) for rank in range(layout.world_size)]
 
     def _shaped(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(unpartitioned_shape(self._buffer.parameters[index]), self._reducer.strides[index])
+        shape = unpartitioned_shape(self._buffer.parameters[index])
+        return flat.as_strided(shape, self._reducer.bucket_of[index].strides[index])
 
     def _empty(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         shape = unpartitioned_shape(self._buffer.parameters[index])

@@ -14,7 +14,7 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.utils.user_line import warn_of_collective
-from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.shown_gradients import Factor, GradientSpec
 from zerolite.zero.step import StepPipeline
 
@@ -28,7 +28,7 @@ class PendingGradients:
     def __init__(
         self,
         pipeline: StepPipeline,
-        reducer: GradReducer,
+        reducer: Reducer,
         shard: Communicator,
         device: torch.device,
         gather: Gather,
@@ -83,7 +83,7 @@ class PendingGradients:
     @torch.no_grad()
     def close(self, index: int, part: torch.Tensor) -> None:
         """Store ``part``, as :meth:`open` returned it, after it has been written to."""
-        kept, scale = self._reducer.local_grad(index), self._scale(index)
+        kept, scale = self._reducer.bucket_of[index].mean_part(index), self._scale(index)
         if kept is not None and (kept.device != part.device or kept.data_ptr() != part.data_ptr()):
             kept.copy_(part if scale is None else part / scale)
         self._pipeline.changes.on_written(index)
@@ -104,7 +104,7 @@ class PendingGradients:
         self._finish([index])
         if index in self._reducer.shown.factors:
             self._pipeline.changes.apply_factors()
-        part, parameter = self._reducer.local_grad(index), self._reducer.parameters[index]
+        part, parameter = self._reducer.bucket_of[index].mean_part(index), self._reducer.parameters[index]
         wanted = self._device, parameter.dtype
         if part is None or (part.device, part.dtype) != wanted or self._scale(index) is not None:
             return None
@@ -117,7 +117,7 @@ class PendingGradients:
 
     def _part(self, index: int) -> torch.Tensor:
         """Return this rank's part on the device, as it is stored."""
-        part = self._reducer.local_grad(index)
+        part = self._reducer.bucket_of[index].mean_part(index)
         if part is not None:
             return part.to(self._device)
         parameter = self._reducer.parameters[index]
@@ -223,7 +223,7 @@ class PendingGradients:
         why = self._refusal or self._pipeline.unreadable_reason()
         for index in indices:
             if why or not self._reducer.shown.is_shown(index):
-                name = self._reducer.layout.slots[index].name
+                name = self._reducer.buffer.layout.slots[index].name
                 why = why or "a step has used it, or it was dropped; take p.grad after the next backward"
                 raise RuntimeError(f"the gradient of parameter '{name}' cannot be used here: {why}")
 

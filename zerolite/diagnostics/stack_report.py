@@ -28,8 +28,8 @@ from zerolite.comm.ranks import name_ranks
 
 if TYPE_CHECKING:
     from zerolite.comm import Communicator, Topology
-    from zerolite.zero.grad_reducer import GradReducer
     from zerolite.zero.outcomes import StepCounters
+    from zerolite.zero.reducer import Reducer
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 LATEST = 48  # collectives of each communicator in a report, and twice as many module executions
@@ -106,7 +106,7 @@ class EngineInternals:
 
     module: torch.nn.Module
     comm: Communicator
-    reducer: GradReducer
+    reducer: Reducer
     counters: StepCounters
 
 
@@ -184,7 +184,7 @@ class Names:
 
     def of_bucket(self, key: int) -> list[str]:
         """Return the names of the parameters in the bucket of this key (index + 1)."""
-        buckets = self._internals.reducer.layout.buckets
+        buckets = self._internals.reducer.buffer.layout.buckets
         return [slot.name for slot in buckets[key - 1].slots] if 0 < key <= len(buckets) else []
 
     def of_parameter(self, key: int) -> list[str]:

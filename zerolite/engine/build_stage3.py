@@ -8,15 +8,15 @@ from difflib import get_close_matches
 
 import torch
 
-from zerolite.comm import Communicator
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.config.zero import AUTO_GRANULARITY
 from zerolite.offload.placements import Placements
 from zerolite.precision.dtypes import Precision
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
-from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
 from zerolite.zero.observers import Observers
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.launch_plan import LaunchPlan
 from zerolite.zero.stage3.param_group import LEAST_MAX_LIVE, LeafRule, default_max_live, leaf_rule
@@ -49,14 +49,15 @@ def partitioned_buffer(
     specs: list[ParameterSpec],
     config: ZeroliteConfig,
     precision: Precision,
-    shard: Communicator,
+    memory: GradientMemory,
     placements: Placements,
 ) -> ParameterBuffer:
     """Make stage 3's buffer: shards in sliced buckets, each bucket in its placement."""
     _check_leaves(partitioned.model, config)
+    shard = memory.groups.shard
     partitioned.plan(_stage3_options(config, partitioned.model, shard.main))
     layout = sliced_layout(partitioned, trained, specs, config, shard.world_size)
-    buffer = PartitionedParameterBuffer(layout, trained, shard.rank, move_shard, placements, _is_persistent)
+    buffer = PartitionedParameterBuffer(layout, trained, memory, move_shard, placements, _is_persistent)
     buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
     in_layout = {id(p) for p in trained}
     numel = bucket_numel(specs, config, shard.world_size)
@@ -144,7 +145,7 @@ def _check_leaves(model: torch.nn.Module, config: ZeroliteConfig) -> None:
 
 
 def start_stage3(
-    partitioned: PartitionedModel, pipeline: StepPipeline, reducer: GradReducer, observers: Observers
+    partitioned: PartitionedModel, pipeline: StepPipeline, reducer: Reducer, observers: Observers
 ) -> PartitionedParameterCoordinator:
     """Install the hooks that gather parameters, and return their coordinator. The caller must keep it alive, because
     hooks refer to it weakly."""
@@ -156,10 +157,10 @@ def start_stage3(
     return coordinator
 
 
-def launch_by_groups(partitioned: PartitionedModel, reducer: GradReducer) -> None:
+def launch_by_groups(partitioned: PartitionedModel, reducer: Reducer) -> None:
     """Tell the coordinator which parameters are trained, and launch each bucket when the backward of its group has
     ended. The order of these ends is learned from here on."""
     coordinator = partitioned.coordinator
     coordinator.set_trained(reducer.parameters)
-    groups = groups_of_buckets(reducer.layout, reducer.parameters, partitioned.groups)
+    groups = groups_of_buckets(reducer.buffer.layout, reducer.parameters, partitioned.groups)
     reducer.use_launch_plan(LaunchPlan(groups, coordinator.plan_progress))

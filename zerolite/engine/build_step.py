@@ -46,16 +46,17 @@ from zerolite.updates.torch_update import TorchUpdate
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector
+from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import AUTO_BUCKET, ParameterSpec, PartitionLayout
 from zerolite.zero.observers import Observers
 from zerolite.zero.outcomes import UnusedParameters
 from zerolite.zero.param_gatherer import ParamGatherer
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel
-from zerolite.zero.stage3.partitioned_parameter import handle_of, unpartitioned_numel
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 from zerolite.zero.stages import StagePolicy
 from zerolite.zero.step import StepPipeline
 
@@ -127,14 +128,17 @@ class StepComponents:
         check_parameters(self.owned, names, meta_allowed=setup.policy.shard_parameters)
         self._specs = self._specs_of(trained, names, groups)
         self.partitioned = self._partition() if setup.policy.shard_parameters else None
-        self.buffer = self._make_buffer(trained)
-        synchronize_untrained(setup.model, trained, setup.precision, comm, setup.device)
         chunks = 1 if setup.staged is None else len(setup.staged.chunks)  # each has its own backward
         self.accumulation = GradAccumulation((setup.config.gradient_accumulation_steps or 1) * chunks)
+        self._gradient_memory = self._make_gradient_memory()
+        self.buffer = self._make_buffer(trained)
+        synchronize_untrained(setup.model, trained, setup.precision, comm, setup.device)
         parallel = setup.trains and not setup.topology.trivial
         collector = self._make_collector(parallel)
         self.note_inputs = collector.note_inputs if isinstance(collector, ModelParallelStats) else None
-        self.reducer = self._make_reducer(trained, collector)
+        if self._gradient_memory.offloaded is not None:
+            self._gradient_memory.offloaded.connect(collector.note)
+        self.reducer = Reducer(self.buffer, self.observers, ShardedGradient.of)
         self.shared_grads = (
             SharedGradReducer(setup.topology, self.buffer, self._ties, self.reducer, setup.device) if parallel else None
         )
@@ -184,13 +188,14 @@ class StepComponents:
     def _make_buffer(self, trained: list[torch.nn.Parameter]) -> ParameterBuffer:
         setup, specs, placements, shard = self.setup, self._specs, self._placements, self.rank_groups.shard
         if self.partitioned is not None:
+            memory = self._gradient_memory
             return partitioned_buffer(
-                self.partitioned, trained, specs, setup.config, setup.precision, shard, placements
+                self.partitioned, trained, specs, setup.config, setup.precision, memory, placements
             )
         layout = PartitionLayout.build(specs, shard.world_size, bucket_numel(specs, setup.config, shard.world_size))
         if setup.whole and shard.main:
             _warn_of_padding(layout)
-        buffer = ParameterBuffer(layout, trained, shard.rank, setup.policy.shard_optimizer, placements)
+        buffer = ParameterBuffer(layout, trained, self._gradient_memory, placements)
         fill_buckets(buffer, setup.precision, self.comm, setup.device)
         return buffer
 
@@ -201,7 +206,7 @@ class StepComponents:
         counts = counts_once(topology, self.buffer, self._ties)
         return ModelParallelStats(self.rank_groups, setup.device, topology.model, counts)
 
-    def _make_reducer(self, trained: list[torch.nn.Parameter], collector: StatsCollector) -> GradReducer:
+    def _make_gradient_memory(self) -> GradientMemory:
         setup, placements = self.setup, self._placements
         keep = setup.kind == "cpu"
         alone = setup.topology.world.world_size == 1
@@ -216,11 +221,9 @@ class StepComponents:
             keep,
             alone,
         )
-        strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         here = placements.is_accessible(placements.optimizer, on_host=False)
-        offloaded = None if here else OffloadedGradients(placements, self.transfers, collector.note)
-        layout, groups = self.buffer.layout, self.rank_groups
-        return GradReducer(layout, trained, groups, options, strides, offloaded, self.observers, ShardedGradient.of)
+        offloaded = None if here else OffloadedGradients(placements, self.transfers)
+        return GradientMemory(self.rank_groups, options, offloaded)
 
     def _make_optimizer(
         self, make_inner: Callable[[Groups], Optimizer] | Optimizer, groups: Groups

@@ -13,16 +13,16 @@ from zerolite.engine.components import EngineRef
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.module_hook import WeakHook
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.observers import Observers
 from zerolite.zero.param_gatherer import ParamGatherer
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step import StepPipeline
 
 
 def connect_backward(
     pipeline: StepPipeline,
-    reducer: GradReducer,
+    reducer: Reducer,
     param_gatherer: ParamGatherer,
     scaler: LossScaler | None,
     precision: Precision,
@@ -33,7 +33,7 @@ def connect_backward(
     boundary = GraphBoundary(pipeline.begin_backward, pipeline.gradient_scale.loss_scale if scaler else None, precision)
     if scaler:
         observers.on_backward_begin.append(boundary.expect_scale)
-    reducer.arrivals.attach(
+    reducer.attach(
         pipeline.begin_backward,
         boundary.check_scaled if scaler else None,
         param_gatherer.on_gradient if param_gatherer.overlaps else None,

@@ -11,7 +11,7 @@ from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.precision.dtypes import Precision
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.dtypes import DTYPES
-from zerolite.zero.bucket_memory import ReductionOptions
+from zerolite.zero.gradient_memory import ReductionOptions
 from zerolite.zero.stages import StagePolicy
 from zerolite.zero.step import StepOptions
 

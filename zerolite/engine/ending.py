@@ -40,9 +40,9 @@ def _end(reference: EngineRef, parts: StepComponents, offload: StateOffload, hoo
     if parts.partitioned is not None:
         parts.partitioned.context.gathers_for_operations = True  # the next engine decides
     parts.reducer.current.end()  # an exception may have cut its last backward short
-    arrivals = parts.reducer.arrivals
-    remove_hooks(arrivals.handles, parts.param_gatherer.handles, hooks, parts.setup.fp32.handles)
-    for parameter in arrivals.parameters:  # pending gradients are gone; those of a later life of the model stay
+    parameters = parts.reducer.parameters
+    remove_hooks(parts.reducer.handles, parts.param_gatherer.handles, hooks, parts.setup.fp32.handles)
+    for parameter in parameters:  # pending gradients are gone; those of a later life of the model stay
         if reference.destroyed or isinstance(parameter.grad, GradientPlaceholder):
             parameter.grad = None
     parts.sharded.release_inner(refuses=not reference.destroyed)
@@ -51,7 +51,7 @@ def _end(reference: EngineRef, parts: StepComponents, offload: StateOffload, hoo
         return
     unused = not parts.pipeline.outcomes.counters.micro_steps
     if parts.partitioned is not None or (unused and not reference.destroyed):
-        for slot, parameter in zip(parts.buffer.layout.slots, arrivals.parameters, strict=True):
+        for slot, parameter in zip(parts.buffer.layout.slots, parameters, strict=True):
             refuse = functools.partial(_refuse_gradient, slot.name)
             reference.refusals.append(parameter.register_post_accumulate_grad_hook(refuse))
 

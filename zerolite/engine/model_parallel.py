@@ -21,11 +21,11 @@ from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import LOCAL, StatsCollector
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import Fragment
 from zerolite.zero.observers import REDUCE_WAIT
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.step import StepPipeline
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class SharedGradReducer:
         topology: Topology,
         buffer: ParameterBuffer,
         ties: Mapping[int, TiedParam],
-        reducer: GradReducer,
+        reducer: Reducer,
         device: torch.device,
     ) -> None:
         """
@@ -126,7 +126,7 @@ class SharedGradReducer:
         topology, trained = self._topology, self._buffer.parameters
         partial = tuple(i for i, p in enumerate(trained) if is_partial(p) and shard_spec_of(p) is None)
         slots = self._buffer.layout.slots
-        offloaded = [i for i in partial if self._reducer.is_offloaded(slots[i].bucket)]
+        offloaded = [i for i in partial if self._reducer.bucket_of[i].is_offloaded]
         if offloaded:
             raise ValueError(
                 f"zero_optimization.offload_optimizer: expected no parameter whose gradient tensor-parallel ranks must "
@@ -156,7 +156,7 @@ class SharedGradReducer:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Sum the gradients after :meth:`GradReducer.finish`. Later calls do nothing until new gradients come."""
+        """Sum the gradients after :meth:`Reducer.finish`. Later calls do nothing until new gradients come."""
         if self._summed:
             return
         self._summed = True
@@ -196,13 +196,14 @@ class SharedGradReducer:
     def _local_gradients(self, group: SharedParams) -> list[torch.Tensor]:
         """Return this rank's gradients of the group, flat, in the order of its indices."""
         sharded = self._reducer.keeps_shards
+        fragments, bucket_of = self._fragments[group.indices], self._reducer.bucket_of
         return [
-            self._reducer.reduced(f.slot.bucket).narrow(0, f.shard_start if sharded else f.bucket_start, f.numel)
-            for f in self._fragments[group.indices]
+            bucket_of[f.slot.index].mean().narrow(0, f.shard_start if sharded else f.bucket_start, f.numel)
+            for f in fragments
         ]
 
     def _fragments_of(self, group: SharedParams) -> list[Fragment]:
-        layout, sharded = self._reducer.layout, self._reducer.keeps_shards
+        layout, sharded = self._reducer.buffer.layout, self._reducer.keeps_shards
         order = {index: place for place, index in enumerate(group.indices)}
         fragments = layout.fragments(self._topology.shard.rank) if sharded else layout.full_fragments()
         return sorted((f for f in fragments if f.slot.index in order), key=lambda f: order[f.slot.index])

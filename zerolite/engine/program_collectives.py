@@ -7,8 +7,8 @@ from typing import Any
 
 from zerolite.comm.process_group import program_collectives
 from zerolite.engine.components import ModuleCall
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.observers import StepObserver
+from zerolite.zero.reducer import Reducer
 
 logger = logging.getLogger("zerolite")
 
@@ -20,7 +20,7 @@ class ProgramCollectives(StepObserver):
     exceptions, so a forward of the engine that does is taken for a sign until a backward has ended.
     """
 
-    def __init__(self, reducer: GradReducer, call: ModuleCall, logs: bool) -> None:
+    def __init__(self, reducer: Reducer, call: ModuleCall, logs: bool) -> None:
         """
         Args:
             reducer: its ``program_communicates`` is set.

@@ -123,9 +123,8 @@ class UnfrozenParams:
         layout = parts.buffer.layout.extended(parts.layout_of(parameters, names))
         parts.buffer.set_layout(layout, everything)
         fill_buckets(parts.buffer, setup.precision, parts.comm, setup.device)
-        strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in everything]
-        parts.reducer.use(layout, everything, strides)
-        parts.reducer.arrivals.attach_new()
+        parts.reducer.use_layout()
+        parts.reducer.attach_new()
         parts.sharded.extend()
         parts.pipeline.use_layout()
         parts.param_gatherer.install_hooks(setup.model)

@@ -38,7 +38,7 @@ from zerolite.utils.memory_tags import (
 )
 from zerolite.utils.sizes import format_size
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import as_plain_tensors
@@ -132,7 +132,7 @@ class TensorOwners:
 
     module: torch.nn.Module
     buffer: ParameterBuffer
-    reducer: GradReducer
+    reducer: Reducer
     optimizer: ShardedOptimizer
     comm: Communicator
     device: torch.device

@@ -22,24 +22,21 @@ _MAX_WRITES = 2  # buckets under way; each of them holds its gradient on the dev
 class OffloadedGradients:
     """Offloaded mean gradients of one rank. Nothing here is a collective."""
 
-    def __init__(
-        self, placements: Placements, transfers: Transfers, before_write: Callable[[int, torch.Tensor], None]
-    ) -> None:
-        """before_write: called with each bucket and its mean gradient while the gradient is on the device."""
-        self._placements, self._transfers, self._before_write = placements, transfers, before_write
+    def __init__(self, placements: Placements, transfers: Transfers) -> None:
+        self._placements, self._transfers = placements, transfers
         self._max_nbytes = 0  # of a bucket's gradient
         self._stored: dict[int, torch.Tensor] = {}
         self._writes: dict[int, Transfer] = {}  # under way, by bucket
         self._last_read: Transfer = DONE
         self._errors: dict[int, OSError] = {}  # by bucket, for gradients that the disk has lost
 
+    def connect(self, before_write: Callable[[int, torch.Tensor], None]) -> None:
+        """before_write: called with each bucket and its mean gradient while the gradient is on the device."""
+        self._before_write = before_write
+
     def set_max_nbytes(self, nbytes: int) -> None:
         """Set the bytes of the longest gradient of a bucket. Staging buffers have this length, so each fits all."""
         self._max_nbytes = nbytes
-
-    def is_offloaded(self, bucket: int) -> bool:
-        """Return True if a bucket's gradient is stored where the device cannot access it."""
-        return not self._placements.is_accessible(self._placements.optimizer_placement(bucket), on_host=False)
 
     def write_back(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
         """Begin to store the reduced gradient of an offloaded bucket, which is on the device. Return the stored

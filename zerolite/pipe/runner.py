@@ -75,8 +75,8 @@ class PipelineRunner:
             )
         counters = self._components.pipeline.outcomes.counters
         before = counters.micro_steps
-        if len(self._chunks) > 1 and self._layout is not self._components.reducer.layout:
-            self._layout = self._components.reducer.layout
+        if len(self._chunks) > 1 and self._layout is not self._components.reducer.buffer.layout:
+            self._layout = self._components.reducer.buffer.layout
             owners = self._chunks_of_buckets(self._layout)
             for stage in self._stages:
                 stage.chunks_of_bucket = owners

@@ -19,7 +19,7 @@ from zerolite.utils.accelerator import fake_mode, is_fake
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.nested import find_tensors, map_tensors
 from zerolite.zero.accumulation import GradAccumulation
-from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.step import StepPipeline
 
 TAG = "pipe"
@@ -43,7 +43,7 @@ class RunnerComponents:
 
     pipeline: StepPipeline
     accumulation: GradAccumulation
-    reducer: GradReducer
+    reducer: Reducer
     precision: Precision
     boundary: GraphBoundary
     topology: Topology

@@ -26,9 +26,9 @@ from zerolite.utils.memory_tags import STAGING, tag_memory
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.optim_shards import SpanTensors, UpdateMethod
 from zerolite.zero.param_gatherer import ParamGatherer
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.spans import Span, sub_groups
 
 # A sub-group is at most a 16th of all elements, so that there are several and their stages can overlap. But it may have
@@ -146,7 +146,7 @@ class StagedSubGroups:
     def __init__(
         self,
         buffer: ParameterBuffer,
-        reducer: GradReducer,
+        reducer: Reducer,
         method: UpdateMethod,
         param_gatherer: ParamGatherer,
         transfers: Transfers,
@@ -199,7 +199,7 @@ class StagedSubGroups:
         buckets = [plan.span.bucket for plan in plans]
         self._param_gatherer.wait(buckets)  # a gather of the step before may still send what this update writes
         for bucket in buckets:
-            self._reducer.reduced(bucket.index)  # waits for the bucket's reduction
+            bucket.mean()  # waits for its write-back
         on_host = buckets[0].updates_on_host or not self._placements.separate_memory
         return _SubGroup(plans, None if on_host else self._placements.device, self._transfers, buffer_bytes, longest)
 
@@ -214,6 +214,7 @@ class StagedSubGroups:
         tensors = {name: tensor(flat, bucket.placement) for name, flat in self._method.states_of(bucket).items()}
         if gather and bucket.separate:
             tensors["out"] = tensor(bucket.owned, bucket.compute_placement)
-        tensors["gradient"] = tensor(self._reducer.stored_reduced(bucket.index), bucket.placement, written=False)
+        assert bucket.reduced is not None, "an update follows the reductions"
+        tensors["gradient"] = tensor(bucket.reduced, bucket.placement, written=False)
         tensors["master"] = tensor(bucket.master, bucket.master_placement)
         return _SpanPlan(span, tensors)

@@ -12,6 +12,7 @@ from zerolite.utils.accelerator import addresses
 from zerolite.utils.memory_tags import COMPUTE, tag_memory
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.flat import flattened
+from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.layout import BucketLayout, Fragment, PartitionLayout, Slot
 
 MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Placement], None]
@@ -26,7 +27,8 @@ class ParameterBuffer:
         layout: layout of the buckets.
         buckets: the buckets that are filled, in the order of the layout.
         parameters: trained parameters, by index.
-        rank: data-parallel rank.
+        gradient_memory: memory of gradients.
+        rank: this rank among those that split the states.
         shard: this rank updates its shard of each bucket; False: all of it.
         placements: placements of the states.
     """
@@ -35,13 +37,11 @@ class ParameterBuffer:
         self,
         layout: PartitionLayout,
         parameters: Sequence[torch.nn.Parameter],
-        rank: int,
-        shard: bool,
+        gradient_memory: GradientMemory,
         placements: Placements,
     ) -> None:
-        self.placements = placements
-        self.rank = rank
-        self.shard = shard
+        self.gradient_memory, self.placements = gradient_memory, placements
+        self.rank, self.shard = gradient_memory.groups.shard.rank, gradient_memory.options.shard
         self.buckets: list[Bucket] = []
         self._addresses: list[int] = []  # of all parameters, when their data were views of the buckets
         self.set_layout(layout, parameters)
@@ -136,13 +136,13 @@ class PartitionedParameterBuffer(ParameterBuffer):
         self,
         layout: PartitionLayout,
         parameters: Sequence[torch.nn.Parameter],
-        rank: int,
+        gradient_memory: GradientMemory,
         move: MoveShard,
         placements: Placements,
         is_persistent: Callable[[torch.nn.Parameter], bool],
     ) -> None:
         """is_persistent: function that returns True for a parameter whose full values stay on the device."""
-        super().__init__(layout, parameters, rank, shard=True, placements=placements)
+        super().__init__(layout, parameters, gradient_memory, placements)
         self._is_persistent = is_persistent
         self._move = move
 

@@ -17,8 +17,8 @@ import torch
 
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat import flattened
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector, StatsVector
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.shown_gradients import Factor, GradientPlaceholder
 
 
@@ -37,7 +37,7 @@ class GradientChanges:
     def __init__(
         self,
         buffer: ParameterBuffer,
-        reducer: GradReducer,
+        reducer: Reducer,
         collector: StatsCollector,
     ) -> None:
         self._buffer = buffer
@@ -104,14 +104,14 @@ class GradientChanges:
         assigned, self.assigned = self.assigned, {}
         written: list[torch.Tensor] = []
         for index, value in assigned.items():
-            gradient, part = _full_tensor(value), self._reducer.local_grad(index)
+            gradient, part = _full_tensor(value), self._reducer.bucket_of[index].mean_part(index)
             # All ranks round the full gradient, not only their own part: if it overflows, the statistics of every
             # rank must say so and skip the step.
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            gradient = (gradient.to(wide) * divisor).to(self._reducer.mean_dtype(index))
+            gradient = (gradient.to(wide) * divisor).to(self._reducer.bucket_of[index].mean().dtype)
             if part is not None:
-                flat = flattened(gradient.to(part.device), self._reducer.strides[index])
-                fragment = self._reducer.fragment(index)
+                flat = flattened(gradient.to(part.device), self._reducer.bucket_of[index].strides[index])
+                fragment = self._reducer.bucket_of[index].fragment_of(index)
                 values = flat.narrow(0, fragment.param_start, fragment.numel)
                 written.append(part.copy_(values.as_strided(part.shape, part.stride())))
             self._reducer.used.add(index)
@@ -127,7 +127,7 @@ class GradientChanges:
         """Forget statistics of a gradient that the user has changed in place, on all ranks."""
         self._collector.forget(self._bucket(index))
         self._collector.discard()
-        part = self._reducer.local_grad(index)
+        part = self._reducer.bucket_of[index].mean_part(index)
         self._buffer.placements.drop_reads([] if part is None else [part])
 
     def set_by_call(self, index: int, given: bool) -> None:
@@ -158,7 +158,7 @@ class GradientChanges:
         factors = self._reducer.shown.pop_factors()
         written: list[torch.Tensor] = []
         for index, factor in factors.items():
-            part = self._reducer.local_grad(index)
+            part = self._reducer.bucket_of[index].mean_part(index)
             if part is not None:
                 written.append(part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor))
             self._collector.forget(self._bucket(index))
@@ -191,7 +191,7 @@ class GradientChanges:
                 of it, so its version counter counts writes to the view.
         """
         known = self.exposed.setdefault(index, {})
-        for tensor in (self._reducer.lend(self._bucket(index)), gradient):
+        for tensor in (self._reducer.bucket_of[index].lend(), gradient):
             known.setdefault(id(tensor), (tensor, tensor._version))
 
     def expose_untracked(self, index: int) -> None:
@@ -213,7 +213,7 @@ class GradientChanges:
         if stats is None or not self.exposed:
             return
         for index in self.exposed.keys() if indices is None else self.exposed.keys() & set(indices):
-            if self._was_written(index) and (gradient := self._reducer.local_grad(index)) is not None:
+            if self._was_written(index) and (gradient := self._reducer.bucket_of[index].mean_part(index)) is not None:
                 stats.replace_square(index, gradient)
 
     def _was_written(self, index: int) -> bool:

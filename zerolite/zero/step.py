@@ -28,13 +28,13 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import UpdateChecks, UpdateObserver
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
 from zerolite.zero.gradient_scale import GradientScale
 from zerolite.zero.observers import REDUCE_WAIT, STEP, Observers
 from zerolite.zero.outcomes import Outcomes, UnusedParameters, mean_weight
 from zerolite.zero.param_gatherer import ParamGatherer
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.fetch_schedule import ScheduleAgreement
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -81,7 +81,7 @@ class StepPipeline:
     def __init__(
         self,
         buffer: ParameterBuffer,
-        reducer: GradReducer,
+        reducer: Reducer,
         optimizer: ShardedOptimizer,
         param_gatherer: ParamGatherer,
         comm: Communicator,
@@ -369,8 +369,8 @@ class StepPipeline:
         """All-gather the updated values into the compute parameters of all ranks."""
         self.check_available()
         with self._observers.phase(STEP):
-            for index in reversed(self._reducer.order.buckets):
-                self._param_gatherer.gather_bucket(self._buffer.buckets[index])
+            for bucket in reversed(self._reducer.order):
+                self._param_gatherer.gather_bucket(bucket)
             self._param_gatherer.end_step()
             if self._step_update.params_outdated:
                 self._optimizer.run_hooks("post")

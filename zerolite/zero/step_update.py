@@ -12,12 +12,12 @@ from zerolite.utils.accelerator import host_value
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update, UpdateObserver
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsVector, clip_coefficient, clip_coefficient_on_device
 from zerolite.zero.gradient_scale import GradientScale
 from zerolite.zero.optim_shards import SpanTensors, UpdateMethod
 from zerolite.zero.outcomes import Outcomes, mean_weight
 from zerolite.zero.param_gatherer import ParamGatherer
+from zerolite.zero.reducer import Reducer
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.spans import Span, sub_groups
 
@@ -66,7 +66,7 @@ class StepUpdate:
     def __init__(
         self,
         buffer: ParameterBuffer,
-        reducer: GradReducer,
+        reducer: Reducer,
         method: UpdateMethod,
         param_gatherer: ParamGatherer,
         staged: StagedUpdate,
@@ -100,12 +100,11 @@ class StepUpdate:
         same all-gathers. It must not depend on free memory or gradients, which differ between ranks.
         """
         placements = self._buffer.placements
-        self._order = self._reducer.order.buckets
+        self._order = self._reducer.order
         in_place: list[tuple[Bucket, int]] = []
         staged: dict[bool, list[tuple[Bucket, int]]] = {False: [], True: []}  # True: the host updates them
         self._all_on_device = True
-        for index in reversed(self._order):
-            bucket = self._buffer.buckets[index]
+        for bucket in reversed(self._order):
             on_host = bucket.updates_on_host
             accessible = all(
                 placements.is_accessible(placement, on_host)
@@ -205,7 +204,7 @@ class StepUpdate:
             OSError: the disk failed. Then some masters are a step ahead of others.
         """
         self._method.begin(used, maybe_unused)
-        if self._order is not self._reducer.order.buckets:  # it was learned in a backward
+        if self._order is not self._reducer.order:  # it was learned in a backward
             self.plan()
 
         update = functools.partial(self._method.update, factor=factor, used=used, found_inf=found_inf, uses=uses)
@@ -239,13 +238,13 @@ class StepUpdate:
         bucket = span.bucket
         out = bucket.owned if writes and bucket.separate else None
         states = self._method.states_of(bucket)
-        return SpanTensors(span, self._reducer.reduced(bucket.index), bucket.master, states, out)
+        return SpanTensors(span, bucket.mean(), bucket.master, states, out)
 
     def _on_updated(self, sub_group: Sequence[SpanTensors], gather: bool) -> None:
         """Release the gradients of the buckets that end in this sub-group, and launch their all-gathers."""
         for tensors in sub_group:
             if tensors.span.last:
-                self._reducer.release(tensors.span.bucket.index)
+                tensors.span.bucket.release()
                 if gather:
                     self._param_gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
 

@@ -1,7 +1,7 @@
 """Batched copies of small gradients into a bucket, where the calls would cost more than the bytes.
 
 A model has thousands of biases and norms, and copying one by itself costs a call for a few hundred elements. So small
-gradients are held until they can be copied together:
+gradients are held until their bucket is launched, and then copied together:
 
 - a flat bucket (stages 0 to 2) has :class:`Segment` s of neighbouring small slots, each copied in one call;
 - a sliced bucket (stage 3) whose parameters are small on average is filled in one call (:class:`BucketFiller`).
@@ -27,55 +27,11 @@ _SMALL_SLOT = 2048  # most elements of a slot in a segment
 _SEGMENT_NUMEL = 1 << 16  # elements at which a segment ends: they stay in a CPU's cache while they are copied
 
 
-class GradientHolder:
-    """Gradients of one bucket that wait to be copied into it.
-
-    While a holder is open, hooks put gradients into it and do nothing else. Counting each small gradient would cost
-    more than copying it. :meth:`end` counts them all at once.
+class Segment:
+    """Neighbouring small slots of a flat bucket, whose gradients are copied in one call.
 
     Attributes:
-        indices: parameters whose gradients it may hold.
-        count: number of these parameters.
-        bucket: index of the bucket.
-        gradients: held gradients, by index of the parameter.
-        open: hooks may put gradients here.
-        counted: number of ``gradients``, from the first, that were counted when they came.
-        placeholders: the tensors that hooks leave in ``p.grad``, by index of the parameter; None before they exist.
-    """
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        """slots: those of ``indices``, all of one bucket."""
-        self.indices = frozenset(slot.index for slot in slots)
-        self.count = len(slots)
-        self.bucket = slots[0].bucket
-        self.gradients: dict[int, torch.Tensor] = {}
-        self.open, self.counted = False, 0
-        self.placeholders: Mapping[int, torch.Tensor] | None = None
-
-    def set_placeholders(self, placeholders: Mapping[int, torch.Tensor] | None) -> None:
-        """Set what hooks leave in ``p.grad``; None until it is asked for again."""
-        self.placeholders = placeholders
-
-    def pop_all(self) -> dict[int, torch.Tensor]:
-        """Return the held gradients by index of the parameter, and hold none."""
-        held, self.gradients = self.gradients, {}
-        return held
-
-    def begin(self) -> None:
-        """Open the holder: from here on gradients are not counted when they come."""
-        self.open, self.counted = True, len(self.gradients)
-
-    def end(self) -> list[int]:
-        """Close the holder. Return the parameters whose gradients have not been counted."""
-        # A dict keeps the order of insertion, so those that came before `begin` are the first ones.
-        self.open = False
-        return list(self.gradients)[self.counted :]
-
-
-class Segment(GradientHolder):
-    """Neighbouring small slots of a flat bucket, whose gradients are held until all have come and copied in one call.
-
-    Attributes:
+        indices: parameters of the slots.
         low: start of the segment in the bucket.
         high: end of the segment in the bucket; padding between its slots and after the last one belongs to it.
     """
@@ -86,36 +42,28 @@ class Segment(GradientHolder):
             slots: in the order of the bucket.
             high: see the class.
         """
-        super().__init__(slots)
+        self.indices = frozenset(slot.index for slot in slots)
         self.low, self.high = slots[0].start, high
         self._slots = tuple(slots)
-        self._order = [slot.index for slot in slots]
         ends = [*(slot.start for slot in slots[1:]), high]
         self._gaps = [end - slot.end for slot, end in zip(slots, ends, strict=True)]
         self._padding: dict[torch.dtype, list[torch.Tensor]] = {}
 
-    def pop_flattened(self) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Return the held gradients and their concatenation, and hold none.
-
-        Returns:
-            The gradients, by index of the parameter.
-            All elements of the segment [high - low], in their dtype, with zeros where there is no gradient.
-        """
-        held, self.gradients = self.gradients, {}
-        some = next(iter(held.values()))
+    def joined(self, held: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return all elements of the segment [high - low], in the dtype of its gradients in ``held``, with zeros for
+        the others."""
         # Zeros take the places of missing gradients and of padding, so that the whole range is one tensor and one copy.
-        if len(held) == self.count:
-            gradients = [held[index] for index in self._order]
-        else:
-            gradients = [held[s.index] if s.index in held else some.new_zeros(s.numel) for s in self._slots]
+        gradients = [held.get(slot.index) for slot in self._slots]
+        some = next(gradient for gradient in gradients if gradient is not None)
+        parts = [some.new_zeros(s.numel) if g is None else g for s, g in zip(self._slots, gradients, strict=True)]
         if any(self._gaps):
             if some.dtype not in self._padding:
                 self._padding[some.dtype] = [some.new_zeros(gap) for gap in self._gaps]
-            gradients = [part for pair in zip(gradients, self._padding[some.dtype], strict=True) for part in pair]
-        return held, torch._C._nn.flatten_dense_tensors(gradients)
+            parts = [part for pair in zip(parts, self._padding[some.dtype], strict=True) for part in pair]
+        return torch._C._nn.flatten_dense_tensors(parts)
 
 
-def plan_segments(bucket: BucketLayout, strides: Sequence[tuple[int, ...]]) -> list[Segment]:
+def plan_segments(bucket: BucketLayout, strides: Mapping[int, tuple[int, ...]]) -> list[Segment]:
     """Return the segments of a flat bucket. Slots that are in no segment are copied by themselves.
 
     A segment has at least two slots. It ends before a large slot or one that is not row-major, at wide padding, and at
@@ -123,7 +71,7 @@ def plan_segments(bucket: BucketLayout, strides: Sequence[tuple[int, ...]]) -> l
 
     Args:
         bucket: a flat bucket.
-        strides: strides of all whole parameters, by index.
+        strides: strides of the full parameters, by index.
     """
     segments: list[Segment] = []
     members: list[Slot] = []
@@ -163,11 +111,11 @@ class BucketFiller:
     looked up by an index in the concatenated gradients. Their last element is a zero for the padding.
     """
 
-    def __init__(self, bucket: BucketLayout, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:
+    def __init__(self, bucket: BucketLayout, strides: Mapping[int, tuple[int, ...]], device: torch.device) -> None:
         """
         Args:
             bucket: a sliced bucket.
-            strides: strides of all whole parameters, by index.
+            strides: strides of the full parameters, by index.
             device: device of the gradients.
         """
         filled = [slot for slot in bucket.slots if slot.numel]
@@ -186,7 +134,7 @@ class BucketFiller:
             position += slot.numel
         self._source = source.to(device)
 
-    def fill(self, local: torch.Tensor, gradients: dict[int, torch.Tensor], factor: float) -> bool:
+    def fill(self, local: torch.Tensor, gradients: Mapping[int, torch.Tensor], factor: float) -> bool:
         """Write all of ``local`` [numel] from ``gradients``, by index of the parameter, times ``factor``.
 
         Returns:

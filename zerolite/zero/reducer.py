@@ -1,0 +1,618 @@
+"""Reducer: moves gradients from ``p.grad`` into buckets while backward runs, and reduces these alike on all ranks.
+
+**Arrival.** Every trainable parameter has a hook that autograd calls when it has accumulated a gradient in ``p.grad``.
+The hook takes the gradient out and leaves a placeholder, a tensor without memory that stands for the mean over ranks.
+The hook of a small parameter only puts the gradient into ``Bucket.held``, once a first gradient has begun the backward
+and opened the buckets for that. All others go through :meth:`Reducer._process`.
+
+**Order.** A backward that reduces, reduces every bucket exactly once, in an order that all ranks share. So the ranks
+launch the same collectives, whatever their graphs look like.
+
+- Stages 0 to 2 launch a bucket when its gradients have come. The first such backward launches in the order of the
+  index. At its end all ranks take over the order in which rank 0's gradients have come.
+- A rank whose graph lacks a parameter launches its bucket, and those behind it, at the end of the backward only. So if
+  the program launches collectives of its own within the backward (SyncBatchNorm, an all-to-all), nothing in the
+  backward waits for a reduction: the peers' own collectives would wait for this rank's in a circle. If backwards of
+  several engines run at once, their launches wait for the end, or they would mix in different orders.
+- Stage 3 launches a bucket when the backward of a parameter group has ended. All ranks see these ends in the same order
+  (:class:`LaunchPlan`).
+
+**Late gradients.** In the first backwards it is not known which gradient of a bucket is its last. Reentrant
+checkpointing runs a backward inside the backward, and a module may be used several times. A gradient that comes after
+the launch of its bucket is late. At the end of such a backward the ranks exchange which buckets had late gradients, and
+reduce those once more. They also agree when to launch buckets from then on. Later backwards exchange nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zerolite.comm.flight_recorder import EVENTS
+from zerolite.utils.accelerator import host_values
+from zerolite.utils.memory_tags import GRADIENTS, listeners
+from zerolite.zero.bucket import Bucket, BucketState
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.gradient_memory import ALONE_NUMEL, IN_FLIGHT
+from zerolite.zero.layout import Slot
+from zerolite.zero.observers import Observers
+from zerolite.zero.shown_gradients import GradientPlaceholder, MakeGradient, ShownGradients
+from zerolite.zero.stage3.launch_plan import LaunchPlan
+
+
+class Reducer:
+    """See the module. The step pipeline calls all methods but those of the hooks, on all ranks, in the same order.
+
+    Attributes:
+        buffer: the buckets.
+        current: the backward under way, or the last one.
+        order: the buckets in the order of their launches; equal on all ranks.
+        parameters: parameters of the layout, by index.
+        used: indices of parameters that got a gradient since the last step; complete between backwards.
+        shown: tensors that ``p.grad`` shows; complete between backwards.
+        losses: losses of this rank's backwards, 0-dim fp32.
+        bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
+        reduces_each_backward: True if every backward reduces its buckets, and not only the last one of a step.
+        keeps_shards: True if this rank keeps its shard of the mean gradient, and not the whole.
+        program_communicates: True if the program launches collectives of its own within backwards. The ranks need not
+            agree on it: only a rank that waits there can hold up the others.
+        handles: handles of the installed hooks.
+    """
+
+    def __init__(self, buffer: ParameterBuffer, observers: Observers, make_gradient: MakeGradient) -> None:
+        """make_gradient: makes the tensors that ``p.grad`` shows."""
+        memory = buffer.gradient_memory
+        self.buffer, self._memory, self._observers = buffer, memory, observers
+        self._groups, self._options, self.current = memory.groups, memory.options, memory.current
+        self.reduces_each_backward, self.keeps_shards = memory.options.reduce_each_backward, memory.options.shard
+        self.order: list[Bucket] = []
+        self.used: set[int] = set()
+        self.shown = ShownGradients(memory.options.shard, memory.groups.shard.rank, make_gradient)
+        self.losses: list[torch.Tensor] = []
+        self.bucket_sums: list[torch.Tensor] = []
+        self.handles: list[Any] = []
+        self._hook_dicts: list[dict[int, Any]] = []  # of each parameter: all its hooks of this kind, in their order
+        self._engine_began = False  # a call of the engine, which all ranks make, has begun a backward
+        self._in_flight: list[Bucket] = []
+        self._plan: LaunchPlan | None = None
+        self._learning = False  # the order is replaced at the end of the next backward that reduces
+        self._completed: dict[Bucket, None] = {}  # an ordered set: buckets by their latest gradient in this backward
+        self._new_buckets = False  # there are buckets that no backward has reduced yet; equal on all ranks
+        self._late_error: RuntimeError | None = None  # for a late gradient, while the backward still matches its plan
+        self._seen_gradient = False  # this backward has brought a gradient
+        # A complete backward has shown how many contributions each parameter gets. Until then stage 0 reduces at the
+        # end of backward only. The other stages take one to be all, so that no rank needs memory for all gradients and
+        # reduce late ones once more. Known to this rank alone: it may decide when a bucket is launched, and never if.
+        self._contributions_known = False
+        self.program_communicates = False
+        self.use_layout()
+
+    def use_layout(self) -> None:
+        """Take over the buckets that have been added since the last call; called between backwards."""
+        assert not self.current.open, "a backward counts the buckets that it began with"
+        buffer = self.buffer
+        self.parameters, self._slots = buffer.parameters, buffer.layout.slots
+        self.bucket_of = [buffer.buckets[slot.bucket] for slot in self._slots]
+        self._memory.use(len(buffer.buckets), max((bucket.layout.numel for bucket in buffer.buckets), default=0))
+        self.shown.set_layout(buffer.layout, [bucket.strides[i] for i, bucket in enumerate(self.bucket_of)])
+        self._set_order([*self.order, *buffer.buckets[len(self.order) :]])
+        follows_gradients = self._plan is None and self._options.overlap and self._groups.mean.world_size > 1
+        self._learning = follows_gradients and len(self.order) > 1
+        self._contributions_known = False  # not those of new parameters
+        self._new_buckets = self.keeps_shards
+
+    def use_launch_plan(self, plan: LaunchPlan) -> None:
+        """Launch buckets when the backward of a parameter group ends, and not when their gradients have come."""
+        self._plan, self._learning = plan, False
+
+    def _set_order(self, order: list[Bucket]) -> None:
+        self.order = order
+        for place, bucket in enumerate(order):
+            bucket.set_place(place)
+
+    # ---------------------------------------------------------------- hooks
+
+    def attach(
+        self,
+        begin: Callable[[], None],
+        check_first: Callable[[str], None] | None,
+        on_gradient: Callable[[int], None] | None,
+    ) -> None:
+        """Install one hook per parameter.
+
+        Args:
+            begin: begins a backward whose first sign is a gradient, because it has passed no other hook of the engine.
+            check_first: called with the parameter's name before the first gradient of every backward is moved.
+            on_gradient: called with the parameter's index before each gradient is moved.
+        """
+        self._begin, self._check_first, self._on_gradient = begin, check_first, on_gradient
+        self.attach_new()
+
+    def attach_new(self) -> None:
+        """Install hooks on the parameters that have none yet."""
+        # Weak, because a model may outlive its engine, and Python's cycle collector does not see the hooks of a tensor.
+        known = weakref.ref(self)
+        for slot in self._slots[len(self.handles) :]:
+            hook = _make_hook(known, slot)
+            parameter: Any = self.parameters[slot.index]
+            self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
+
+    def _move_hooks_last(self) -> None:
+        """Let hooks that the user has registered since run before the engine's, which takes the gradient out."""
+        if sum(map(len, self._hook_dicts)) == len(self._hook_dicts):  # one pass in C, in every backward
+            return
+        for hooks, handle in zip(self._hook_dicts, self.handles, strict=True):
+            if len(hooks) > 1 and handle.id in hooks:
+                hooks[handle.id] = hooks.pop(handle.id)
+
+    def _process(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Process the gradient in ``parameter.grad``: begin the backward, run the checks, pass the gradient to its
+        bucket, and launch what is complete."""
+        gradient = parameter.grad
+        first = not (self._seen_gradient and self.current.open)
+        if first or isinstance(gradient, GradientPlaceholder):
+            gradient = self._process_first(slot, parameter, gradient)
+        if self._on_gradient is not None:
+            self._on_gradient(slot.index)
+        if gradient is None:
+            return
+        bucket = self.bucket_of[slot.index]
+        if self.current.discards_gradients:
+            parameter.grad = None
+            if slot.numel:
+                bucket.discard(slot.index)
+        else:
+            if gradient.layout is not torch.strided:
+                parameter.grad = None
+                raise RuntimeError(
+                    f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
+                    "sparse gradients are not supported: build the embedding with sparse=False"
+                )
+            self.shown.show_one(slot, parameter)
+            self.used.add(slot.index)
+            if slot.numel:
+                self._add(slot, bucket, gradient)
+        if slot.numel:
+            self.on_gradient(bucket)
+        if first:
+            self._open_directly()
+
+    def _process_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the new gradient, if it is the first of a backward or autograd has added it to a placeholder.
+
+        The first gradient may be the first sign of a backward. ``torch.autograd.backward`` on another tensor than the
+        model's outputs passes no earlier hook of the engine. Then it begins the backward.
+
+        Args:
+            slot: slot of the parameter.
+            parameter: the parameter.
+            gradient: content of ``parameter.grad``.
+        """
+        if isinstance(gradient, GradientPlaceholder):  # autograd has added to it
+            gradient = gradient.pop_added()
+        elif self.current.open:
+            parameter.grad = None
+        else:
+            # The engine did not know of this backward, so a placeholder would still be in ``p.grad``. It is not: the
+            # user has removed or replaced it.
+            if self.shown.is_shown(slot.index):
+                self.drop(slot.index)
+                self.shown.replace(slot.index, None)
+            self.shown.restore(slot, parameter)
+        if not self.current.open:
+            self._begin()
+        if not self._seen_gradient:
+            if self._check_first is not None:
+                self._check_first(slot.name)
+            self._seen_gradient = True
+        return gradient
+
+    def _add(self, slot: Slot, bucket: Bucket, gradient: torch.Tensor) -> None:
+        """Pass a gradient to its bucket."""
+        if bucket.state is not BucketState.FILL:
+            self._on_late_gradient(bucket, slot)
+        if slot.index in bucket.held:  # a second contribution: all held gradients are copied in first
+            self._close(bucket)
+        # A gradient that is copied at once frees its memory for the next one. At stage 3 gradients are held: the
+        # bucket is filled in one call when its group's backward ends, soon after.
+        at_once = self._options.copy_on_arrival and not self.current.launches_by_group
+        if not torch.is_grad_enabled():
+            bucket.add(slot, gradient, at_once, self.current.factor, tag=bool(listeners))
+            return
+        with torch.no_grad():  # backward(create_graph=True) runs hooks with autograd on
+            bucket.add(slot, gradient.detach(), at_once, self.current.factor, tag=bool(listeners))
+
+    def _open_directly(self) -> None:
+        """Let hooks put small gradients into their buckets without another call, unless each must be looked at."""
+        current = self.current
+        # Such a hook drops no gradient, calls no `on_gradient`, tags no memory and detaches nothing.
+        if current.discards_gradients or self._on_gradient is not None or listeners or torch.is_grad_enabled():
+            return
+        by_group = current.launches_by_group and not current.learning  # no gradient launches anything
+        for bucket in self.order:
+            if indices := bucket.holds_directly(by_group):
+                bucket.open_directly(self.shown.placeholders_of, indices)
+
+    def _close(self, bucket: Bucket) -> None:
+        """Let every hook of a bucket come here from now on, and note what hooks have put into it."""
+        self.used.update(bucket.held)
+        self.shown.mark_shown(bucket.held)
+        bucket.close()
+
+    # ---------------------------------------------------------------- a backward
+
+    def begin_backward(
+        self,
+        reducing: bool,
+        end_with_backward: bool = True,
+        weight: float | None = None,
+        divisor: int = 1,
+    ) -> None:
+        """Open the buckets before the first gradient of a backward.
+
+        Args:
+            reducing: True if this backward reduces its buckets; equal on all ranks.
+            end_with_backward: True if this is called inside the backward; autograd then calls :meth:`end_backward` at
+                its end. Otherwise the caller does.
+            weight: weight of the loss. With 0 all gradients are dropped, whatever their values, as if no parameter
+                had got any.
+            divisor: number by which gradients are divided.
+        """
+        if self.current.open:
+            return
+        self._engine_began |= not end_with_backward
+        plan, current = self._plan, self.current
+        if plan is not None:
+            plan.begin_backward()
+        learning = plan is not None and not plan.is_learned
+        current.begin(self._options.copy_factor / divisor, reducing, weight == 0, plan is not None, learning)
+        current.ended_by_call = not end_with_backward
+        # A launch could wait for a peer that waits for a collective of the program's, in the backward of this rank.
+        current.launches_at_end |= self.program_communicates and not self._groups.shard.launches_at_once
+        self._completed.clear()
+        self.shown.hide(self.parameters)
+        self._move_hooks_last()
+        self._seen_gradient = False
+        early = current.early  # a gradient for one of these is late
+        if early and reducing and self.order[: len(early)] != early:
+            self._set_order([*early, *(bucket for bucket in self.order if bucket not in early)])
+        for bucket in self.order:
+            if bucket not in early:
+                bucket.open(multiple_backwards=current.unreduced > 1)
+        if end_with_backward:
+            # This runs in a hook inside the user's backward. No hook can know that its gradient is the last one, but
+            # autograd calls its queued callbacks when all gradients have come.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_in_order)
+
+    def _end_in_order(self) -> None:
+        """End a backward that a hook has begun, behind one that a call of another engine has begun around it. That one
+        may have launched buckets on this rank before this one began, and on a rank that lacks a parameter none."""
+        outer = self.current.outer
+        if outer is None or not outer.open:
+            self.end_backward()
+        else:
+            outer.waiting.append(self.end_backward)
+
+    @torch.no_grad()
+    def end_backward(self, complete: bool = True) -> None:
+        """End a backward: launch the remaining buckets, so that all ranks have launched the same collectives.
+
+        Args:
+            complete: False if an exception has cut the backward short.
+        """
+        if not self.current.open:
+            return
+        waiting = self.current.end()
+        try:
+            self._seen_gradient = False
+            self._close_all()
+            if complete:
+                self._contributions_known = True
+                for bucket in self.order:
+                    bucket.learn_contributions()
+            if complete or not self.shown.all_none(self.parameters):  # else the user has dropped all gradients
+                self.show_accumulated()
+            if self.current.reducing:  # decided before the backward, from counters that are equal on all ranks
+                self._launch_all()
+                if self._learning or self._late_possible or self._late_error is not None:
+                    self._agree_on_late()
+                self.current.on_all_reduced()
+            else:  # a later backward may have another factor
+                for bucket in self.order:
+                    bucket.copy_in_held(self.current.factor)
+        finally:
+            for notify in self._observers.on_backward_end:
+                notify()
+        for end in waiting:
+            end()
+
+    def _close_all(self) -> None:
+        for bucket in self.order:
+            self._close(bucket)
+
+    def show_accumulated(self) -> None:
+        """Show the gradients of the accumulation in ``p.grad`` after a backward, also after one that has raised.
+
+        On several ranks a parameter that this rank has not used shows a gradient too, because another rank may have
+        used it. So norms, and the gradients that the user may drop, are the same on all ranks. Nothing is shown after
+        ``torch.autograd.grad`` alone, which leaves no gradient on any rank.
+        """
+        self._close_all()
+        several_ranks = self._groups.mean.world_size > 1
+        if len(self.used) < len(self.parameters) and (self._engine_began or (self.used and several_ranks)):
+            trained = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+            self.shown.show(self.parameters, trained if not self.used or several_ranks else self.used)
+        elif self.current.accumulated > 1:  # those of earlier backwards have been hidden
+            self.shown.show(self.parameters, self.used)
+
+    @torch.no_grad()
+    def launch_early(self, buckets: Sequence[int]) -> None:
+        """Launch buckets between backwards, because no later backward of the step brings them a gradient, unless every
+        backward reduces, or the last one has. Called on all ranks, with the same buckets in the same order."""
+        current = self.current
+        if self._options.overlap and not (current.reducing or self.reduces_each_backward):
+            for index in buckets:
+                self._launch(self.buffer.buckets[index])
+                current.early.append(self.buffer.buckets[index])
+
+    # ---------------------------------------------------------------- events inside it
+
+    def on_gradient(self, bucket: Bucket) -> None:
+        """Launch the buckets that are complete, after a gradient has come into ``bucket``.
+
+        The order of the buckets is fixed, and nothing else is launched on this communicator before the backward has
+        ended: it is the engines' own, and backwards of several engines at once launch at their ends. So each rank may
+        launch at its own time, as in DDP.
+        """
+        current = self.current
+        if self._plan is not None:
+            if current.learning:
+                self._plan.on_gradient(bucket.index)
+        elif bucket.is_complete:
+            if self._learning:
+                self._completed.pop(bucket, None)
+                self._completed[bucket] = None
+            launches = current.reducing and self._options.overlap and not current.launches_at_end
+            if launches and (self._contributions_known or self._new_buckets):
+                self._launch_all(only_complete=True)
+
+    @torch.no_grad()
+    def on_group_end(self, group: int) -> None:
+        """Launch the buckets that are due when the backward of parameter group ``group`` has ended. Called on all
+        ranks, in the same order."""
+        if self._plan is None or not self.current.open:
+            return
+        launches = self.current.reducing and not self.current.launches_at_end
+        for index in self._plan.on_group_end(group):
+            if launches and self.buffer.buckets[index].state is BucketState.FILL:
+                self._launch(self.buffer.buckets[index])
+
+    def _on_late_gradient(self, bucket: Bucket, slot: Slot) -> None:
+        """Note a gradient that has come after the launch of its bucket.
+
+        Raises:
+            RuntimeError: late gradients are no longer possible. At stage 3 :meth:`_agree_on_late` raises it later. The
+                module execution of the gradient may depart from the plan, and all ranks see that at the plan's end.
+        """
+        if not self._late_possible:
+            advice = (
+                "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."
+                if self._plan is None
+                else "A parameter that is used in some steps only, outside the module that owns it, does this: put "
+                "that module and its users in one parameter group (zero_optimization.leaf_modules)."
+            )
+            error = RuntimeError(
+                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: its "
+                f"graph has more uses of the parameter than ever before. {advice}"
+            )
+            if self._plan is None:
+                EVENTS.append(f"raised an error in a backward, for another gradient of parameter '{slot.name}'")
+                raise error
+            self._late_error = self._late_error or error
+        bucket.mark_late()
+
+    @property
+    def _late_possible(self) -> bool:
+        """True if gradients may come in this backward after their bucket has been launched; equal on all ranks.
+
+        At stage 3 this may change within a backward, when a module execution ends that departs from the plan.
+        """
+        return self._new_buckets if self._plan is None else not self._plan.is_learned
+
+    @torch.no_grad()
+    def _agree_on_late(self) -> None:
+        """Reduce the buckets again that had late gradients on any rank, and take over when to launch buckets from now
+        on. Called at the end of a backward, on all ranks.
+
+        Raises:
+            RuntimeError: a gradient has come late where that is no longer possible.
+        """
+        possible, mean, buckets = self._late_possible, self._groups.mean, self.buffer.buckets
+        unexpected, self._late_error = self._late_error, None
+        if unexpected is not None and not possible:
+            raise unexpected
+        # A rank without late gradients takes part all the same: it cannot know if another rank had some.
+        numbers = [int(bucket.state is BucketState.LATE) for bucket in buckets]
+        if self._plan is not None:
+            numbers += self._plan.last_gradients
+        elif self._learning and (mean.rank == 0 or mean.peers_agree):
+            completed = {bucket: position for position, bucket in enumerate(self._completed)}
+            numbers += [completed.get(bucket, len(buckets)) for bucket in buckets]
+        else:
+            numbers += [0] * len(buckets)  # the maximum over ranks is then rank 0's order
+        agreed = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(buckets[0].device)
+        self._wait_for_all()
+        mean.all_reduce_max(agreed, "stats")
+        values = numbers if mean.peers_agree else [int(value) for value in host_values(agreed)]
+        self._reduce_again([bucket for bucket in buckets if values[bucket.index]])
+        if self._plan is not None:
+            self._plan.learn(values[len(buckets) :])
+        elif self._learning:
+            self._set_order(sorted(self.order, key=lambda bucket: values[len(buckets) + bucket.index]))
+        self._new_buckets = self._learning = False
+
+    def _reduce_again(self, late: Sequence[Bucket]) -> None:
+        """Reduce late gradients, and round their sum with the earlier mean to the dtype of a single contribution."""
+        for bucket in late:
+            self._launch(bucket)
+        self._wait_for_all()
+        if self.current.accumulated <= 1 and not self._options.several_expected:
+            for bucket in late:
+                bucket.round_mean()
+
+    # ---------------------------------------------------------------- reduction
+
+    @torch.no_grad()
+    def _launch_all(self, only_complete: bool = False) -> None:
+        """Launch the remaining buckets in their order.
+
+        Args:
+            only_complete: stop at the first bucket that still waits for gradients. Buckets behind it wait too, because
+                all ranks launch in one order.
+        """
+        for place in range(self.current.launched, len(self.order)):
+            bucket = self.order[place]
+            if only_complete and not bucket.is_complete:
+                return
+            if bucket.state is BucketState.FILL:
+                self._launch(bucket)
+            self.current.on_launch(place + 1)
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Launch the reduction of one bucket. The bucket is filled before this waits for earlier reductions, so that
+        its copies overlap with them."""
+        options = self._options
+        self._close(bucket)  # a gradient that comes from here on is late: its hook must run
+        local = bucket.prepare_launch(self.current.factor)
+        if options.sum_buckets:
+            # bf16 has the range of fp32, and on the CPU a sum of another dtype would first copy the bucket.
+            self.bucket_sums.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
+        # Each reduction in flight holds the memory of a whole bucket, unless full gradients are kept anyway (stage 0).
+        # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
+        # first, because the bucket has one mean.
+        unbound = bucket.reduces_in_place and not bucket.is_offloaded
+        unbound |= self.program_communicates and self.current.open
+        most = len(self.order) if unbound else 1 if bucket.layout.numel >= ALONE_NUMEL else IN_FLIGHT
+        while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
+            self._in_flight.pop(0).finish()
+        bucket.launch(local)
+        self._in_flight.append(bucket)
+        if not options.overlap:
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        while self._in_flight:
+            self._in_flight.pop(0).finish()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce what no backward has reduced, and wait for all reductions. Every bucket then has ``reduced``. Called
+        once per accumulation, on all ranks."""
+        if self.current.open:
+            self.end_backward(complete=False)
+        self._wait_for_all()
+        self.current.on_launch(0)
+        # Both conditions depend on the backwards of the accumulation, which all ranks have begun alike. They do not
+        # depend on gradients: a backward without any also opens and reduces every bucket.
+        if self.current.unreduced or any(bucket.reduced is None for bucket in self.order):
+            for bucket in self.order:
+                bucket.open(multiple_backwards=self.current.unreduced > 1)
+            self._launch_all()
+            # Another rank may have reduced in its backward, whose end exchanges late gradients with all ranks.
+            if self._plan is None and (self._learning or self._new_buckets):
+                self._agree_on_late()
+            self.current.on_all_reduced()
+        self._wait_for_all()
+
+    def wait(self) -> None:
+        """Wait for the reductions in flight, and for offloaded gradients that are still written to their storage."""
+        self._wait_for_all()
+        if self._memory.offloaded is not None:
+            self._memory.offloaded.wait_all()
+
+    @property
+    def finished(self) -> bool:
+        """True if :meth:`finish` would have nothing to do."""
+        return not (self.current.open or self.current.unreduced or self._in_flight) and all(
+            bucket.reduced is not None for bucket in self.order
+        )
+
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (item of the memory report, tensor) for the tensors that are kept here now, small ones left out."""
+        for bucket in self.buffer.buckets:
+            yield from bucket.memory()
+        yield from self._memory.unused()
+        if self._memory.offloaded is not None:
+            yield from ((GRADIENTS, stored) for stored in self._memory.offloaded.memory())
+
+    # ---------------------------------------------------------------- mean gradients
+
+    def owned_shards(self, without: Collection[int]) -> list[torch.Tensor | None]:
+        """Return this rank's shard of the mean gradient of each bucket, at every stage, on the device; None for the
+        buckets in ``without``."""
+        shards: list[torch.Tensor | None] = []
+        for bucket in self.buffer.buckets:
+            value = None if bucket.index in without else bucket.fetch()
+            shards.append(value if value is None or self.keeps_shards else self._groups.shard.shard(value))
+        return shards
+
+    @torch.no_grad()
+    def drop(self, index: int) -> list[torch.Tensor]:
+        """Drop one parameter's gradient, without a collective. Return the parts of reduced gradients that were
+        written."""
+        self._wait_for_all()
+        self._close_all()
+        self.used.discard(index)
+        bucket = self.bucket_of[index]
+        bucket.drop(index)
+        if bucket.reduced is not None and (part := bucket.mean_part(index)) is not None:
+            return [part.zero_()]
+        return []
+
+    def clear(self) -> None:
+        """Drop all gradients of the accumulation, after their use or unused."""
+        if self._memory.offloaded is not None:
+            self._memory.offloaded.clear()
+        if self.current.open:
+            self.end_backward(complete=False)
+        self._wait_for_all()
+        for bucket in self.buffer.buckets:
+            bucket.clear()
+        if self.keeps_shards:
+            self._memory.clear()  # stages 1 to 3 promise that no rank holds more than its shard between steps
+        self.current.on_all_reduced(consumed=True)
+        self._engine_began = False
+        if self.shown.retire(self.parameters):
+            for bucket in self.buffer.buckets:
+                bucket.forget_placeholders()  # some have been replaced; the next backward asks again
+        self.used.clear()
+        self.bucket_sums.clear()
+        self.losses.clear()
+
+
+def _make_hook(reducer_ref: weakref.ref[Reducer], slot: Slot) -> Callable[[torch.Tensor], None]:
+    """Return the hook of one parameter. It is called for every parameter in every backward, so for small parameters it
+    calls no method."""
+    index = slot.index
+
+    def hook(parameter: torch.Tensor) -> None:
+        reducer = reducer_ref()
+        if reducer is None:
+            return
+        bucket = reducer.bucket_of[index]
+        placeholder = bucket.direct.get(index)
+        if placeholder is not None and index not in bucket.held:
+            gradient = parameter.grad
+            if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+                bucket.held[index] = gradient
+                parameter.grad = placeholder
+                if len(bucket.held) == bucket.waits_for:
+                    reducer.on_gradient(bucket)
+                return
+        reducer._process(slot, parameter)
+
+    return hook
