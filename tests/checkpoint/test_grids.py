@@ -84,13 +84,13 @@ def check_padding(engine: Any) -> None:
     """Check that padding of states and masters, which no checkpoint has, is zero."""
     buffer = engine._pipeline._buffer
     for piece in engine.optimizer.shards():
-        index, bucket = piece.index, piece.bucket
+        index = piece.index
         cut = shard_spec_of(buffer.parameters[index])
         if cut is None:
             continue
         padding = cut.of(torch.ones(cut.full_shape)).flatten() == 0
         here = padding[piece.fragment.param_start :][: piece.fragment.numel]
-        values = [buffer.view_of(piece.fragment, buffer.buckets[bucket].master)]
+        values = [buffer.view_of(piece.fragment, piece.bucket.master)]
         values += [v for v in engine.optimizer.method.state_of(piece).values() if torch.is_tensor(v) and v.dim()]
         for value in values:
             assert value.numel() == len(here) and not value.flatten()[here].any(), (cut, value)

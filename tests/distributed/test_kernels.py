@@ -72,7 +72,7 @@ def at_stages(
         if "own" in run:
             del made["optimizer"]
         result = found[stage] = train(made, **run)
-        assert (result["method"], result["skipped"]) == ("FlatUpdate", 0)
+        assert (result["method"], result["skipped"]) == ("KernelUpdate", 0)
         assert_same_on_ranks(result["parameters"], f"stage {stage}")
         first = 2 if stage > 2 and micros > 1 else 0
         if first in found and not (stage == 2 and micros > 1):
@@ -256,7 +256,7 @@ def save_and_load(first: dict[str, Any], second: dict[str, Any]) -> tuple[dict[s
 @on_ranks(2)
 def test_states_travel_between_kernels_and_torchs_implementation(name: str) -> None:
     foreach = (ALL[name][0], {**ALL[name][1], "foreach": True})
-    methods = {"FlatUpdate": ALL[name], "TorchUpdate": foreach}
+    methods = {"KernelUpdate": ALL[name], "TorchUpdate": foreach}
     for stage in (0, 2):
         for first, second in (list(methods), list(methods)[::-1]):
             wanted, resumed = save_and_load(*(config(stage, optimizer=methods[one]) for one in (first, second)))
@@ -326,7 +326,7 @@ def test_kernels_switched_off() -> None:
         library._load.cache_clear()
     assert (calls["update"], result["method"], warnings.messages) == ([], "TorchUpdate", [])
     assert_close(result["parameters"], plain(ALL["AdamW"])[0], ALL["AdamW"])
-    assert train(setting)["method"] == "FlatUpdate"
+    assert train(setting)["method"] == "KernelUpdate"
 
 
 # -------------------------------------------------------------------- what a step costs

@@ -27,7 +27,7 @@ def _gradients(step: int, numels: Sequence[int] = NUMELS, dtype: torch.dtype = F
 
 
 class _Ours:
-    """Trains with kernels (or the reference), as zerolite.zero.flat_update calls them."""
+    """Trains with kernels (or the reference), as zerolite.zero.kernel_update calls them."""
 
     def __init__(self, name: str, params: list[torch.Tensor], out: torch.dtype | None = None, **options: float) -> None:
         self.of = rule(name)

@@ -19,11 +19,11 @@ from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat import flattened
 from zerolite.zero.layout import Range, Slot
-from zerolite.zero.optim_shards import OptimParamShard
+from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, unpartitioned_shape
 from zerolite.zero.step import StepPipeline
+from zerolite.zero.update import OptimParamShard
 
 Parameters = torch.nn.Parameter | Iterable[torch.nn.Parameter]
 Result = TypeVar("Result")
@@ -201,7 +201,7 @@ class ParameterAccess:
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
         shards = {
-            index: self._buffer.view_of(shard.fragment, self._buffer.buckets[shard.bucket].mean()).float() * factor
+            index: self._buffer.view_of(shard.fragment, shard.bucket.mean()).float() * factor
             for index, shard in self._shards(wanted).items()
         }
         found = dict(zip(wanted, self._full(wanted, self.gather(wanted, shards, torch.float32)), strict=True))
@@ -217,7 +217,7 @@ class ParameterAccess:
         self._pipeline.reduce()
         shard = self._shards([index]).get(index)
         if shard is not None:
-            place = self._buffer.view_of(shard.fragment, self._buffer.buckets[shard.bucket].mean())
+            place = self._buffer.view_of(shard.fragment, shard.bucket.mean())
             if values is None:
                 place.zero_()
             else:
@@ -247,7 +247,7 @@ class ParameterAccess:
         self._pipeline.written.collect_all()
         shard = self._shards([index]).get(index)
         if shard is not None:
-            bucket = self._buffer.buckets[shard.bucket]
+            bucket = shard.bucket
             parts = [self._master(shard), bucket.view_of(shard.fragment, bucket.owned)]
             for part in parts:
                 self._copy(shard, part, values)

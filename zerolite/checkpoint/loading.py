@@ -41,7 +41,7 @@ from zerolite.checkpoint.state import (
 from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import RaiseTogether
 from zerolite.data.dataloader import Loaders
-from zerolite.zero.sharded_optimizer import LOCAL_GROUP_KEYS
+from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
 
 logger = logging.getLogger("zerolite")
 _CALL = "engine.load_checkpoint"

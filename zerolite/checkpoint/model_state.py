@@ -30,10 +30,10 @@ from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat import flattened
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.optim_shards import OptimParamShard
-from zerolite.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, unpartitioned_numel, unpartitioned_shape
 from zerolite.zero.stage3.persistent_parameters import refresh
+from zerolite.zero.update import OptimParamShard
 
 PARAMETERS, BUFFERS, OPTIMIZER, RANKS = "parameters/", "buffers/", "optimizer/", "ranks/"
 Kinds = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]  # shape and dtype by state and stored name

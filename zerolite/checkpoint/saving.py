@@ -28,7 +28,7 @@ from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import keep_track
 from zerolite.utils.dtypes import CODES
 from zerolite.utils.pinned_memory import host_memory
-from zerolite.zero.sharded_optimizer import LOCAL_GROUP_KEYS
+from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
 
 logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from zerolite.diagnostics.consistency import UpdateNumbers
 from zerolite.zero.checks import Update
 from zerolite.zero.grad_stats import SquaresPlan
-from zerolite.zero.optim_shards import OptimParamShard, SpanTensors
+from zerolite.zero.update import SpanTensors
 
 Sums = dict[torch.device, torch.Tensor]  # of the squares of masters by param group, float64, where the masters are
 
@@ -21,16 +21,10 @@ class UpdatedWeights:
     next step's statistics. The sums after one update are those before the next, so each update reads the masters once.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        shards: Callable[[], Sequence[Sequence[OptimParamShard]]],
-        most_groups: int,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, most_groups: int) -> None:
         """
         Args:
             optimizer: its param groups are those of the sums.
-            shards: gives the optimizer shards of each bucket.
             most_groups: the largest number of param groups of any rank. Pipeline stages may have different numbers, and
                 all ranks must put the same number of values into the statistics.
         """
@@ -44,7 +38,7 @@ class UpdatedWeights:
         self._announced: UpdateNumbers | None = None
         self.numbers: UpdateNumbers | None = None  # of the last update
         self._plan = SquaresPlan(
-            lambda bucket: [(p.fragment.shard_start, p.fragment.numel, p.group) for p in shards()[bucket.index]]
+            lambda bucket: [(p.fragment.shard_start, p.fragment.numel, p.group) for p in bucket.shards]
         )
 
     def replan(self) -> None:

@@ -17,7 +17,7 @@ from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.optim.lr_schedules import build_scheduler
 from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole_parameters, resolve_optimizer
 from zerolite.utils.accelerator import host_value
-from zerolite.zero.sharded_optimizer import SHARDED_OVER, Groups, ShardedOptimizer
+from zerolite.zero.optimizer import SHARDED_OVER, Groups, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 from zerolite.zero.stages import StagePolicy
 

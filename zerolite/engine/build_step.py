@@ -42,7 +42,6 @@ from zerolite.optim.kernels import kernel_chooser
 from zerolite.precision.dtypes import Precision
 from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.updates.staged_update import StagedSubGroups
-from zerolite.updates.torch_update import TorchUpdate
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
@@ -51,10 +50,10 @@ from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import AUTO_BUCKET, ParameterSpec, PartitionLayout
 from zerolite.zero.observers import Observers
+from zerolite.zero.optimizer import Groups, ShardedOptimizer
 from zerolite.zero.outcomes import UnusedParameters
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 from zerolite.zero.stages import StagePolicy
@@ -231,7 +230,7 @@ class StepComponents:
         setup = self.setup
         choose = kernel_chooser(setup.topology.world, setup.device, self._placements.update_devices())
         update_dtype = setup.precision.update_dtype
-        sharded = ShardedOptimizer(make_inner, groups, self.buffer, update_dtype, choose, TorchUpdate)
+        sharded = ShardedOptimizer(make_inner, groups, self.buffer, update_dtype, choose)
         check_optimizer(self._placements, setup.kind, sharded.inner)
         return sharded
 
@@ -290,7 +289,7 @@ class StepComponents:
                 counts = torch.tensor([most], device=setup.device)
                 setup.topology.model.all_reduce_max(counts, tag="initial_sync")
                 most = max(most, int(host_value(counts)))  # a dry run reads nothing
-            updated = UpdatedWeights(sharded.inner, lambda: sharded.shards_by_bucket, most)
+            updated = UpdatedWeights(sharded.inner, most)
         if consistency is None and updated is None:
             return None, None
         return StepChecks(sharded.inner, world, setup.device, consistency, updated), updated

@@ -26,9 +26,9 @@ from zerolite.monitor.comms_logger import CommsLogger
 from zerolite.monitor.memory_report import TensorOwners
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.zero.accumulation import GradAccumulation
+from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step import StepPipeline
 

@@ -13,7 +13,7 @@ from zerolite.engine.components import EngineRef
 from zerolite.engine.connections import remove_hooks
 from zerolite.engine.state_offload import StateOffload
 from zerolite.utils.finalizers import finalize_before_exit
-from zerolite.zero.sharded_optimizer import GONE
+from zerolite.zero.optimizer import GONE
 from zerolite.zero.shown_gradients import GradientPlaceholder
 
 

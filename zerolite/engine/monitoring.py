@@ -19,8 +19,8 @@ from zerolite.monitor.memory_report import TensorOwners, memory_report
 from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, PhaseObserver, describe, watch_forward
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.observers import Observers
+from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.outcomes import Outcomes
-from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 if TYPE_CHECKING:

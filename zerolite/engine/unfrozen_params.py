@@ -121,11 +121,12 @@ class UnfrozenParams:
             parts.partitioned.coordinator.collect_frozen_writes()
         everything = [*parts.reducer.parameters, *parameters]
         layout = parts.buffer.layout.extended(parts.layout_of(parameters, names))
+        first = len(parts.buffer.buckets)
         parts.buffer.set_layout(layout, everything)
         fill_buckets(parts.buffer, setup.precision, parts.comm, setup.device)
         parts.reducer.use_layout()
         parts.reducer.attach_new()
-        parts.sharded.extend()
+        parts.sharded.add_buckets(parts.buffer.buckets[first:])
         parts.pipeline.use_layout()
         parts.param_gatherer.install_hooks(setup.model)
         for parameter in parameters:

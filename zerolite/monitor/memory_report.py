@@ -38,8 +38,8 @@ from zerolite.utils.memory_tags import (
 )
 from zerolite.utils.sizes import format_size
 from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import as_plain_tensors
 

@@ -26,10 +26,9 @@ from zerolite.utils.memory_tags import STAGING, tag_memory
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update
-from zerolite.zero.optim_shards import SpanTensors, UpdateMethod
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.spans import Span, sub_groups
+from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups
 
 # A sub-group is at most a 16th of all elements, so that there are several and their stages can overlap. But it may have
 # up to 4 Mi elements in any case: a stage of fewer costs more than it hides.
@@ -211,7 +210,7 @@ class StagedSubGroups:
             needs_staging = not placements.is_accessible(placement, on_host)
             return _StoredTensor(flat[span.low : span.high], placement, needs_staging, written)
 
-        tensors = {name: tensor(flat, bucket.placement) for name, flat in self._method.states_of(bucket).items()}
+        tensors = {name: tensor(flat, bucket.placement) for name, flat in bucket.states.items()}
         if gather and bucket.separate:
             tensors["out"] = tensor(bucket.owned, bucket.compute_placement)
         assert bucket.reduced is not None, "an update follows the reductions"

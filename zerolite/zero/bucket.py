@@ -37,6 +37,7 @@ from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 if TYPE_CHECKING:
     from zerolite.zero.buffer import ParameterBuffer
+    from zerolite.zero.update import OptimParamShard
 
 _CLOSED: Mapping[int, torch.Tensor] = {}
 
@@ -73,6 +74,9 @@ class Bucket:
         owned: the range of ``compute`` that this rank updates, a view.
         master: master weights of this range; ``owned`` itself, at no cost, if the dtypes are equal.
         separate: the masters have memory of their own, at ``placement``.
+        shards: the parts of the parameters as the optimizer sees them.
+        update_dtype: dtype in which the masters are updated.
+        states: optimizer states that are laid out like ``master``, by name.
         placement: placement of separate masters, of optimizer states, and of gradients that wait for the step.
         compute_placement: placement of ``owned``.
         updates_on_host: the CPU updates the masters, because the states are on host or disk.
@@ -128,6 +132,9 @@ class Bucket:
         self.master = self.owned
         if self.separate:
             self.master = self.placement.zeros(self.owned.numel(), master_dtype, MASTERS)
+        self.update_dtype = master_dtype
+        self.shards: list[OptimParamShard] = []
+        self.states: dict[str, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # each parameter's view of `compute`; none at stage 3
         self._memory = memory
         self._dtypes = GradientDtypes(compute.dtype, memory.options.communication_dtype(parameters[0]), memory.options)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from zerolite.zero.grad_stats import Extra
-from zerolite.zero.optim_shards import SpanTensors
 from zerolite.zero.shown_gradients import InPlaceChange
+from zerolite.zero.update import SpanTensors
 
 if TYPE_CHECKING:
     from zerolite.zero.outcomes import StepCounters

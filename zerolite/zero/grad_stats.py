@@ -19,7 +19,7 @@ from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.spans import Span, full_span, group_by_kind, segments
+from zerolite.zero.update import Span, full_span, group_equal, segments
 
 SAME_BATCH = (
     "load data with engine.deepspeed_io or initialize(training_data=...), or give your sampler "
@@ -251,7 +251,7 @@ class SquaresPlan:
         plan = self._plans.get((spans, dtypes))
         if plan is None:
             plan = []
-            for members in group_by_kind(dtypes):
+            for members in group_equal(dtypes):
                 found = segments([spans[i] for i in members], self._owned)
                 if found:
                     plan.append((members, torch.tensor(found, dtype=torch.int64, device="cpu")))

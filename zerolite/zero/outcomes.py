@@ -15,8 +15,8 @@ from zerolite.zero.checks import UpdateChecks
 from zerolite.zero.grad_stats import GradStats, StatsVector
 from zerolite.zero.layout import Slot
 from zerolite.zero.observers import Observers
-from zerolite.zero.optim_shards import UpdateMethod
 from zerolite.zero.stage3.fetch_schedule import ScheduleAgreement
+from zerolite.zero.update import UpdateMethod
 
 logger = logging.getLogger("zerolite")
 

@@ -32,10 +32,10 @@ from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
 from zerolite.zero.gradient_scale import GradientScale
 from zerolite.zero.observers import REDUCE_WAIT, STEP, Observers
+from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.outcomes import Outcomes, UnusedParameters, mean_weight
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.fetch_schedule import ScheduleAgreement
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step_update import StagedUpdate, StepUpdate

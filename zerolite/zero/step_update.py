@@ -14,12 +14,11 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update, UpdateObserver
 from zerolite.zero.grad_stats import StatsVector, clip_coefficient, clip_coefficient_on_device
 from zerolite.zero.gradient_scale import GradientScale
-from zerolite.zero.optim_shards import SpanTensors, UpdateMethod
 from zerolite.zero.outcomes import Outcomes, mean_weight
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.shown_gradients import Factor
-from zerolite.zero.spans import Span, sub_groups
+from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups
 
 
 class StagedUpdate(Protocol):
@@ -237,8 +236,7 @@ class StepUpdate:
         """Return the stored tensors of a whole bucket. writes: the update rounds into the compute parameters."""
         bucket = span.bucket
         out = bucket.owned if writes and bucket.separate else None
-        states = self._method.states_of(bucket)
-        return SpanTensors(span, bucket.mean(), bucket.master, states, out)
+        return SpanTensors(span, bucket.mean(), bucket.master, bucket.states, out)
 
     def _on_updated(self, sub_group: Sequence[SpanTensors], gather: bool) -> None:
         """Release the gradients of the buckets that end in this sub-group, and launch their all-gathers."""

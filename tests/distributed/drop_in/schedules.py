@@ -16,7 +16,7 @@ from tests.distributed.drop_in.optimizers import KERNELS, two_group_sgd
 from tests.toolkit import models
 from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.drop_in import STEPS, Run, case
-from zerolite.zero.sharded_optimizer import SHARDED_OVER
+from zerolite.zero.optimizer import SHARDED_OVER
 
 # ---------------------------------------------------------------- schedulers
 

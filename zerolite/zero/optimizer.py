@@ -15,18 +15,14 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.finalizers import finalize_before_exit
+from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.flat_update import FlatUpdate
-from zerolite.zero.optim_shards import Groups, OptimParamShard, State, UpdateMethod, optim_shards, shard_of_state
+from zerolite.zero.kernel_update import KernelUpdate
+from zerolite.zero.torch_update import TorchUpdate
+from zerolite.zero.update import Groups, OptimParamShard, State, UpdateMethod
 
 if TYPE_CHECKING:
     from zerolite.zero.step import StepPipeline
-
-ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]
-"""Function that returns the kernels' rule for an optimizer and the dtypes of the masters; None if the optimizer itself
-updates them."""
-MakeUpdate = Callable[[Optimizer, ParameterBuffer, list[list[OptimParamShard]], Sequence[torch.dtype]], UpdateMethod]
-"""Function that makes the update of the shards of all buckets, in the given dtypes, by the optimizer itself."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -42,8 +38,7 @@ class ShardedOptimizer(Optimizer):
 
     Attributes:
         inner: the inner optimizer.
-        method: method that updates the shards and owns their states.
-        shards_by_bucket: shards of each bucket.
+        method: method that updates the shards.
     """
 
     def __init__(
@@ -52,21 +47,20 @@ class ShardedOptimizer(Optimizer):
         groups: Groups,
         buffer: ParameterBuffer,
         update_dtype: Callable[[torch.dtype], torch.dtype],
-        choose_rule: ChooseRule,
-        make_update: MakeUpdate,
+        choose_rule: Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None],
     ) -> None:
         """
         Args:
             make_inner: the user's optimizer, or a function that makes one from param groups of shards.
             groups: param groups of the model's parameters.
-            buffer: buffer with the masters.
+            buffer: buckets with the masters.
             update_dtype: function from the dtype of masters to the dtype in which they are updated.
-            choose_rule: see :data:`ChooseRule`.
-            make_update: see :data:`MakeUpdate`.
+            choose_rule: function that returns the kernels' rule for an optimizer and the dtypes of the masters; None if
+                the optimizer itself updates them.
         """
         self._buffer = buffer
         self._update_dtype = update_dtype
-        self.shards_by_bucket = optim_shards(groups, buffer, update_dtype)
+        self._make_shards(buffer.buckets, groups)
         self._pipeline: StepPipeline | None = None  # of the engine
         if isinstance(make_inner, Optimizer):
             self.inner = make_inner
@@ -77,32 +71,24 @@ class ShardedOptimizer(Optimizer):
             self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
-        masters = [bucket.master.dtype for bucket in buffer.buckets]
-        rule = choose_rule(self.inner, masters)
+        rule = choose_rule(self.inner, [bucket.master.dtype for bucket in buffer.buckets])
         states = self._take_states(buffer.parameters)
         for shard in self.shards():  # Adagrad's constructor makes states
             if shard.tensor in self.inner.state:
                 states[shard.index] = self.inner.state.pop(shard.tensor)
-        dtypes = [update_dtype(dtype) for dtype in masters]
         self.method: UpdateMethod
-        if rule is None:
-            self.method = make_update(self.inner, buffer, self.shards_by_bucket, dtypes)
-        else:
-            self.method = FlatUpdate(rule, self.inner, buffer, self.shards_by_bucket, dtypes)
-        self._load_states(self.shards(), states)
+        self.method = TorchUpdate(self.inner, buffer) if rule is None else KernelUpdate(rule, self.inner, buffer)
+        self._load_states(buffer.buckets, states)
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
 
-    def extend(self) -> None:
-        """Add the shards of the buffer's new buckets, whose parameters are in the param groups. Called on all ranks."""
-        first = len(self.shards_by_bucket)
-        shards = optim_shards(self.inner.param_groups, self._buffer, self._update_dtype, first)
-        self.shards_by_bucket += shards
-        buckets = self._buffer.buckets[first:]
+    def add_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Update these new buckets too, whose parameters are in the param groups. Called on all ranks."""
+        self._make_shards(buckets, self.inner.param_groups)
         states = self._take_states(parameter for bucket in buckets for parameter in bucket.parameters)
-        self.method.extend(shards, [self._update_dtype(bucket.master.dtype) for bucket in buckets])
-        self._load_states([shard for of_bucket in shards for shard in of_bucket], states)
+        self.method.add_buckets(buckets)
+        self._load_states(buckets, states)
 
     @property
     def param_groups(self) -> Groups:
@@ -250,9 +236,9 @@ class ShardedOptimizer(Optimizer):
             index = position[shard.index]
             state = self.method.state_of(shard)
             if state:
-                states[index] = dict(state)
-            if self._buffer.buckets[shard.bucket].separate:
-                masters[index] = self._buffer.master_view(shard.fragment)
+                states[index] = state
+            if shard.bucket.separate:
+                masters[index] = shard.view(shard.bucket.master)
         groups = self.numbered_groups()
         if self._is_sharded:
             for group in groups:
@@ -280,7 +266,7 @@ class ShardedOptimizer(Optimizer):
             index = position[shard.index]
             self.method.load_state(shard, state_dict["state"].get(index, {}))
             if index in state_dict["masters"]:
-                self._buffer.master_view(shard.fragment).copy_(state_dict["masters"][index])
+                shard.view(shard.bucket.master).copy_(state_dict["masters"][index])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in LOCAL_GROUP_KEYS})
         pipeline.on_masters_loaded()
@@ -289,21 +275,28 @@ class ShardedOptimizer(Optimizer):
 
     def shards(self) -> Iterator[OptimParamShard]:
         """Yield the shards that this rank updates."""
-        for shards in self.shards_by_bucket:
-            yield from shards
+        return (shard for bucket in self._buffer.buckets for shard in bucket.shards)
+
+    def _make_shards(self, buckets: Iterable[Bucket], groups: Groups) -> None:
+        group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+        for bucket in buckets:
+            bucket.update_dtype = self._update_dtype(bucket.master.dtype)
+            source = bucket.master.to(bucket.update_dtype)
+            for position, fragment in enumerate(bucket.fragments):
+                parameter, tensor = self._buffer.parameters[fragment.slot.index], bucket.view_of(fragment, source)
+                group = group_of[id(parameter)]
+                bucket.shards.append(OptimParamShard(bucket, fragment, group, tensor, position, parameter))
 
     def _take_states(self, parameters: Iterable[torch.Tensor]) -> dict[int, State]:
         """Remove the states of full parameters from the inner optimizer. Return them by index of the parameter."""
         index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
         return {index_of[id(p)]: self.inner.state.pop(p) for p in parameters if p in self.inner.state}
 
-    def _load_states(self, shards: Iterable[OptimParamShard], states: Mapping[int, State]) -> None:
-        """Give shards their part of the states from :meth:`_take_states`."""
-        for shard in shards:
+    def _load_states(self, buckets: Iterable[Bucket], states: Mapping[int, State]) -> None:
+        """Give the shards their part of the states from :meth:`_take_states`."""
+        for shard in (shard for bucket in buckets for shard in bucket.shards):
             if states.get(shard.index):
-                parameter, keeps = self._buffer.parameters[shard.index], self._buffer.keeps_shape(shard.fragment.slot)
-                state = {k: shard_of_state(v, parameter, shard, keeps) for k, v in states[shard.index].items()}
-                self.method.load_state(shard, state)
+                self.method.load_state(shard, {key: shard.part_of(v) for key, v in states[shard.index].items()})
 
     # ---------------------------------------------------------------- saving
 
@@ -356,10 +349,11 @@ class ShardedOptimizer(Optimizer):
                 "plain optimizer before zerolite.initialize, fits any"
             )
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
-        own = [len(group["params"]) for group in self.param_groups]
-        if saved != own:
+        expected_sizes = [len(group["params"]) for group in self.param_groups]
+        if saved != expected_sizes:
             raise ValueError(
-                f"engine.optimizer.load_state_dict: expected param groups of {own} parameters, got groups of {saved}"
+                f"engine.optimizer.load_state_dict: expected param groups of {expected_sizes} parameters, got "
+                f"groups of {saved}"
             )
 
 

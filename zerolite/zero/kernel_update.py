@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from operator import is_
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -16,11 +16,9 @@ from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.memory_tags import STATES
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.optim_shards import Groups, OptimParamShard, SpanTensors, State
-from zerolite.zero.spans import Span, group_by_kind, segments
+from zerolite.zero.update import Groups, OptimParamShard, Span, SpanTensors, State, UpdateMethod, group_equal, segments
 
 _Row = tuple[int, int, int]
-Flat = list[torch.Tensor]  # one flat tensor per bucket, laid out like the masters
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class _Launch:
     use: torch.Tensor | None
 
 
-class FlatUpdate:
-    """Update by the kernels of one rule, with its states in flat tensors at the optimizer's placement.
+class KernelUpdate(UpdateMethod):
+    """Update by the kernels of one rule, with its states in flat tensors of the buckets.
 
     States are allocated at once, so that a job that does not fit fails before it trains.
 
@@ -56,41 +54,25 @@ class FlatUpdate:
     An update begins with what the user has changed there.
     """
 
-    one_launch: ClassVar[bool] = True
-    syncs_masters: ClassVar[bool] = True
-    splits_buckets: ClassVar[bool] = True
-    most_maybe_unused: ClassVar[int | None] = None
-    can_skip_on_device = True
+    one_launch = syncs_masters = splits_buckets = True
 
-    def __init__(
-        self,
-        rule: UpdateRule,
-        inner: Optimizer,
-        buffer: ParameterBuffer,
-        shards: Sequence[list[OptimParamShard]],
-        update_dtypes: Sequence[torch.dtype],
-    ) -> None:
+    def __init__(self, rule: UpdateRule, inner: Optimizer, buffer: ParameterBuffer) -> None:
         """
         Args:
             rule: the kernels' rule.
             inner: optimizer whose param groups have the hyperparameters.
-            buffer: buffer with the masters.
-            shards: optimizer shards of each bucket.
-            update_dtypes: dtype in which each bucket is updated.
+            buffer: buckets with the masters.
         """
+        super().__init__(inner, buffer)
         self._rule = rule
-        self._inner = inner
-        self._buffer = buffer
-        self._shards: list[list[OptimParamShard]] = []
-        self._state_dtypes: list[torch.dtype] = []
-        self._states: list[Flat] | None = None  # by name, then by bucket
+        self.state_names = tuple(rule.states)
+        self._has_states = False  # the buckets have them
         self._steps = 0
         self._steps_missed: Counter[int] = Counter()  # by index of the parameter
         self._counts = False  # the last update counts as a step, because some param group has states
         self._not_counted: list[int] = []  # parameters that missed the last update
         self._maybe_unused: frozenset[int] = frozenset()
         self._entries: dict[int, State] = {}  # what `inner.state` was given, by index of the parameter
-        self._shown = False  # `inner.state` fits the plan
         self._values: list[object] = []  # all values in `inner.state`; []: compare it entry by entry
         self._counters: list[torch.Tensor] = []  # the counts of steps in it
         self._versions: list[int] = []  # of `_counters`
@@ -98,25 +80,21 @@ class FlatUpdate:
         # Arguments for which `_not_counted` and `_launches` were made. None: both are outdated.
         self._plan_key: tuple[object, ...] | None = None
         self._launches: dict[tuple[object, ...], list[_Launch]] = {}
-        self.extend(shards, update_dtypes)
+        self.add_buckets(buffer.buckets)
 
-    def extend(self, shards: Sequence[list[OptimParamShard]], update_dtypes: Sequence[torch.dtype]) -> None:
-        """Add the shards of further buckets. They have missed all steps so far."""
-        first = len(self._shards)
-        groups = self._inner.param_groups
-        self._state_dtypes += [self._rule.state_dtype(groups, dtype) for dtype in update_dtypes]
-        for members in shards:
-            self._shards.append([shard for shard in members if shard.fragment.numel])
-            for shard in self._shards[-1]:
-                shard.use_master(self._buffer)
+    def add_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """See :class:`UpdateMethod`. Their shards have missed all steps so far."""
+        for bucket in buckets:
+            for shard in bucket.shards:
+                shard.tensor = shard.view(bucket.master)
                 self._steps_missed[shard.index] = self._steps
-        for flats in self._states or []:
-            flats += self._new_states(groups, first)
-        self._ensure_states(groups)
+            if self._has_states:
+                self._make_states(bucket)
+        self._ensure_states()
         self._plan_key = None
 
     def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
-        """Begin the updates of a step and count it.
+        """Count a step. Parameters that do not take part, or whose group has no states, miss it.
 
         Raises:
             ValueError: the user has set a key of a param group that the kernels do not have.
@@ -129,14 +107,39 @@ class FlatUpdate:
                     f"optimizer.param_groups[{index}]['{key}'] is {group[key]!r}, which zerolite's kernels cannot "
                     "follow; give it when the optimizer is made, and torch's own implementation is used"
                 )
-        if self._states is None:  # the user may have given a momentum to a group that had none
-            self._ensure_states(groups)
+        if not self._has_states:  # the user may have given a momentum to a group that had none
+            self._ensure_states()
         values = list(chain.from_iterable(map(dict.values, self._inner.state.values())))
         versions = [counter._version for counter in self._counters]
-        known = self._values or ()
-        if versions != self._versions or len(values) != len(known) or not all(map(operator.is_, values, known)):
+        if versions != self._versions or len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._adopt_changes(versions != self._versions)
         self._count(used, maybe_unused, groups)
+
+    def _count(self, used: frozenset[int] | None, maybe_unused: frozenset[int], groups: Groups) -> None:
+        if used is not None and len(used) == len(self._buffer.parameters):
+            used = None
+        stateless = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
+        plan_key = (used, maybe_unused, stateless)
+        is_planned = plan_key == self._plan_key
+        if not is_planned:
+            self._plan_key, self._maybe_unused = plan_key, maybe_unused
+            self._not_counted = [
+                shard.index
+                for shard in self.shards()
+                if shard.group in stateless or (used is not None and shard.index not in used)
+            ]
+            self._launches.clear()
+        self._counts = len(stateless) < len(groups)
+        if not self._counts:
+            return
+        self._steps += 1
+        for index in self._not_counted:
+            self._steps_missed[index] += 1
+        if not is_planned:
+            self._show()
+        elif self._advancing:
+            torch._foreach_add_(self._advancing, 1.0)
+            self._versions = [counter._version for counter in self._counters]
 
     def on_left_out(self, indices: Iterable[int]) -> None:
         if self._counts:
@@ -145,9 +148,6 @@ class FlatUpdate:
                 self._steps_missed[index] += 1
             if left_out:
                 self._show()
-
-    def states_of(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
-        return {name: flats[bucket.index] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
 
     @torch.no_grad()
     def update(
@@ -158,7 +158,7 @@ class FlatUpdate:
         found_inf: torch.Tensor | None,
         uses: torch.Tensor | None = None,
     ) -> None:
-        groups, names = self._inner.param_groups, self._rule.states if self._states is not None else ()
+        groups, names = self._inner.param_groups, self._rule.states if self._has_states else ()
         for launch in self._plan(sub_group, used):
             # In float64 on the host and rounded once, because bias corrections lose digits in fp32 after many steps.
             rows = [
@@ -194,17 +194,13 @@ class FlatUpdate:
     # ---------------------------------------------------------------- states
 
     def state_of(self, shard: OptimParamShard) -> State:
-        state: State = dict(self._inner.state.get(self._buffer.parameters[shard.index]) or {})
+        state = super().state_of(shard)
         if "step" in state:  # shards share it, and another optimizer that loads it would count once for each of them
             state["step"] = torch.as_tensor(state["step"]).clone()
         return state
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return tuple(self._rule.states)
-
     def memory(self) -> Iterable[torch.Tensor]:
-        return [flat for flats in self._states or () for flat in flats]
+        return [flat for bucket in self._buffer.buckets for flat in bucket.states.values()]
 
     def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
         tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
@@ -224,14 +220,13 @@ class FlatUpdate:
         """Return views of the flat states, in the rule's dtype."""
         step = int(numbers["step"]) if "step" in numbers else int(bool(tensors))
         if step > self._steps:  # it becomes the common count, and all other shards have missed the difference
-            for other in self._all_shards():
+            for other in self.shards():
                 self._steps_missed[other.index] += step - self._steps
             self._steps = step
         self._steps_missed[shard.index] = self._steps - step
         self._plan_key = None
-        groups = self._inner.param_groups
         if step:
-            self._ensure_states(groups)
+            self._ensure_states()
         counter = _counter(step)
         self._counters.append(counter)
         self._versions.append(counter._version)
@@ -239,41 +234,37 @@ class FlatUpdate:
         self._values = []
         views = self._views_of(shard)
         for name in views.keys() - tensors.keys():
-            views[name].fill_(self._rule.initial(groups[shard.group]))
+            views[name].fill_(self._rule.initial(self._inner.param_groups[shard.group]))
         return {name: view for name, view in views.items() if name in tensors}
 
-    def _ensure_states(self, groups: Groups) -> list[Flat]:
-        """Return the states. They are allocated as soon as one param group has any."""
-        if self._states is None:
-            if not any(self._rule.has_states(group) for group in groups):
-                return []
-            self._states = [self._new_states(groups, 0) for _ in self._rule.states]
-        return self._states
+    def _ensure_states(self) -> None:
+        """Allocate the states as soon as one param group has any."""
+        if not self._has_states and any(self._rule.has_states(group) for group in self._inner.param_groups):
+            self._has_states = True
+            for bucket in self._buffer.buckets:
+                self._make_states(bucket)
 
-    def _new_states(self, groups: Groups, first: int) -> Flat:
-        """Allocate one state of the buckets from ``first`` on, with its initial values."""
-        flats: Flat = []
-        buckets = zip(self._buffer.buckets, self._state_dtypes, self._shards, strict=True)
-        for bucket, dtype, members in list(buckets)[first:]:
-            flat = bucket.placement.zeros(bucket.master.numel(), dtype, STATES)
-            for shard in members:
+    def _make_states(self, bucket: Bucket) -> None:
+        """Allocate the states of a bucket, with their initial values."""
+        groups = self._inner.param_groups
+        dtype = self._rule.state_dtype(groups, bucket.update_dtype)
+        for name in self._rule.states:
+            flat = bucket.states[name] = bucket.placement.zeros(bucket.master.numel(), dtype, STATES)
+            for shard in bucket.shards:
                 value = self._rule.initial(groups[shard.group])
                 if value:
-                    self._buffer.view_of(shard.fragment, flat).fill_(value)
-            flats.append(flat)
-        return flats
+                    shard.view(flat).fill_(value)
 
     # ---------------------------------------------------------------- optimizer.state
 
     def _views_of(self, shard: OptimParamShard) -> dict[str, torch.Tensor]:
-        states = zip(self._rule.states, self._states or (), strict=False)
-        return {name: self._buffer.view_of(shard.fragment, flats[shard.bucket]) for name, flats in states}
+        return {name: shard.view(flat) for name, flat in shard.bucket.states.items()}
 
     def _show(self) -> None:
         """Show the states of all shards in ``inner.state``."""
         uncounted = set(self._not_counted)
         counters: dict[tuple[int, bool], torch.Tensor] = {}
-        for shard in self._all_shards():
+        for shard in self.shards():
             key = self._steps - self._steps_missed[shard.index], shard.index not in uncounted
             if key not in counters:
                 counters[key] = _counter(key[0])
@@ -281,18 +272,18 @@ class FlatUpdate:
         self._counters = list(counters.values())
         self._advancing = [counter for (_, advances), counter in counters.items() if advances]
         self._note_values()
-        self._shown = True
 
     def _show_shard(self, shard: OptimParamShard, counter: torch.Tensor) -> None:
         """Show the states of a shard in ``inner.state``, if it has any. counter: its count of steps."""
-        parameter, entry = self._buffer.parameters[shard.index], self._entries.pop(shard.index, {})
-        self._inner.state.pop(parameter, None)
-        if self._states is not None and self._steps > self._steps_missed[shard.index]:
+        self._inner.state.pop(shard.parameter, None)
+        entry = self._entries.pop(shard.index, None)
+        if self._has_states and self._steps > self._steps_missed[shard.index]:
+            if entry is None:
+                entry = ({"step": counter} if self._rule.counts_steps else {}) | self._views_of(shard)
             if self._rule.counts_steps:
                 entry["step"] = counter
-            entry = entry if len(entry) > 1 else entry | self._views_of(shard)
             self._entries[shard.index] = entry
-            self._inner.state[parameter] = dict(entry)
+            self._inner.state[shard.parameter] = dict(entry)
 
     def _note_values(self) -> None:
         self._versions = [counter._version for counter in self._counters]
@@ -312,44 +303,11 @@ class FlatUpdate:
                 "optimizer.state[p]['step']: expected a count that only the optimizer changes, because parameters "
                 "share it, got one that was changed in place; zerolite.set_full_optimizer_state(p, 'step', n) sets it"
             )
-        state, parameters = self._inner.state, self._buffer.parameters
-        for shard in self._all_shards():
-            entry, shown = state.get(parameters[shard.index]) or {}, self._entries.get(shard.index, {})
+        for shard in self.shards():
+            entry, shown = self._inner.state.get(shard.parameter) or {}, self._entries.get(shard.index, {})
             if entry.keys() != shown.keys() or any(entry[name] is not shown[name] for name in shown):
                 self.load_state(shard, entry)
         self._note_values()
-
-    # ---------------------------------------------------------------- counting
-
-    def _all_shards(self) -> Iterable[OptimParamShard]:
-        return (shard for members in self._shards for shard in members)
-
-    def _count(self, used: frozenset[int] | None, maybe_unused: frozenset[int], groups: Groups) -> None:
-        """Count one more step. Parameters that do not take part, or whose group has no states, have missed it."""
-        if used is not None and len(used) == len(self._buffer.parameters):
-            used = None
-        stateless = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        plan_key = (used, maybe_unused, stateless)
-        if plan_key != self._plan_key:
-            self._plan_key, self._maybe_unused = plan_key, maybe_unused
-            self._not_counted = [
-                shard.index
-                for shard in self._all_shards()
-                if shard.group in stateless or (used is not None and shard.index not in used)
-            ]
-            self._launches.clear()
-            self._shown = False
-        self._counts = len(stateless) < len(groups)
-        if not self._counts:
-            return
-        self._steps += 1
-        for index in self._not_counted:
-            self._steps_missed[index] += 1
-        if not self._shown:
-            self._show()
-        elif self._advancing:
-            torch._foreach_add_(self._advancing, 1.0)
-            self._versions = [counter._version for counter in self._counters]
 
     # ---------------------------------------------------------------- planning
 
@@ -358,19 +316,20 @@ class FlatUpdate:
         key = tuple((tensors.span, tensors.gradient.dtype, tensors.out is None) for tensors in sub_group)
         plan = self._launches.get(key)
         if plan is None:
-            launches = (
-                self._launch([sub_group[i].span for i in members], members, used)
-                for members in self._group_by_kind(sub_group)
-            )
+            dtypes = [
+                (
+                    tensors.master.dtype,
+                    tensors.gradient.dtype,
+                    *(state.dtype for state in tensors.states.values()),
+                    None if tensors.out is None else tensors.out.dtype,
+                )
+                for tensors in sub_group
+            ]
+            launches = [
+                self._launch([sub_group[i].span for i in members], members, used) for members in group_equal(dtypes)
+            ]
             plan = self._launches[key] = [launch for launch in launches if launch is not None]
         return plan
-
-    def _group_by_kind(self, sub_group: Sequence[SpanTensors]) -> list[tuple[int, ...]]:
-        def kind(tensors: SpanTensors) -> tuple[torch.dtype | None, ...]:
-            out = None if tensors.out is None else tensors.out.dtype
-            return tensors.master.dtype, tensors.gradient.dtype, self._state_dtypes[tensors.span.bucket.index], out
-
-        return group_by_kind(map(kind, sub_group))
 
     def _launch(self, spans: Sequence[Span], members: tuple[int, ...], used: frozenset[int] | None) -> _Launch | None:
         """Make a launch for these spans, None if no parameter in them is used.
@@ -379,8 +338,8 @@ class FlatUpdate:
         of its own.
         """
 
-        def owned(bucket: Bucket) -> Iterator[tuple[int, int, _Row]]:
-            for shard in self._shards[bucket.index]:
+        def ranges(bucket: Bucket) -> Iterator[tuple[int, int, _Row]]:
+            for shard in bucket.shards:
                 fragment, index = shard.fragment, shard.index
                 if index in self._maybe_unused:
                     yield fragment.shard_start, fragment.numel, (shard.group, 0, index)
@@ -388,7 +347,7 @@ class FlatUpdate:
                     yield fragment.shard_start, fragment.numel, (shard.group, self._steps_missed[index], -1)
 
         rows: dict[_Row, int] = {}
-        table = [[*segment, rows.setdefault(row, len(rows))] for *segment, row in segments(spans, owned)]
+        table = [[*segment, rows.setdefault(row, len(rows))] for *segment, row in segments(spans, ranges)]
         if not table:
             return None
         keys = list(rows)

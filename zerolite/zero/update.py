@@ -1,0 +1,285 @@
+"""What an update works on: shards of parameters, spans of buckets, and the method that updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from zerolite.zero.flat import flattened
+from zerolite.zero.layout import Fragment
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
+
+if TYPE_CHECKING:
+    from zerolite.zero.bucket import Bucket
+    from zerolite.zero.buffer import ParameterBuffer
+
+Groups = list[dict[str, Any]]  # as torch's optimizer.param_groups
+State = dict[str, Any]  # of one parameter, as torch's optimizer.state[parameter]
+Key = TypeVar("Key")
+
+
+@dataclass
+class OptimParamShard:
+    """The part of one parameter that this rank updates.
+
+    Attributes:
+        bucket: bucket of the parameter.
+        fragment: its ranges.
+        group: index of its param group.
+        tensor: its master weights, which are a parameter of the inner optimizer. They are flat, or have the parameter's
+            shape if the rank owns the full parameter. A view of the master bucket, or a copy in the dtype of the
+            update if that has more bits.
+        position: position among the shards of its bucket.
+        parameter: the parameter.
+    """
+
+    bucket: Bucket
+    fragment: Fragment
+    group: int
+    tensor: torch.Tensor
+    position: int
+    parameter: torch.nn.Parameter
+
+    @property
+    def index(self) -> int:
+        """Index of the parameter."""
+        return self.fragment.slot.index
+
+    @property
+    def keeps_shape(self) -> bool:
+        """True if it is the full parameter, in its shape."""
+        return self.bucket.keeps_shape(self.fragment.slot)
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return its elements of a tensor that is laid out like the master of its bucket."""
+        return self.bucket.view_of(self.fragment, flat)
+
+    def part_of(self, value: Any) -> Any:
+        """Return its part of a state of the full parameter, on its device and in its dtype. A state without a value
+        for each element is copied."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = unpartitioned_shape(self.parameter)
+        if value.shape != shape or not shape:
+            return value.clone()
+        if not self.keeps_shape:
+            value = flattened(value).narrow(0, self.fragment.param_start, self.fragment.numel)
+        return value.to(self.tensor.device, self.tensor.dtype, copy=True)
+
+
+class Span(NamedTuple):
+    """Elements [low, high) of this rank's shard of a bucket. last: True if the shard ends at ``high``."""
+
+    bucket: Bucket
+    low: int
+    high: int
+    last: bool
+
+
+class SpanTensors(NamedTuple):
+    """Tensors that the update of one span reads and writes: the stored ones, or staging copies. All have the shape
+    [elements of the span].
+
+    Attributes:
+        span: the span.
+        gradient: reduced gradient, in any floating dtype. The update may scale it in place.
+        master: master weights.
+        states: states of the bucket, by name.
+        out: this rank's range of the compute parameters. The update first copies values that the user has written there
+            to the master, and then rounds the updated master into it. None if the caller does both, or if the master
+            is the compute parameter itself.
+    """
+
+    span: Span
+    gradient: torch.Tensor
+    master: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+    out: torch.Tensor | None
+
+
+class UpdateMethod:
+    """Method that updates the optimizer shards of all buckets, by our kernels or by the inner optimizer itself.
+
+    Between updates the keys of ``inner.state`` are the model's parameters.
+
+    Attributes:
+        one_launch: one call updates all buckets in one launch, so the caller makes as few calls as it can.
+        syncs_masters: True: ``update`` itself takes over what the user has written into ``out``. False: call
+            ``sync_master_from_param`` before the first update of a bucket, and never after it.
+        splits_buckets: a span may be a part of a bucket.
+        most_maybe_unused: parameters of which ``update`` can leave to the device if they are updated; None: any number.
+        state_names: names of the states with one value per element; None if they are known only from states that
+            exist.
+    """
+
+    one_launch = False
+    syncs_masters = False
+    splits_buckets = False
+    most_maybe_unused: int | None = None
+    state_names: tuple[str, ...] | None = None
+
+    def __init__(self, inner: Optimizer, buffer: ParameterBuffer) -> None:
+        self._inner, self._buffer = inner, buffer
+
+    @property
+    def can_skip_on_device(self) -> bool:
+        """True if ``update`` takes ``found_inf``."""
+        return True
+
+    def shards(self) -> Iterator[OptimParamShard]:
+        """Yield the shards that this rank updates."""
+        return (shard for bucket in self._buffer.buckets for shard in bucket.shards)
+
+    # ---------------------------------------------------------------- one step
+
+    def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
+        """Begin the updates of a step. Called once per step.
+
+        Args:
+            used: parameters that take part (None: all).
+            maybe_unused: those of them that the device may leave out.
+        """
+        raise NotImplementedError
+
+    def update(
+        self,
+        sub_group: Sequence[SpanTensors],
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        uses: torch.Tensor | None = None,
+    ) -> None:
+        """Update the shards in ``sub_group`` from ``factor × gradient``.
+
+        Args:
+            sub_group: spans whose tensors are on one device.
+            factor: number, or a tensor of one fp32 element on that device.
+            used: parameters that are updated (None: all). The others stay as they are, like parameters of torch whose
+                ``grad`` is None.
+            found_inf: fp32 tensor of shape [] on the device; if it is not zero, the device skips the update.
+            uses: float64 by parameter on the device. The device leaves out the ``maybe_unused`` of :meth:`begin` whose
+                number is zero. None if there are none of these.
+        """
+        raise NotImplementedError
+
+    def on_left_out(self, indices: Iterable[int]) -> None:
+        """Note that the device has left these of the ``maybe_unused`` parameters out of the last update."""
+        raise NotImplementedError
+
+    def on_update_skipped(self) -> None:
+        """Note that the device has skipped the last update."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- states
+
+    def state_of(self, shard: OptimParamShard) -> State:
+        """Return the states of a shard in torch's form, as views of the stored ones; empty if it was never updated."""
+        return dict(self._inner.state.get(shard.parameter) or {})
+
+    def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
+        """Copy states in torch's form; an empty mapping stands for a shard that was never updated."""
+        raise NotImplementedError
+
+    def make_state(
+        self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, torch.Tensor]:
+        """Make a shard's states anew. Without numbers and tensors the shard is as if it was never updated.
+
+        Args:
+            shard: the shard.
+            numbers: values of states without a value per element, such as "step".
+            tensors: shape and dtype of the other states, by name. A method that has dtypes of its own keeps them.
+
+        Returns:
+            the tensors, which the caller fills.
+        """
+        raise NotImplementedError
+
+    def memory(self) -> Iterable[torch.Tensor]:
+        """Return all tensors of states, for reports."""
+        raise NotImplementedError
+
+    def add_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Begin to update the shards of these buckets, which have them already."""
+        raise NotImplementedError
+
+
+# -------------------------------------------------------------------- spans
+
+
+def full_span(bucket: Bucket, numel: int) -> Span:
+    """Return the span of a full shard of ``numel`` elements."""
+    return Span(bucket, 0, numel, True)
+
+
+def sub_groups(numels: Sequence[tuple[Bucket, int]], limit: int, alignment: int) -> list[list[Span]]:
+    """Divide shards in their order into groups of at most ``limit`` elements. An empty shard has an empty span.
+
+    Args:
+        numels: (bucket, elements of its shard).
+        limit: most elements of a group.
+        alignment: shards may be split at multiples of so many elements. With 0 none is split, and a shard above the
+            limit is a group of its own.
+    """
+    groups: list[list[Span]] = []
+    room = 0
+    for bucket, numel in numels:
+        if not alignment:
+            if not groups or numel > room:
+                groups.append([])
+                room = limit
+            groups[-1].append(full_span(bucket, numel))
+            room -= numel
+            continue
+        low = 0
+        while True:
+            if not groups or room < min(numel - low, alignment):
+                groups.append([])
+                room = max(limit, alignment)
+            high = numel if numel - low <= room else low + room // alignment * alignment
+            groups[-1].append(Span(bucket, low, high, high == numel))
+            room -= high - low
+            low = high
+            if low == numel:
+                break
+    return groups
+
+
+def group_equal(keys: Iterable[Hashable | None]) -> list[tuple[int, ...]]:
+    """Return the indices of equal keys, one tuple per key. Entries that are None are left out."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        if key is not None:
+            groups.setdefault(key, []).append(index)
+    return [tuple(indices) for indices in groups.values()]
+
+
+def segments(
+    spans: Iterable[Span], ranges: Callable[[Bucket], Iterable[tuple[int, int, Key]]]
+) -> list[tuple[int, int, int, Key]]:
+    """Return the segments of some spans. Adjacent ranges with equal keys form one segment.
+
+    Args:
+        spans: the spans.
+        ranges: function that returns the ranges of a bucket's shard in order: start, elements and key of each.
+
+    Returns:
+        (index in ``spans``, start from the span's ``low``, elements, key) of each segment.
+    """
+    result: list[tuple[int, int, int, Key]] = []
+    for index, (bucket, low, high, _) in enumerate(spans):
+        for first, count, key in ranges(bucket):
+            start = max(first, low)
+            numel = min(first + count, high) - start
+            if numel <= 0:
+                continue
+            last = result[-1] if result else None
+            if last and (last[0], last[1] + last[2], last[3]) == (index, start - low, key):
+                result[-1] = index, last[1], last[2] + numel, key
+            else:
+                result.append((index, start - low, numel, key))
+    return result
