@@ -1,4 +1,4 @@
-"""What an update works on: shards of parameters, spans of buckets, and the method that updates them."""
+"""Shards of parameters, spans of buckets, and the interface of the methods that update them."""
 
 from __future__ import annotations
 
