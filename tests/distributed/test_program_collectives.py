@@ -145,7 +145,7 @@ class Mean(nn.Module):
 
 @pytest.mark.fast("2-shared memory-1-1-True")
 @pytest.mark.parametrize("by_call", [False, True])
-@pytest.mark.parametrize("stages", ["0-0", "1-1", "2-2", "2-3 moving"])
+@pytest.mark.parametrize("stages", ["0-0", "1-1", "2-2", "2-3 moving", "3 moving-2"])
 @pytest.mark.parametrize("name", ["native", "shared memory"])
 @on_ranks(2)
 def test_two_engines_in_one_backward(stages: str, name: str, by_call: bool) -> None:

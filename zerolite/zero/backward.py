@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
+    from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 
 @dataclass(eq=False)
@@ -31,6 +32,8 @@ class Backward:
         unreduced: backwards since ``local`` was last reduced; equal on all ranks.
         accumulated: backwards since the last step.
         early: buckets that were launched between backwards, before the one that reduces the others.
+        peers_may_wait: a rank may wait in it for a collective of the program, or for a gather of another engine at
+            stage 3. So nothing in it waits for a reduction: a rank that lacks a parameter launches that at the end.
         ended_by_call: a call of the engine ends it, after autograd has ended.
         outer: backward of another engine that was open when this one began, and that a call ends; None without one.
         waiting: ends of such inner backwards, which come behind the end of this one.
@@ -47,6 +50,7 @@ class Backward:
     unreduced: int = 0
     accumulated: int = 0
     early: list[Bucket] = field(default_factory=list)
+    peers_may_wait: bool = False
     ended_by_call: bool = False
     outer: Backward | None = None
     waiting: list[Callable[[], None]] = field(default_factory=list)
@@ -56,7 +60,7 @@ class Backward:
     ) -> None:
         self.factor, self.open, self.reducing, self.discards_gradients = factor, True, reducing, discards_gradients
         self.launches_by_group, self.learning, self.launched = launches_by_group, learning, len(self.early)
-        self.launches_at_end = False
+        self.launches_at_end = self.peers_may_wait = False
         for other in _open:
             # Ends of groups come in one order on all ranks, also those of several engines.
             if not (launches_by_group and other.launches_by_group):
@@ -66,6 +70,11 @@ class Backward:
         _open.add(self)
         self.unreduced += 1
         self.accumulated += 1
+
+    def expect_waiting_peers(self, launches_at_once: bool) -> None:
+        """Set ``peers_may_wait``. launches_at_once: a launch itself waits for no other rank."""
+        self.peers_may_wait = True
+        self.launches_at_end |= not launches_at_once
 
     def end(self) -> list[Callable[[], None]]:
         """End the backward. Return ``waiting``, which the caller runs when this one has launched everything."""
@@ -87,3 +96,6 @@ class Backward:
 
 
 _open: weakref.WeakSet[Backward] = weakref.WeakSet()  # backwards that have begun and not ended, of all engines
+
+coordinators: weakref.WeakSet[PartitionedParameterCoordinator] = weakref.WeakSet()
+"""Coordinators of all engines at stage 3. A backward through a graph of theirs gathers, on all ranks together."""

@@ -11,9 +11,10 @@ launch the same collectives, whatever their graphs look like.
 - Stages 0 to 2 launch a bucket when its gradients have come. The first such backward launches in the order of the
   index. At its end all ranks take over the order in which rank 0's gradients have come.
 - A rank whose graph lacks a parameter launches its bucket, and those behind it, at the end of the backward only. So if
-  the program launches collectives of its own within the backward (SyncBatchNorm, an all-to-all), nothing in the
-  backward waits for a reduction: the peers' own collectives would wait for this rank's in a circle. If backwards of
-  several engines run at once, their launches wait for the end, or they would mix in different orders.
+  the program launches collectives of its own within the backward (SyncBatchNorm, an all-to-all), or it goes through
+  another engine at stage 3, which gathers, nothing in the backward waits for a reduction: the peers' collectives would
+  wait for this rank's in a circle. If backwards of several engines run at once, their launches wait for the end, or
+  they would mix in different orders.
 - Stage 3 launches a bucket when the backward of a parameter group has ended. All ranks see these ends in the same order
   (:class:`LaunchPlan`).
 
@@ -34,6 +35,7 @@ import torch
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import GRADIENTS, listeners
+from zerolite.zero.backward import coordinators
 from zerolite.zero.bucket import Bucket, BucketState
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.gradient_memory import ALONE_NUMEL, IN_FLIGHT
@@ -271,8 +273,9 @@ class Reducer:
         learning = plan is not None and not plan.is_learned
         current.begin(self._options.copy_factor / divisor, reducing, weight == 0, plan is not None, learning)
         current.ended_by_call = not end_with_backward
-        # A launch could wait for a peer that waits for a collective of the program's, in the backward of this rank.
-        current.launches_at_end |= self.program_communicates and not self._groups.shard.launches_at_once
+        gathers = plan is None and any(coordinator.has_graph for coordinator in coordinators)
+        if self.program_communicates or gathers:
+            current.expect_waiting_peers(self._groups.shard.launches_at_once)
         self._completed.clear()
         self.shown.hide(self.parameters)
         self._move_hooks_last()
@@ -495,7 +498,7 @@ class Reducer:
         # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
         # first, because the bucket has one mean.
         unbound = bucket.reduces_in_place and not bucket.is_offloaded
-        unbound |= self.program_communicates and self.current.open
+        unbound |= self.current.peers_may_wait and self.current.open
         most = len(self.order) if unbound else 1 if bucket.layout.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
             self._in_flight.pop(0).finish()

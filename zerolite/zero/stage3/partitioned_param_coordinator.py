@@ -24,6 +24,7 @@ import torch
 from zerolite.comm.flight_recorder import Mismatch
 from zerolite.utils.memory_tags import DISK
 from zerolite.utils.nested import find_in_objects
+from zerolite.zero.backward import coordinators
 from zerolite.zero.observers import GATHER, Observers
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
@@ -103,6 +104,12 @@ class PartitionedParameterCoordinator:
         self.engine_calls = 0
         self.weak_self = weakref.ref(self)  # for executions, which graphs keep alive
         context.set_coordinator(self)
+        coordinators.add(self)
+
+    @property
+    def has_graph(self) -> bool:
+        """True if a forward is under way, or a graph of one waits for its backward, which gathers."""
+        return self._step_open
 
     def add_external(self, module: torch.nn.Module, handle: PartitionedParameter) -> None:
         """Add a parameter to the group of ``module``, or of the root if it has none. It is gathered with this group
