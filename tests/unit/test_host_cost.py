@@ -115,15 +115,21 @@ def entered(function: Callable[[], Any]) -> tuple[Any, set[tuple[str, str, int]]
     return result, found
 
 
-# Of forward, backward and step: functions that have a name, and files that have them.
-@pytest.mark.parametrize(("stage", "most"), [(2, [(6, 3), (58, 15), (128, 33)]), (3, [(25, 6), (79, 20), (143, 38)])])
-def test_a_plain_step_enters_few_functions_and_files(stage: int, most: list[tuple[int, int]]) -> None:
+# Of forward, backward and step: (functions that have a name, files that have them). The first number is what holds; it
+# is lowered with the code. The aims: stage 2 backward 35 in 9, step 75 in 14; stage 3 forward 30 in 7, backward 60 in
+# 14, step 85 in 16.
+MOST_ENTERED = {2: [(5, 2), (60, 15), (128, 34)], 3: [(23, 5), (81, 20), (143, 39)]}
+
+
+@pytest.mark.parametrize(("stage", "part"), [(stage, part) for stage in (2, 3) for part in range(3)])
+def test_a_plain_step_enters_few_functions_and_files(stage: int, part: int) -> None:
     engine, x = make_engine(3, stage)
     for _ in range(6):
         engine.backward(engine(x).square().mean())
         engine.step()
     loss, forward = entered(lambda: engine(x).square().mean())
     ways = [forward, entered(lambda: engine.backward(loss))[1], entered(engine.step)[1]]
-    for found, (functions, files) in zip(ways, most, strict=True):
-        named = sorted(entry for entry in found if not entry[1].startswith("<"))
-        assert len(named) <= functions and len({file for file, *_ in named}) <= files, named
+    functions, files = MOST_ENTERED[stage][part]
+    named = sorted(entry for entry in ways[part] if not entry[1].startswith("<"))
+    counts = len(named), len({file for file, *_ in named})
+    assert counts <= (functions, counts[1]) and counts[1] <= files, (counts, named)
