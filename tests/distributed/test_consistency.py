@@ -50,7 +50,7 @@ def _lr(engine: Any) -> None:
 
 
 def _steps(engine: Any) -> None:
-    engine._pipeline.outcomes.counters.global_steps += 1
+    engine._pipeline.state.counters.global_steps += 1
 
 
 # What one rank changes, and what is said of it.

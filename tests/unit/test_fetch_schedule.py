@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 
-from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, ScheduleAgreement, plan_step
+from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, plan_step
+from zerolite.zero.step_observers import ScheduleAgreement
 
 INFINITE = 10**9
 NO_REUSE = FetchLimits(INFINITE, INFINITE, 0)
@@ -341,20 +342,20 @@ def test_after_a_step_that_broke_off_the_next_one_follows_the_plan(how):
 def test_an_order_is_adopted_only_if_it_is_the_one_that_was_compared():
     """The hash travels with statistics that a call before the update collects; then another order waits."""
     schedule = mock.Mock(gathers=0, candidate_hash=7)
-    agreement = ScheduleAgreement(schedule, logs=False)
-    agreement.schedule_hash()  # of a step before
-    agreement.compare()
-    agreement.schedule_hash()  # this step's statistics
+    agreement = ScheduleAgreement(schedule, 0, 1, logs=False)
+    agreement.collect()  # of a step before
+    agreement.on_collected()
+    agreement.collect()  # this step's statistics
     schedule.candidate_hash = 9
-    agreement.begin_update()
-    agreement.compare()
+    agreement.before_update()
+    agreement.on_collected()
     agreement.note(True)
-    agreement.begin_update()
+    agreement.before_update()
     assert schedule.adopt.call_count == 0
-    agreement.schedule_hash()
-    agreement.compare()
+    agreement.collect()
+    agreement.on_collected()
     agreement.note(True)
-    agreement.begin_update()
+    agreement.before_update()
     assert schedule.adopt.call_count == 1 and schedule.reject.call_count == 0
 
 

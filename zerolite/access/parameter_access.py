@@ -268,7 +268,7 @@ class ParameterAccess:
 
     def states(self, indices: list[int], name: str) -> list[torch.Tensor | None]:
         self._pipeline.check_available()
-        self._pipeline.outcomes.settle()
+        self._pipeline.state.settle()
         own = {index: self._optimizer.method.state_of(shard) for index, shard in self._shards(indices).items()}
         kinds = self._agree([_kind(own.get(index), name) for index in indices])
         for index, kind in zip(indices, kinds, strict=True):
@@ -303,7 +303,7 @@ class ParameterAccess:
 
     def set_state(self, index: int, name: str, value: Any) -> None:
         self._pipeline.check_available()
-        self._pipeline.outcomes.settle()
+        self._pipeline.state.settle()
         method = self._optimizer.method
         shard = self._shards([index]).get(index)
         own = method.state_of(shard) if shard is not None else None

@@ -65,7 +65,7 @@ class PendingGradients:
         """Return the factor from stored values to those that ``p.grad`` shows; None for 1."""
         factor, divisor = (
             self._reducer.shown.factors.get(index),
-            self._pipeline.gradient_scale.shown_divisor(self._pipeline.stats),
+            self._pipeline.state.shown_divisor(self._pipeline.stats),
         )
         if isinstance(divisor, float) and divisor == 1.0:
             return factor
@@ -143,7 +143,7 @@ class PendingGradients:
         self._check(indices)
         stats, factors = self._pipeline.stats(), self._reducer.shown.factors
         self._pipeline.changes.refresh_stats(indices)
-        by_parameter = stats.norms() / self._pipeline.gradient_scale.device_divisor(stats)
+        by_parameter = stats.norms() / self._pipeline.state.device_divisor(stats)
         all_norms = by_parameter.unbind() if len(indices) > 1 else ()
         found = []
         for index in indices:
@@ -173,7 +173,7 @@ class PendingGradients:
     @torch.no_grad()
     def check_finite(self, indices: Sequence[int], found_inf: torch.Tensor) -> None:
         """Fill ``found_inf`` with 1 if one of these gradients is not finite on any rank."""
-        self._pipeline.gradient_scale.refuse_grad_scaler()
+        self._pipeline.state.refuse_grad_scaler()
         found = torch.stack(self.norms(indices)).isfinite().all().logical_not()
         found_inf.copy_(torch.maximum(found_inf, found.to(found_inf)))
 

@@ -271,7 +271,7 @@ class Loader:
         components, reader = self._components, plan.reader
         # The outcome of the last step may still be on the device: read it now, or it would change the loaded counters
         # later.
-        components.pipeline.outcomes.settle()
+        components.pipeline.state.settle()
         components.pipeline.zero_grad()
         # Parameters that the checkpoint lacks keep their values. The all-gather below takes all values from the
         # masters, so values that the user has written into parameters must be in the masters first.
@@ -303,7 +303,7 @@ class Loader:
         ranks.run(fetch)
         components.model.after_loading(plan.match.names)
         components.pipeline.all_gather_params()
-        components.pipeline.on_weights_replaced()
+        components.pipeline.state.on_weights_replaced()
         ranks.run(lambda: components.model.load_extra_state(plan.state.extra))
 
     def _update_groups(self, plan: _Plan) -> None:

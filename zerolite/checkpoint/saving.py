@@ -111,7 +111,7 @@ class Saver:
         agreed: SaveRequest = one_request(_CALL, {rank: of_rank.request for rank, of_rank in enumerate(offers)})
         self._components.pipeline.check_ranks()
         save_dir = Path(agreed.save_dir)
-        tag = agreed.tag or default_tag(self._components.pipeline.outcomes.global_steps)
+        tag = agreed.tag or default_tag(self._components.pipeline.state.global_steps)
         in_background = agreed.async_save and not self._offloads_to_disk()
 
         def collect() -> Callable[[], None]:
@@ -241,7 +241,7 @@ class Saver:
 
     def _shards(self, offers: Sequence[_Offer], exclude_frozen: bool) -> tuple[list[Shard], Scalars]:
         """Return the model's tensors that this rank writes, its random state, and states that are one number."""
-        self._components.pipeline.outcomes.settle()
+        self._components.pipeline.state.settle()
         model = self._components.model
         stages = [offer.stage for offer in offers if offer.stage is not None]
         earlier = stages[: model.topology.pipe.rank]
@@ -297,7 +297,7 @@ class Saver:
         if scheduler is not None:
             schedule = {"type": type(scheduler).__name__, "state": scheduler.state_dict()}
         return {
-            **self._components.pipeline.outcomes.state_dict(),
+            **self._components.pipeline.state.state_dict(),
             "parameters": {name: entry.model_dump() for name, entry in model.parameters.items()},
             "buffers": {name: entry.model_dump() for name, entry in model.buffers.items()},
             "extra": model.extra,
@@ -313,7 +313,7 @@ class Saver:
         return About(
             tag=tag,
             saved_at=now(),
-            global_steps=components.pipeline.outcomes.global_steps,
+            global_steps=components.pipeline.state.global_steps,
             world_size=self._host.world_size,
             stage=components.config.zero_optimization.stage,
             precision={

@@ -79,7 +79,7 @@ class ScheduleState(FileModel):
 
 
 class Counters(FileModel):
-    """See :class:`~zerolite.zero.outcomes.StepCounters`."""
+    """See :class:`~zerolite.zero.step_state.StepCounters`."""
 
     micro_steps: Count
     global_steps: Count

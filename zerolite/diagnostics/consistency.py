@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -25,11 +25,13 @@ from zerolite.comm.ranks import list_of
 from zerolite.diagnostics.rank_comparison import Description, describe_value, raise_differences
 from zerolite.utils.accelerator import HostRead
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.observers import StepObserver, UpdateFacts
 from zerolite.zero.shown_gradients import InPlaceChange
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 logger = logging.getLogger("zerolite")
 
+_ONLY_KERNELS = ("bias_correction", "fp32_optimizer_states")  # keys of param groups that torch's defaults lack
 _HASH = 1 << 52  # hashes are smaller, so that two of them add without rounding in float64
 _EXACT = 1 << 24  # integers below this are exact in fp32
 _OFF = 'set "consistency_check_interval" to 0 to compare nothing'
@@ -104,9 +106,32 @@ class UpdateNumbers:
         return found
 
 
-def numbers_of(groups: Sequence[Mapping[str, object]], keys: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    """Return copies of the values of ``keys`` in each group."""
-    return tuple({key: _copy_of(group[key]) for key in keys if key in group} for group in groups)
+class LatestNumbers(StepObserver):
+    """The numbers of the coming update or the last one, for the checks that compare or tell them.
+
+    Attributes:
+        numbers: they are; None before the first update.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, gathers: Callable[[], int]) -> None:
+        """
+        Args:
+            optimizer: its defaults say which values of its param groups it reads.
+            gathers: returns a hash of everything that stage 3 has gathered; 0 at other stages.
+        """
+        self.numbers: UpdateNumbers | None = None
+        self._optimizer, self._gathers = optimizer, gathers
+        self._keys = (*optimizer.defaults, *_ONLY_KERNELS)
+
+    def before_update(self, facts: UpdateFacts) -> None:
+        groups = tuple(
+            {key: _copy_of(group[key]) for key in self._keys if key in group} for group in self._optimizer.param_groups
+        )
+        step, backwards, divisor, max_norm, changes = facts
+        self.numbers = UpdateNumbers(step, backwards, groups, divisor, max_norm, self._gathers(), changes)
+
+    def before_save(self, facts: UpdateFacts) -> None:
+        self.before_update(facts)
 
 
 def _copy_of(value: object) -> object:
@@ -189,34 +214,33 @@ def _warn_untrained(name: str, more: str) -> None:
     )
 
 
-class ConsistencyCheck:
-    """Compares scalars in every step and weights every ``interval`` steps.
-
-    All methods are called on all ranks at the same place, except :meth:`note`, which each rank calls when it reads the
-    statistics.
-    """
+class ConsistencyCheck(StepObserver):
+    """Compares scalars in every step and weights every ``interval`` steps."""
 
     def __init__(
         self,
         topology: Topology,
         device: torch.device,
+        latest: LatestNumbers,
         weights: Callable[[], Iterator[SharedWeight]],
         interval: int,
         late: bool,
     ) -> None:
         """
         Args:
+            latest: the numbers to compare.
             weights: gives the weights to compare, see :func:`shared_weights`.
             interval: updates from one comparison of weights to the next.
             late: read the outcome of a comparison in the next step, so that the host does not wait for the device.
         """
         self._topology = topology
         self._device = device
+        self._latest = latest
         self._weights = weights
         self._interval = interval
         self._late = late
         self._updates = 0
-        self.numbers: UpdateNumbers | None = None  # of the latest update
+        self._numbers: UpdateNumbers | None = None  # of the latest update
         self._written = True  # they have been written into some statistics
         self._differing: UpdateNumbers | None = None  # numbers that the statistics have shown to differ
         self._compared: _Comparison | None = None  # a comparison whose outcome has not been read
@@ -224,39 +248,34 @@ class ConsistencyCheck:
     # ---------------------------------------------------------------- numbers
 
     @property
-    def size(self) -> int:
+    def slice_size(self) -> int:
         """Number of values in the statistics: one for each rank."""
         return self._topology.world.world_size
 
-    def write(self, values: torch.Tensor) -> None:
-        """Put this rank's hash into ``values``.
-
-        The host does not wait for the device.
-
-        Args:
-            values: zeros of shape [size]; they are summed over all ranks, so that each rank then has all hashes.
-        """
-        if self.numbers is None:
-            return
+    def write_slice(self, numbers: torch.Tensor) -> UpdateNumbers | None:
+        """Write this rank's hash, so that each rank then has all hashes. The host does not wait for the device."""
+        if self._numbers is None:
+            return None
         self._written = True
-        number, tensors = self.numbers.fingerprint()
-        own = values[self._topology.world.rank]
+        number, tensors = self._numbers.fingerprint()
+        own = numbers[self._topology.world.rank]
         own.fill_(number)
         if tensors:  # such as a learning rate in a CUDA tensor (capturable optimizers)
             own += (combined_hash([content_hash(t, self._device) for t in tensors], self._device) % _HASH).double()
+        return self._numbers
 
-    def note(self, values: torch.Tensor, numbers: UpdateNumbers) -> None:
-        """Remember if the ranks' hashes of ``numbers`` differ. :meth:`raise_errors` raises.
-
-        Each rank reads the statistics at its own time, but to name the difference takes a collective on all ranks.
-        """
-        of_stage = values.view(self._topology.pipe.world_size, -1)  # a stage may have param groups of its own
+    def read_slice(self, written: UpdateNumbers | None, sums: torch.Tensor) -> None:
+        """Remember if the ranks' hashes differ. To name the difference takes a collective: see :meth:`raise_errors`."""
+        if written is None:
+            return
+        of_stage = sums.view(self._topology.pipe.world_size, -1)  # a stage may have param groups of its own
         if bool((of_stage != of_stage[:, :1]).any()):
-            self._differing = numbers
+            self._differing = written
 
-    def forget(self) -> None:
-        """Forget differences, because all ranks have loaded the same values. Called on all ranks."""
-        self.numbers = self._differing = self._compared = None
+    def on_weights_written(self, all_of_them: bool) -> None:
+        """Forget differences if all ranks have loaded the same values."""
+        if all_of_them:
+            self._numbers = self._differing = self._compared = None
 
     def raise_errors(self) -> None:
         """Raise RuntimeError on all ranks if the numbers in the last statistics differ within a pipeline stage."""
@@ -267,13 +286,11 @@ class ConsistencyCheck:
 
     # ---------------------------------------------------------------- weights
 
-    def before_update(self, numbers: UpdateNumbers) -> None:
-        """Compare the ranks before an update: at the same place of every step, with the numbers of the coming update.
-
-        Parameters are those of the step before. Raises RuntimeError on all ranks if weights differ.
-        """
+    def before_update(self, facts: UpdateFacts) -> None:
+        """Compare the weights before an update: they are those of the step before. Raises RuntimeError on all ranks if
+        they differ."""
         self._finish()
-        self.use(numbers)
+        self._use_latest()
         # This counts calls, which all ranks make alike. The engine's step counter is loaded from checkpoints.
         self._updates += 1
         if self._updates % self._interval == 0:
@@ -281,16 +298,18 @@ class ConsistencyCheck:
             if not self._late:
                 self._finish()
 
-    def use(self, numbers: UpdateNumbers) -> None:
-        """Use ``numbers`` in the next :meth:`write`."""
-        if not self._written and self.numbers is not None:
+    def _use_latest(self) -> None:
+        """Use the latest numbers in the next :meth:`write_slice`."""
+        numbers = self._latest.numbers
+        if not self._written and self._numbers is not None and numbers is not None:
             # Clipping had collected the statistics of the earlier update before it changed the gradients.
-            numbers = replace(numbers, changes=self.numbers.changes + numbers.changes)
-        self.numbers, self._written = numbers, False
+            numbers = replace(numbers, changes=self._numbers.changes + numbers.changes)
+        self._numbers, self._written = numbers, False
 
-    def compare_weights(self) -> None:
+    def before_save(self, facts: UpdateFacts) -> None:
         """Compare the weights now. Raises RuntimeError on all ranks if they differ."""
         self._finish()
+        self._use_latest()
         self._compared = _Comparison(self._weights(), self._topology, self._device)
         self._finish()
 

@@ -28,9 +28,9 @@ from zerolite.comm.ranks import name_ranks
 
 if TYPE_CHECKING:
     from zerolite.comm import Communicator, Topology
-    from zerolite.zero.outcomes import StepCounters
     from zerolite.zero.reducer import Reducer
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from zerolite.zero.step_state import StepCounters
 
 LATEST = 48  # collectives of each communicator in a report, and twice as many module executions
 _DEEPEST = 60  # frames of a stack in a report

@@ -6,72 +6,62 @@ from collections.abc import Sequence
 
 import torch
 
-from zerolite.diagnostics.consistency import UpdateNumbers
-from zerolite.zero.checks import Update
+from zerolite.diagnostics.consistency import LatestNumbers, UpdateNumbers
+from zerolite.diagnostics.rank_comparison import describe_value
 from zerolite.zero.grad_stats import SquaresPlan
+from zerolite.zero.observers import StepObserver, Update
 from zerolite.zero.update import SpanTensors
 
 Sums = dict[torch.device, torch.Tensor]  # of the squares of masters by param group, float64, where the masters are
 
 
-class UpdatedWeights:
+class UpdatedWeights(StepObserver):
     """Squared norms of this rank's masters by param group, before and after the last update.
 
     A sum of squares is finite exactly if all its masters are. Sums stay on the device and are added over ranks with the
     next step's statistics. The sums after one update are those before the next, so each update reads the masters once.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, most_groups: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, most_groups: int, latest: LatestNumbers) -> None:
         """
         Args:
             optimizer: its param groups are those of the sums.
             most_groups: the largest number of param groups of any rank. Pipeline stages may have different numbers, and
                 all ranks must put the same number of values into the statistics.
+            latest: numbers of the updates, for the error.
         """
         self._more = most_groups - len(optimizer.param_groups)
-        self._optimizer = optimizer
+        self._optimizer, self._latest = optimizer, latest
         self._before: Sums = {}
         self._after: Sums = {}
         self._unchanged = False  # masters are still those that the last update has left
         self._count = 0  # param groups in the last update
+        self._numbers: UpdateNumbers | None = None  # of the last update
+        self._problem = ""  # a sentence about the update that made weights non-finite
         self._error_raised = False  # the outcome of the last update has been raised
-        self._announced: UpdateNumbers | None = None
-        self.numbers: UpdateNumbers | None = None  # of the last update
         self._plan = SquaresPlan(
             lambda bucket: [(p.fragment.shard_start, p.fragment.numel, p.group) for p in bucket.shards]
         )
 
-    def replan(self) -> None:
-        """Follow a layout with new buckets."""
+    def on_layout_changed(self) -> None:
         self._plan.clear()
         self._unchanged = False
 
-    def forget(self, update: bool) -> None:
-        """Forget the sums, because values have been written or loaded.
-
-        Args:
-            update: the outcome of the last update does not matter any more, even if it has not been raised yet.
-        """
+    def on_weights_written(self, all_of_them: bool) -> None:
+        """Forget the sums. If all weights are new, the outcome of the last update does not matter any more."""
         self._unchanged = False
-        if update or self._error_raised:
+        if all_of_them or self._error_raised:
             self._before, self._after = {}, {}
-
-    def note_raised(self) -> None:
-        """Note that the outcome of the last update has been raised; new values clear it."""
-        self._error_raised = True
+        if all_of_them:
+            self._problem = ""
 
     # ---------------------------------------------------------------- the update
 
-    def announce(self, numbers: UpdateNumbers) -> None:
-        """Set the numbers of the coming update, which may still be skipped."""
-        self._announced = numbers
-
-    def __call__(self, update: Update) -> Update:
-        """Return ``update`` with the sums added before and after each of its calls; before, only if they are not
-        known."""
+    def observe_update(self, update: Update) -> Update:
+        """Add the sums before and after each call; before, only if they are not known."""
         count = self._more + len(self._optimizer.param_groups)
         known = self._unchanged and count == self._count
-        self.numbers, self._error_raised, self._unchanged = self._announced, False, True
+        self._numbers, self._error_raised, self._unchanged = self._latest.numbers, False, True
         self._before, self._after, self._count = self._after if known else {}, {}, count
 
         def watched(sub_group: Sequence[SpanTensors]) -> None:
@@ -95,21 +85,51 @@ class UpdatedWeights:
     # ---------------------------------------------------------------- the outcome
 
     @property
-    def size(self) -> int:
-        """Number of values in the statistics; the same on all ranks, whatever each of them has updated."""
+    def slice_size(self) -> int:
+        """Length of the slice; the same on all ranks, whatever each of them has updated."""
         return 2 * self._count
 
-    def write(self, values: torch.Tensor) -> None:
-        """Write this rank's sums into ``values``, zeros of shape [size]."""
+    def write_slice(self, numbers: torch.Tensor) -> UpdateNumbers | None:
         for place, sums in enumerate((self._before, self._after)):
             for of_device in sums.values():
-                values[place * self._count : (place + 1) * self._count] += of_device.to(values.device)
+                numbers[place * self._count : (place + 1) * self._count] += of_device.to(numbers.device)
+        return self._numbers
 
-    def nonfinite_groups(self, values: torch.Tensor) -> list[int]:
-        """Return the param groups whose weights the update has made non-finite.
+    def read_slice(self, written: UpdateNumbers | None, sums: torch.Tensor) -> None:
+        """Look for param groups whose weights the update has made non-finite."""
+        if written is None:
+            return
+        before, after = torch.isfinite(sums).view(2, -1)
+        broken = before & ~after
+        if broken.any():
+            self._problem = _describe_update([int(group) for group in torch.nonzero(broken).flatten()], written)
 
-        Args:
-            values: those of :meth:`write`, added over ranks, on the host.
-        """
-        before, after = torch.isfinite(values).view(2, len(values) // 2)
-        return [int(group) for group in torch.nonzero(before & ~after).flatten()]
+    def explain_skip(self) -> str:
+        return self._problem
+
+    def raise_errors(self) -> None:
+        """Raise FloatingPointError if an update has made weights non-finite."""
+        problem, self._problem = self._problem, ""
+        if problem:
+            self._error_raised = True  # new values clear it
+            raise FloatingPointError(
+                f"{problem}. These weights are lost: start again from the last checkpoint, and look at the value that "
+                "did it (a learning rate or schedule that runs away, an eps of 0, a loss scale near 0)."
+            )
+
+
+def _describe_update(groups: Sequence[int], numbers: UpdateNumbers) -> str:
+    which = f"param group {groups[0]}" + (f" and {len(groups) - 1} more" if len(groups) > 1 else "")
+    # Another pipeline stage may have more param groups than this rank knows.
+    known = numbers.groups[groups[0]] if groups[0] < len(numbers.groups) else {}
+    values = {key: value for key, value in known.items() if _is_number(value)}
+    used = ", ".join(f"{key}={describe_value(value)}" for key, value in values.items())
+    scaled = f", gradients divided by {numbers.divisor:g} (loss scale)" if numbers.divisor != 1.0 else ""
+    return (
+        f"the update of step {numbers.step + 1} made weights of {which} non-finite, from finite gradients and weights, "
+        f"with {used}{scaled}"
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (float, int, tuple, torch.Tensor)) and not isinstance(value, bool)

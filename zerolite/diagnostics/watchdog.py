@@ -38,7 +38,7 @@ from zerolite.utils import failure_record
 from zerolite.utils.finalizers import finalize_before_exit
 
 if TYPE_CHECKING:
-    from zerolite.zero.outcomes import StepCounters
+    from zerolite.zero.step_state import StepCounters
 
 logger = logging.getLogger("zerolite")
 

@@ -40,6 +40,7 @@ from zerolite.engine.arguments import (
     param_groups_of,
     scheduler_of,
 )
+from zerolite.engine.build_observers import observe_steps
 from zerolite.engine.build_stage3 import start_stage3
 from zerolite.engine.build_step import Setup, StepComponents
 from zerolite.engine.compiling import warn_if_compiled_whole
@@ -185,12 +186,13 @@ def _make_engine(
     )
     call = ModuleCall(setup.model)
     _watch_program(parts, call)
-    schedule = LearningRateSchedule(scheduler, pipeline.outcomes)
+    schedule = LearningRateSchedule(scheduler, pipeline.state)
     attached, monitoring, hooks = _watch_model(parts, reference, call, schedule)
     coordinator = None
     if parts.partitioned is not None:
         coordinator = start_stage3(parts.partitioned, pipeline, parts.reducer, observers)
         hooks += parts.partitioned.hooks
+    observe_steps(parts, coordinator)
     owners = _tensor_owners(parts, attached)
     offload = StateOffload(owners, pipeline, coordinator)
     owners = dataclasses.replace(owners, offloaded=offload.memory)
@@ -274,7 +276,7 @@ def _watch_model(
     if setup.topology.world.rank == 0:
         observers.add(Progress(reference))
     monitoring = Monitoring(
-        setup.config, setup.topology, setup.device, parts.pipeline.outcomes, observers, parts.sharded, parts.scaler
+        setup.config, setup.topology, setup.device, parts.pipeline.state, observers, parts.sharded, parts.scaler
     )
     hooks += monitoring.watch_module(setup.model, call)
     observers.add(schedule)  # after the monitors, which log the learning rates of the step

@@ -153,7 +153,7 @@ def start_stage3(
     observers.on_parameters_updated.append(coordinator.on_update)
     observers.on_gradients_dropped.append(coordinator.end_failed)
     launch_by_groups(partitioned, reducer)
-    pipeline.use_coordinator(coordinator)
+    pipeline.written.use_coordinator(coordinator)
     return coordinator
 
 

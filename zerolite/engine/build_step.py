@@ -15,9 +15,6 @@ from torch.optim import Optimizer
 from zerolite.access.sharded_grad import ShardedGradient
 from zerolite.comm import Topology
 from zerolite.config import ZeroliteConfig
-from zerolite.diagnostics.consistency import ConsistencyCheck, shared_weights
-from zerolite.diagnostics.step_checks import StepChecks
-from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.engine.arguments import check_parameters
 from zerolite.engine.build_stage3 import bucket_numel, partitioned_buffer, sliced_layout
 from zerolite.engine.decisions import (
@@ -29,6 +26,7 @@ from zerolite.engine.decisions import (
 )
 from zerolite.engine.evaluation_engine import EvaluationPipeline
 from zerolite.engine.model_parallel import (
+    InputComparison,
     ModelParallelStats,
     ModelParallelStepPipeline,
     SharedGradReducer,
@@ -42,7 +40,6 @@ from zerolite.optim.kernels import kernel_chooser
 from zerolite.precision.dtypes import Precision
 from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.updates.staged_update import StagedSubGroups
-from zerolite.utils.accelerator import host_value
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_stats import StatsCollector
@@ -51,13 +48,14 @@ from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import AUTO_BUCKET, ParameterSpec, PartitionLayout
 from zerolite.zero.observers import Observers
 from zerolite.zero.optimizer import Groups, ShardedOptimizer
-from zerolite.zero.outcomes import UnusedParameters
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 from zerolite.zero.stages import StagePolicy
 from zerolite.zero.step import StepPipeline
+from zerolite.zero.step_state import StepState
+from zerolite.zero.step_update import StepUpdate
 
 if TYPE_CHECKING:
     from zerolite.engine.unfrozen_params import Parameters
@@ -134,7 +132,10 @@ class StepComponents:
         synchronize_untrained(setup.model, trained, setup.precision, comm, setup.device)
         parallel = setup.trains and not setup.topology.trivial
         collector = self._make_collector(parallel)
-        self.note_inputs = collector.note_inputs if isinstance(collector, ModelParallelStats) else None
+        inputs = InputComparison(self.rank_groups.mean, setup.topology.model, setup.device) if parallel else None
+        self.note_inputs = None if inputs is None else inputs.note
+        if inputs is not None:
+            self.observers.add(inputs)
         if self._gradient_memory.offloaded is not None:
             self._gradient_memory.offloaded.connect(collector.note)
         self.reducer = Reducer(self.buffer, self.observers, ShardedGradient.of)
@@ -201,9 +202,9 @@ class StepComponents:
     def _make_collector(self, parallel: bool) -> StatsCollector:
         setup, topology = self.setup, self.setup.topology
         if not parallel:
-            return StatsCollector(self.rank_groups, setup.device)
+            return StatsCollector(self.rank_groups, setup.device, self.observers)
         counts = counts_once(topology, self.buffer, self._ties)
-        return ModelParallelStats(self.rank_groups, setup.device, topology.model, counts)
+        return ModelParallelStats(self.rank_groups, setup.device, self.observers, topology.model, counts)
 
     def _make_gradient_memory(self) -> GradientMemory:
         setup, placements = self.setup, self._placements
@@ -249,50 +250,15 @@ class StepComponents:
         # With many ranks, or with stage 3's small groups, shards are small. One update then takes several of them, so
         # that there are few large calls.
         numel = min(bucket_numel(self._specs, config, self.rank_groups.shard.world_size), AUTO_BUCKET)
-        options = step_options(config, numel, setup.kind in SKIPS_ON_DEVICE)
-        checks, observe_update = self._make_checks(options.check_finite)
+        options = step_options(config, numel, setup.kind in SKIPS_ON_DEVICE, self.comm.main)
         make: Callable[..., StepPipeline] = StepPipeline if setup.trains else EvaluationPipeline
         if self.shared_grads is not None:
             make = functools.partial(ModelParallelStepPipeline, shared_grads=self.shared_grads)
-        return make(
-            buffer,
-            self.reducer,
-            self.sharded,
-            self.param_gatherer,
-            self.comm,
-            self.accumulation,
-            self.scaler,
-            options,
-            setup.device,
-            StagedSubGroups(buffer, self.reducer, self.sharded.method, self.param_gatherer, self.transfers),
-            UnusedParameters(
-                config.zero_optimization.ignore_unused_parameters, functools.partial(_find_removed, setup.model, buffer)
-            ),
-            collector,
-            self.observers,
-            checks,
-            observe_update,
-        )
-
-    def _make_checks(self, check_finite: bool) -> tuple[StepChecks | None, UpdatedWeights | None]:
-        """Make the checks that a step's statistics carry, and the one of them that looks at updated weights."""
-        setup, sharded = self.setup, self.sharded
-        interval, world = setup.config.consistency_check_interval, setup.topology.world
-        consistency = updated = None
-        if interval and world.world_size > 1:
-            weights = functools.partial(shared_weights, setup.model, self.buffer, main=self.comm.main)
-            late = setup.kind in SKIPS_ON_DEVICE
-            consistency = ConsistencyCheck(setup.topology, setup.device, weights, interval, late)
-        if check_finite:
-            most = len(sharded.inner.param_groups)
-            if not setup.topology.trivial:
-                counts = torch.tensor([most], device=setup.device)
-                setup.topology.model.all_reduce_max(counts, tag="initial_sync")
-                most = max(most, int(host_value(counts)))  # a dry run reads nothing
-            updated = UpdatedWeights(sharded.inner, most)
-        if consistency is None and updated is None:
-            return None, None
-        return StepChecks(sharded.inner, world, setup.device, consistency, updated), updated
+        method, gatherer = self.sharded.method, self.param_gatherer
+        state = StepState(self.accumulation, self.scaler, buffer, method, self.observers, options)
+        staged = StagedSubGroups(buffer, self.reducer, method, gatherer, self.transfers)
+        update = StepUpdate(buffer, self.reducer, method, gatherer, staged, state)
+        return make(self.reducer, self.sharded, update, collector, state)
 
 
 def _warn_of_padding(layout: PartitionLayout) -> None:
@@ -307,9 +273,3 @@ def _warn_of_padding(layout: PartitionLayout) -> None:
             100 * largest.numel / numel,
             layout.world_size,
         )
-
-
-def _find_removed(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:
-    """Return the trained parameters among ``indices`` that ``model`` no longer has."""
-    there = {id(parameter) for parameter in model.parameters()}
-    return [index for index in indices if id(buffer.parameters[index]) not in there]

@@ -30,7 +30,7 @@ def connect_backward(
     observers: Observers,
 ) -> GraphBoundary:
     """Install the hooks through which a backward reaches the pipeline, and return the edge of the model's graph."""
-    boundary = GraphBoundary(pipeline.begin_backward, pipeline.gradient_scale.loss_scale if scaler else None, precision)
+    boundary = GraphBoundary(pipeline.begin_backward, pipeline.state.loss_scale if scaler else None, precision)
     if scaler:
         observers.on_backward_begin.append(boundary.expect_scale)
     reducer.attach(

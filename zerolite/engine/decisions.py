@@ -13,7 +13,7 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.dtypes import DTYPES
 from zerolite.zero.gradient_memory import ReductionOptions
 from zerolite.zero.stages import StagePolicy
-from zerolite.zero.step import StepOptions
+from zerolite.zero.step_state import StepOptions
 
 SKIPS_ON_DEVICE = {"cuda"}
 """Types of device on which the host does not wait for a step's statistics. Tests add "cpu"."""
@@ -157,11 +157,12 @@ def reduction_options(
     )
 
 
-def step_options(config: ZeroliteConfig, update_numel: int, skip_on_device: bool) -> StepOptions:
+def step_options(config: ZeroliteConfig, update_numel: int, skip_on_device: bool, logs: bool) -> StepOptions:
     return StepOptions(
         max_norm=config.gradient_clipping,
         check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
         max_skipped_in_a_row=config.max_consecutive_skipped_steps,
+        logs=logs,
         skip_on_device=skip_on_device,
         update_numel=update_numel,
         divide_plain_backward=config.divide_plain_backward,

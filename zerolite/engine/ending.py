@@ -49,7 +49,7 @@ def _end(reference: EngineRef, parts: StepComponents, offload: StateOffload, hoo
     parts.pipeline.suspend(f"expected an engine, but {GONE}")
     if parts.comm.world_size == 1 or not parts.setup.trains:
         return
-    unused = not parts.pipeline.outcomes.counters.micro_steps
+    unused = not parts.pipeline.state.counters.micro_steps
     if parts.partitioned is not None or (unused and not reference.destroyed):
         for slot, parameter in zip(parts.buffer.layout.slots, parameters, strict=True):
             refuse = functools.partial(_refuse_gradient, slot.name)

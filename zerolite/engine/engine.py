@@ -55,7 +55,7 @@ class Engine:
         self.checkpointer = c.checkpointer
         self.coordinator = c.coordinator
         self.runner = c.runner
-        self.internals = EngineInternals(c.module, c.topology.data, c.reducer, c.pipeline.outcomes.counters)
+        self.internals = EngineInternals(c.module, c.topology.data, c.reducer, c.pipeline.state.counters)
         self.call = c.call
         self.tensor_owners = c.tensor_owners
         self.state_offload = c.state_offload
@@ -149,14 +149,14 @@ class Engine:
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         share = None
         if weight is not None:
-            share = checked_weight(weight, scale_wrt_gas) / self._pipeline.gradient_scale.weight_unit()
+            share = checked_weight(weight, scale_wrt_gas) / self._pipeline.state.weight_unit()
         first = self.step_log is not None and self._accumulation.empty
         self._pipeline.begin_backward(engine_scaled=scale_wrt_gas, weight=share)
         if share != 0:
             self._reducer.losses.append(exact.detach().reshape(()).float())
         factor = 1.0 / self._accumulation.micro_batches if scale_wrt_gas else 1.0
         if self.step_log is not None:
-            self.step_log.add_loss(exact, factor, self._pipeline.outcomes.global_steps, first, share)
+            self.step_log.add_loss(exact, factor, self._pipeline.state.global_steps, first, share)
         factor = factor if share is None else share
         try:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
@@ -189,8 +189,8 @@ class Engine:
         self._pipeline.check_available()  # a call that raises does not count as a micro-batch
         if flush:  # first, because on_engine_step counts this call as a micro-batch
             if self.step_log is not None:
-                self.step_log.close_early(self._accumulation.flush_factor(), self._pipeline.outcomes.global_steps)
-            self._pipeline.gradient_scale.flush()
+                self.step_log.close_early(self._accumulation.flush_factor(), self._pipeline.state.global_steps)
+            self._pipeline.state.flush()
         closes = self._accumulation.on_engine_step() or flush
         if closes:
             self._pipeline.step()
@@ -305,7 +305,7 @@ class Engine:
         sends nothing, so one rank alone may call it at any time. It waits for the device. For gradients that no step
         has used yet, see :meth:`clip_gradients`.
         """
-        return self._pipeline.outcomes.grad_norm()
+        return self._pipeline.state.grad_norm()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model with torch.compile: each of its repeated blocks, such as the layers of a transformer, or
@@ -673,7 +673,7 @@ class Engine:
     @property
     def lr_scheduler(self) -> Any:
         """The learning rate schedule that the engine steps after every update, or None."""
-        self._pipeline.outcomes.settle()
+        self._pipeline.state.settle()
         return self._schedule.scheduler
 
     @lr_scheduler.setter
@@ -683,30 +683,30 @@ class Engine:
     @property
     def global_steps(self) -> int:
         """Number of steps so far: updates, and updates that were skipped."""
-        return self._pipeline.outcomes.global_steps
+        return self._pipeline.state.global_steps
 
     @property
     def global_samples(self) -> int | None:
         """Samples of :attr:`global_steps` steps over all ranks, the x axis of the monitors. None if the config does not
         set the batch size."""
         size = self.config.train_batch_size
-        return None if size is None else self._pipeline.outcomes.global_steps * size
+        return None if size is None else self._pipeline.state.global_steps * size
 
     @property
     def skipped_steps(self) -> int:
         """Number of updates that were skipped because a gradient was not finite."""
-        self._pipeline.outcomes.settle()
-        return self._pipeline.outcomes.counters.skipped_steps
+        self._pipeline.state.settle()
+        return self._pipeline.state.counters.skipped_steps
 
     @property
     def micro_steps(self) -> int:
         """Number of backwards so far. It is the number of micro-batches if each has one backward."""
-        return self._pipeline.outcomes.counters.micro_steps
+        return self._pipeline.state.counters.micro_steps
 
     @property
     def loss_scale(self) -> float:
         """The fp16 loss scale in force; 1.0 in other precisions."""
-        return self._pipeline.gradient_scale.next_loss_scale()
+        return self._pipeline.state.next_loss_scale()
 
     @property
     def rank(self) -> int:
@@ -769,7 +769,7 @@ class Engine:
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each param group."""
-        self._pipeline.outcomes.settle()
+        self._pipeline.state.settle()
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def train(self, mode: bool = True) -> Engine:
@@ -812,5 +812,5 @@ class Engine:
         stage = self.config.zero_optimization.stage
         return (
             f"Engine({grid}stage={stage}, world_size={self.world_size}, rank={self.rank}, "
-            f"precision={precision}, device={self.device}, global_steps={self._pipeline.outcomes.global_steps})"
+            f"precision={precision}, device={self.device}, global_steps={self._pipeline.state.global_steps})"
         )

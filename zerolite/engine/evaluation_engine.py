@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerolite.comm import largest
+from zerolite.comm import Communicator, largest
 from zerolite.engine.components import Components
 from zerolite.engine.engine import Engine
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.zero.step import StepPipeline
+from zerolite.zero.step_observers import ScheduleAgreement
 
 _REMEDY = 'To train it, give zerolite.initialize a config with an "optimizer" block, or optimizer=...'
 
@@ -29,18 +30,18 @@ class EvaluationPipeline(StepPipeline):
         for notify in self._observers.before_backward:
             notify()
 
+    def use_agreement(self, agreement: ScheduleAgreement, comm: Communicator, device: torch.device) -> None:
+        """Compare the ranks of ``comm`` by ``agreement``, at stage 3."""
+        self._agreement, self._comm, self._device = agreement, comm, device
+
     def agree_on_schedule(self) -> None:
         """Let stage 3 follow its recorded schedule if all ranks have the same; the host waits for the answer. Called on
         all ranks."""
-        schedules = self.outcomes.schedules
-        assert schedules is not None
-        own = schedules.schedule_hash()
-        highest, lowest = own, -own
-        if self._comm.world_size > 1:
-            highest, lowest = largest([own, -own], self._comm, self._device, "stats")
-        schedules.compare()
-        schedules.note(lowest == -highest)
-        schedules.begin_update()
+        own = self._agreement.collect()
+        highest, lowest = largest([own, -own], self._comm, self._device, "stats")
+        self._agreement.on_collected()
+        self._agreement.note(lowest == -highest)
+        self._agreement.before_update()
 
 
 def check_frozen(model: torch.nn.Module) -> None:

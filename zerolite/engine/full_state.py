@@ -180,7 +180,7 @@ class FullState:
     def get_optimizer_state(self, rank0_only: bool) -> dict[str, Any]:
         """See ``Engine.full_optimizer_state_dict``. States are gathered one by one."""
         self._check_readable()
-        self._pipeline.outcomes.settle()
+        self._pipeline.state.settle()
         return full_optimizer_state_dict(self._states, self._access, rank0_only)
 
     @torch.no_grad()

@@ -21,10 +21,10 @@ from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.grad_stats import LOCAL, StatsCollector
+from zerolite.zero.grad_stats import LOCAL, SAME_BATCH, StatsCollector
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import Fragment
-from zerolite.zero.observers import REDUCE_WAIT
+from zerolite.zero.observers import REDUCE_WAIT, Observers, StepObserver
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.step import StepPipeline
 
@@ -52,49 +52,88 @@ class ModelParallelStats(StatsCollector):
     """Statistics over all ranks, those that hold other parts of the model included."""
 
     def __init__(
-        self, groups: RankGroups, device: torch.device, model: Communicator, counts: Callable[[int], bool]
+        self,
+        groups: RankGroups,
+        device: torch.device,
+        observers: Observers,
+        model: Communicator,
+        counts: Callable[[int], bool],
     ) -> None:
         """
         Args:
-            model: the ranks of one copy of the model, all stages and tensor shards. They are given the same inputs.
+            model: the ranks of one copy of the model, all stages and tensor shards.
             counts: True for the index of a parameter whose square is in the norm on this rank. Of a parameter that
                 several ranks of ``model`` hold, one rank's square counts.
         """
-        super().__init__(groups, device)
+        super().__init__(groups, device, observers)
         self._model, self._counts = model, counts
-        self._inputs = groups.mean.world_size
 
     def use(self, buffer: ParameterBuffer) -> None:
         super().use(buffer)
         masks = [[float(self._counts(slot.index)), float(slot.numel > 0)] for slot in buffer.layout.slots]
         made = torch.tensor(masks, dtype=torch.float64, device="cpu").to(self._device)
         self._counted, self._not_empty = made[:, 0], made[:, 1]  # 1 for the parameters that are
-        self._hash: torch.Tensor | None = None  # of the inputs of forwards since the last step
 
-    def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the inputs of a forward, which the statistics compare on the ranks of each copy of the model."""
+    def _reduce(self, vector: torch.Tensor) -> None:
+        layout = self._layout
+        self._groups.mean.all_reduce(vector[: LOCAL.start], tag="stats").wait()
+        total = (vector[layout.squares] * self._counted).sum().reshape(1)
+        unused = ((vector[layout.uses] == 0) * self._not_empty).sum().reshape(1)
+        over = torch.cat([total, unused, vector[layout.slices]])
+        self._model.all_reduce(over, tag="stats").wait()
+        vector[layout.slices] = over[2:]
+        vector[LOCAL] = torch.cat([over[1:2] - unused, over[:1]])
+
+
+class InputComparison(StepObserver):
+    """Comparison of the inputs of the ranks of each copy of the model: with different ones their gradients are of no
+    batch."""
+
+    def __init__(self, data: Communicator, model: Communicator, device: torch.device) -> None:
+        """
+        Args:
+            data: ranks with other inputs.
+            model: the ranks of one copy of the model, which are given the same inputs.
+        """
+        self._data, self._model, self._device = data, model, device
+        self._hash: torch.Tensor | None = None  # of the inputs of forwards since the last step
+        self._differ = False
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note the inputs of a forward, which the next statistics compare."""
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)
             own = content_hash(flat[:: max(1, flat.numel() // _COMPARED)], self._device)
             self._hash = own if self._hash is None else self._hash * 31 + own
 
-    def _reduce(self, vector: torch.Tensor) -> None:
-        layout = self._layout
+    @property
+    def slice_size(self) -> int:
+        """Length of the slice: a hash for each copy of the model, and its square."""
+        return 2 * self._data.world_size
+
+    def write_slice(self, numbers: torch.Tensor) -> None:
         if self._hash is not None:
             # Below 2^20, so that sums over ranks of the hash and of its square are exact in float64.
-            vector[layout.inputs][self._groups.mean.rank] = (self._hash % 1_048_573).double() + 1.0
+            own = (self._hash % 1_048_573).double() + 1.0
+            numbers[self._data.rank] = own
+            numbers[self._data.rank + self._data.world_size] = own**2
         self._hash = None
-        self._groups.mean.all_reduce(vector[: LOCAL.start], tag="stats").wait()
-        total = (vector[layout.squares] * self._counted).sum().reshape(1)
-        unused = ((vector[layout.uses] == 0) * self._not_empty).sum().reshape(1)
-        inputs, extra = vector[layout.inputs], vector[layout.extra]
-        over = torch.cat([total, unused, inputs, inputs**2, extra])
-        self._model.all_reduce(over, tag="stats").wait()
-        totals, all_unused, hashes, squares, extras = over.split([1, 1, len(inputs), len(inputs), len(extra)])
-        extra.copy_(extras)
+
+    def read_slice(self, written: None, sums: torch.Tensor) -> None:
         # n equal hashes h have the sum n h and the sum of squares n h²; different ones have a larger sum of squares.
-        different = (squares * self._model.world_size != hashes**2).sum().double().reshape(1)
-        vector[LOCAL] = torch.cat([different, all_unused - unused, totals])
+        hashes, squares = sums.view(2, -1)
+        self._differ = bool((squares * self._model.world_size != hashes**2).any())
+
+    def raise_errors(self) -> None:
+        differ, self._differ = self._differ, False
+        if differ:
+            raise RuntimeError(
+                "expected the same batches on all ranks that hold parts of one copy of the model (tensor_parallel, "
+                f"pipeline), got different ones in this step; {SAME_BATCH}"
+            )
+
+    def on_weights_written(self, all_of_them: bool) -> None:
+        self._differ &= not all_of_them
 
 
 class SharedGradReducer:
@@ -211,8 +250,6 @@ class SharedGradReducer:
 
 class ModelParallelStepPipeline(StepPipeline):
     """Step pipeline whose gradients and statistics are those of all ranks that hold parts of the model."""
-
-    _same_gathers = False  # a tensor shard may be small enough to stay whole on one rank and not on another
 
     def __init__(self, *args: Any, shared_grads: SharedGradReducer, **kwargs: Any) -> None:
         self._shared_grads = shared_grads

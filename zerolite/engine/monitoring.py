@@ -20,8 +20,8 @@ from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, PhaseObserver
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.observers import Observers
 from zerolite.zero.optimizer import ShardedOptimizer
-from zerolite.zero.outcomes import Outcomes
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.step_state import StepState
 
 if TYPE_CHECKING:
     from zerolite.engine.engine import Engine
@@ -38,16 +38,16 @@ class Monitoring:
         config: ZeroliteConfig,
         topology: Topology,
         device: torch.device,
-        outcomes: Outcomes,
+        state: StepState,
         observers: Observers,
         optimizer: ShardedOptimizer,
         scaler: LossScaler | None,
     ) -> None:
-        settle = weakref.WeakMethod(outcomes.settle)
+        settle = weakref.WeakMethod(state.settle)
         self.monitor = monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
         self.log = StepLog(monitor, config.train_batch_size, optimizer, scaler)
         self.comms_logger: CommsLogger | None = None
-        self._config, self._device, self._outcomes, self._observers = config, device, outcomes, observers
+        self._config, self._device, self._state, self._observers = config, device, state, observers
         self._main = topology.data.main
         self._every = config.steps_per_print or DEFAULT_STEPS
         self._profiler: FlopsProfiler | None = None
@@ -98,7 +98,7 @@ class Monitoring:
         """Write the last step and close when ``engine`` ends, or at the end of the process."""
         finalizers: list[weakref.finalize[..., Any]] = []
         if self.monitor.enabled:
-            finalizers.append(weakref.finalize(engine, _finish, self._outcomes, self.monitor))
+            finalizers.append(weakref.finalize(engine, _finish, self._state, self.monitor))
         if self._profiler is not None:
             finalizers.append(weakref.finalize(engine, self._profiler.close))
         return finalizers
@@ -141,9 +141,9 @@ def _call(method: weakref.WeakMethod[Any]) -> None:
         bound()
 
 
-def _finish(outcomes: Outcomes, monitor: Monitor) -> None:
+def _finish(state: StepState, monitor: Monitor) -> None:
     """Write the last step, whose outcome may not have been read yet, and close the monitor."""
     try:
-        outcomes.settle()
+        state.settle()
     finally:
         monitor.close()

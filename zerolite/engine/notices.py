@@ -8,7 +8,7 @@ import torch
 
 from zerolite.engine.components import EngineRef
 from zerolite.zero.observers import StepObserver
-from zerolite.zero.outcomes import Outcomes
+from zerolite.zero.step_state import StepState
 
 
 class Progress(StepObserver):
@@ -36,8 +36,8 @@ class Progress(StepObserver):
 class LearningRateSchedule(StepObserver):
     """Schedule of learning rates, if there is one: moved after every update that was not skipped."""
 
-    def __init__(self, scheduler: Any, outcomes: Outcomes) -> None:
-        self.scheduler, self._outcomes = scheduler, outcomes
+    def __init__(self, scheduler: Any, state: StepState) -> None:
+        self.scheduler, self._state = scheduler, state
 
     def use(self, scheduler: object) -> None:
         """Step ``scheduler`` from now on; None for no schedule."""
@@ -47,7 +47,7 @@ class LearningRateSchedule(StepObserver):
         """Bring the learning rates up to date: the schedule is stepped when the outcome of a step is read. Without a
         schedule nothing is read, so a loop that steps its own schedule does not wait for the device."""
         if self.scheduler is not None:
-            self._outcomes.settle()
+            self._state.settle()
 
     def on_updated(self) -> None:
         if self.scheduler is not None:

@@ -58,7 +58,7 @@ class StateOffload:
         if self._pipeline.suspended:
             raise RuntimeError("engine.offload_states: states are on the host already; call engine.reload_states()")
         self._pipeline.check_between_steps()
-        self._pipeline.outcomes.settle()
+        self._pipeline.state.settle()
         self._pipeline.wait_for_reductions()
         self._pipeline.written.collect()
         if self._coordinator is not None:

@@ -109,13 +109,13 @@ class UnfrozenParams:
     def _train(self, parameters: Parameters) -> None:
         names = self._names()
         more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
-        step = self._parts.pipeline.outcomes.global_steps + 1
+        step = self._parts.pipeline.state.global_steps + 1
         EVENTS.append(f"began to train parameter '{names[id(parameters[0])]}'{more} in step {step}")
         described = {f"parameter '{names[id(p)]}'": describe_parameter(p) for p in parameters}
         order = {"the parameters": [names[id(p)] for p in parameters]}
         parts, setup = self._parts, self._parts.setup
         check_equal_on_ranks(Description(described, orders=order), parts.comm, setup.device, _DIFFERENT, tag="unfrozen")
-        parts.pipeline.outcomes.settle()
+        parts.pipeline.state.settle()
         parts.param_gatherer.wait_all()
         if parts.partitioned is not None:
             parts.partitioned.coordinator.collect_frozen_writes()

@@ -73,7 +73,7 @@ class PipelineRunner:
             raise RuntimeError(
                 "engine.train_batch: expected no gradients since the last step, got some; call engine.zero_grad() first"
             )
-        counters = self._components.pipeline.outcomes.counters
+        counters = self._components.pipeline.state.counters
         before = counters.micro_steps
         if len(self._chunks) > 1 and self._layout is not self._components.reducer.buffer.layout:
             self._layout = self._components.reducer.buffer.layout

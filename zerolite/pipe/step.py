@@ -79,7 +79,7 @@ class Step:
         self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
         self._components, self._batches = components, batches
         self._backwards: Counter[int] = Counter()  # of each chunk
-        scale = components.pipeline.gradient_scale
+        scale = components.pipeline.state
         self._factor = scale.loss_scale() / components.micro_batches if self.training else 1.0
 
     def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:

@@ -25,7 +25,7 @@ from zerolite.offload.transfers import StagedTransfer, Transfers
 from zerolite.utils.memory_tags import STAGING, tag_memory
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.checks import Update
+from zerolite.zero.observers import Update
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,13 @@ from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.groups import RankGroups
+from zerolite.zero.observers import Observers, StepObserver
+from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.update import Span, full_span, group_equal, segments
+
+if TYPE_CHECKING:
+    from zerolite.zero.accumulation import GradAccumulation
+    from zerolite.zero.reducer import Reducer
 
 SAME_BATCH = (
     "load data with engine.deepspeed_io or initialize(training_data=...), or give your sampler "
@@ -38,13 +44,10 @@ class GradStats:
         used: indices of parameters that got a gradient on any rank.
         weight: sum of the backwards' weights, per rank on average; None if they have no weights.
         mixed: True if the backwards of some ranks have weights and those of others have not.
-        schedules_match: True if all ranks that gave a schedule hash gave the same.
         elsewhere: True if a gradient is not finite on ranks that have other parts of the model.
         unused_elsewhere: number of parameters on those ranks that got no gradient.
-        inputs_agree: True if the ranks of each copy of the model were given the same inputs.
         bad_losses: ranks with a loss that was not finite.
-        extra: the result of :meth:`Extra.write`, and the sums over all ranks of the numbers that it wrote; None
-            without.
+        slices: what the observers have written, and the sums of it over all ranks; None without.
     """
 
     norm: float
@@ -53,34 +56,10 @@ class GradStats:
     used: frozenset[int]
     weight: float | None = None
     mixed: bool = False
-    schedules_match: bool = True
     elsewhere: bool = False
     unused_elsewhere: int = 0
-    inputs_agree: bool = True
     bad_losses: tuple[int, ...] = ()
-    extra: tuple[Any, torch.Tensor] | None = None
-
-    def check_inputs(self) -> None:
-        """Raise RuntimeError, on all ranks, if the ranks of a copy of the model had different inputs: their gradients
-        are of no batch."""
-        if not self.inputs_agree:
-            raise RuntimeError(
-                "expected the same batches on all ranks that hold parts of one copy of the model (tensor_parallel, "
-                f"pipeline), got different ones in this step; {SAME_BATCH}"
-            )
-
-
-class Extra(Protocol):
-    """Numbers of other checks in the all-reduce of the statistics. It adds them over all ranks, those with other parts
-    of the model included."""
-
-    @property
-    def size(self) -> int:
-        """Length of the numbers, the same on all ranks."""
-
-    def write(self, values: torch.Tensor) -> Any:
-        """Write this rank's numbers into ``values``, [size] float64 zeros. The result comes back with their sums, in
-        ``GradStats.extra``, and says what they belong to."""
+    slices: tuple[Sequence[tuple[StepObserver, int, Any]], torch.Tensor] | None = None
 
 
 class StatsLayout(NamedTuple):
@@ -89,33 +68,29 @@ class StatsLayout(NamedTuple):
     squares    [n]       of each parameter's mean gradient
     uses       [n]       ranks in whose backward the parameter got a gradient
     bad_ranks  [world]   1 for a gradient that is not finite, 2 for a loss, 3 for both
-    inputs     [world]   hashes of the ranks' inputs; none where each rank has the full model
-    scalars    [6]       sum of weights, ranks with weights, ranks without,
-                         ranks that give a schedule hash, sum of hashes, sum of their squares
-    extra      [size]    see Extra; 0 to any number
+    weights    [3]       sum of weights, ranks with weights, ranks without
+    slices     [any]     of the step's observers, one after the other
     ------------------------------------------------ up to here added over ranks, in one all-reduce
-    different  [1]       copies of the model whose ranks had different inputs                         LOCAL
-    unused     [1]       parameters on ranks with other parts that got no gradient
-    total      [1]       sum of all squares                                                           TOTAL
+    unused     [1]       parameters on ranks with other parts that got no gradient          LOCAL
+    total      [1]       sum of all squares                                                 TOTAL
     """
 
     squares: slice
     uses: slice
     bad_ranks: slice
-    inputs: slice
-    scalars: slice
-    extra: slice
+    weights: slice
+    slices: slice
 
     @classmethod
-    def of(cls, parameters: int, ranks: int, inputs: int = 0) -> StatsLayout:
-        """Return the positions for so many parameters, data ranks and hashes of inputs."""
-        ends = accumulate((0, parameters, parameters, ranks, inputs, _SCALARS))
+    def of(cls, parameters: int, ranks: int) -> StatsLayout:
+        """Return the positions for so many parameters and data ranks."""
+        ends = accumulate((0, parameters, parameters, ranks, _WEIGHTS))
         positions = [slice(low, high) for low, high in pairwise(ends)]
         return cls._make([*positions, slice(positions[-1].stop, LOCAL.start)])
 
 
-LOCAL, TOTAL = slice(-3, None), -1
-_SCALARS = 6
+LOCAL, TOTAL = slice(-2, None), -1
+_WEIGHTS = 3
 _BAD_GRADIENT, _BAD_LOSS = 1.0, 2.0
 
 
@@ -129,26 +104,39 @@ class StatsVector:
         world_size: int,
         used: set[int],
         weight: float | None,
-        about: object = None,
+        written: Sequence[tuple[StepObserver, int, Any]] = (),
     ) -> None:
         """
         Args:
             used, weight: this rank's own, for a dry run.
-            about: the result of :meth:`Extra.write`.
+            written: what the observers have written: see :meth:`Observers.read_slices`.
         """
-        self._values, self._layout, self._world_size = values, layout, world_size
-        self._squares, self._uses, self._scalars = values[layout.squares], values[layout.uses], values[layout.scalars]
+        self._values, self._layout, self.world_size = values, layout, world_size
+        self._squares, self._uses, self._scalars = values[layout.squares], values[layout.uses], values[layout.weights]
         self._own = (used, weight)
-        self._about = about
+        self._written = written
         self._read: HostRead | None = None
 
-    def total_square(self) -> torch.Tensor:
-        """Sum of squares of all gradients, 0-dim float64 on the device."""
-        return self._values[TOTAL]
+    def norm(self) -> torch.Tensor:
+        """L2 norm of all gradients, 0-dim float64 on the device."""
+        return self._values[TOTAL].sqrt()
+
+    def skips(self, check_finite: bool, weighted: bool) -> torch.Tensor | None:
+        """Return 1 if the update must be skipped, and 0 if not: 0-dim fp32 on the device. None if it never is.
+
+        Args:
+            check_finite: skip it for a gradient that is not finite.
+            weighted: this rank's backwards have weights.
+        """
+        skips = ~torch.isfinite(self._values[TOTAL]) | self.mixed() if check_finite else None
+        if weighted:
+            no_mean = self.mixed() | (self.weight() == 0)
+            skips = no_mean if skips is None else skips | no_mean
+        return None if skips is None else skips.float()
 
     def weight(self) -> torch.Tensor:
         """Sum of the weights, per rank on average, 0-dim float64 on the device."""
-        return self._scalars[0] / self._world_size
+        return self._scalars[0] / self.world_size
 
     def mixed(self) -> torch.Tensor:
         """Return True if some ranks have weights and others have not; a 0-dim bool tensor on the device."""
@@ -203,24 +191,20 @@ class StatsVector:
             used, mean = self._own
             return GradStats(norm=1.0, bad_parameters=(), bad_ranks=(), used=frozenset(used), weight=mean)
         bad = _nonzero(~torch.isfinite(values[layout.squares]))
-        bad_ranks, extra = values[layout.bad_ranks], values[layout.extra]
-        weight, weighted, unweighted, hashes, first, second = values[layout.scalars].tolist()
-        different, unused, total = values[LOCAL].tolist()
+        bad_ranks = values[layout.bad_ranks]
+        weight, weighted, unweighted = values[layout.weights].tolist()
+        unused, total = values[LOCAL].tolist()
         return GradStats(
             norm=math.sqrt(total) if math.isfinite(total) else total,
             bad_parameters=bad,
             bad_ranks=_nonzero(bad_ranks),
             used=frozenset(_nonzero(values[layout.uses])),
-            weight=weight / self._world_size if weighted else None,
+            weight=weight / self.world_size if weighted else None,
             mixed=bool(weighted and unweighted),
-            # n equal hashes h have the sum n h and the sum of squares n h². Different ones have a larger sum of
-            # squares (Cauchy and Schwarz), so one sum over ranks compares them all. In integers, which are exact.
-            schedules_match=int(hashes) * int(second) == int(first) ** 2,
             elsewhere=not math.isfinite(total) and not bad,
             unused_elsewhere=int(unused),
-            inputs_agree=not different,
             bad_losses=_nonzero(bad_ranks >= _BAD_LOSS),
-            extra=(self._about, extra) if extra.numel() else None,
+            slices=(self._written, values[layout.slices]) if self._written else None,
         )
 
 
@@ -275,18 +259,15 @@ class StatsCollector:
             changed.
     """
 
-    _inputs = 0  # hashes of inputs in the vector
-
-    def __init__(self, groups: RankGroups, device: torch.device) -> None:
-        self._groups = groups
-        self._device = device
+    def __init__(self, groups: RankGroups, device: torch.device, observers: Observers) -> None:
+        self._groups, self._device, self._observers = groups, device, observers
         self.latest: StatsVector | None = None
 
     def use(self, buffer: ParameterBuffer) -> None:
         """Collect for the parameters of these buckets; called between steps."""
         layout = buffer.layout
         self._count = len(layout.slots)
-        self._layout = StatsLayout.of(self._count, self._groups.mean.world_size, self._inputs)
+        self._layout = StatsLayout.of(self._count, self._groups.mean.world_size)
         self._owned: dict[int, list[tuple[int, int, int]]] = {bucket.index: [] for bucket in layout.buckets}
         for fragment in layout.fragments(buffer.rank):
             part = fragment.shard_start, fragment.numel, fragment.slot.index
@@ -303,7 +284,7 @@ class StatsCollector:
     def note(self, bucket: int, gradient: torch.Tensor) -> None:
         """Sum the squares of a bucket's mean gradient now, before it leaves the device.
 
-        They count, and not the bucket's entry in ``parts`` of :meth:`collect`, until another gradient is noted for the
+        They count in :meth:`collect`, and not the bucket's gradient, until another gradient is noted for the
         bucket or :meth:`forget` is called.
         """
         if self._squares is None:
@@ -338,53 +319,46 @@ class StatsCollector:
             self._squares.index_fill_(0, self._slots_of(bucket), 0.0)
 
     @torch.no_grad()
-    def collect(
-        self,
-        parts: Sequence[torch.Tensor | None],
-        used: set[int],
-        bucket_sums: Sequence[torch.Tensor],
-        schedule_hash: int | None = 0,
-        weighted: bool | None = None,
-        weight: float = 0.0,
-        losses: Sequence[torch.Tensor] = (),
-        extra: Extra | None = None,
-    ) -> StatsVector:
-        """Collect the statistics of all ranks. Called once per step, on all ranks.
-
-        Args:
-            parts: this rank's part of each bucket's mean gradient; None where that was noted.
-            used: parameters that got a gradient here.
-            bucket_sums: 0-dim tensors that are not finite if a gradient of this rank was not. One rank alone needs
-                none: its squares tell it.
-            schedule_hash: an integer from 0 to 2^20, compared with that of the other ranks; None is equal to any.
-            weighted: True if this rank's backwards have weights; None if it had no backward.
-            weight: sum of these weights.
-            losses: 0-dim tensors that are not finite if a loss of this rank was not.
-            extra: numbers of other checks.
-        """
-        mean, layout = self._groups.mean, self._layout
-        more = extra.size if extra is not None else 0
-        vector = torch.zeros(layout.extra.start + more - LOCAL.start, dtype=torch.float64, device=self._device)
-        squares, scalars, given = vector[layout.squares], vector[layout.scalars], schedule_hash or 0
-        numbers = [weight, weighted is True, weighted is False, schedule_hash is not None, given, given**2]
+    def collect(self, reducer: Reducer, accumulation: GradAccumulation) -> StatsVector:
+        """Collect the statistics of all ranks. Called once per step, on all ranks, when the gradients are reduced."""
+        mean, layout, observers = self._groups.mean, self._layout, self._observers.slices
+        sizes = [observer.slice_size for observer in observers]
+        vector = torch.zeros(layout.slices.start + sum(sizes) - LOCAL.start, dtype=torch.float64, device=self._device)
+        squares, weights = vector[layout.squares], vector[layout.weights]
+        numbers = accumulation.weight, accumulation.weighted is True, accumulation.weighted is False
         for place, number in enumerate(numbers):
             if number:  # fill_ passes it as an argument of a kernel; a copy from the host may wait for the device
-                scalars[place].fill_(number)
+                weights[place].fill_(number)
         if self._groups.is_first_replica:  # the others have the same shards, and squares count once
-            self._plan.add(squares, self._spans, parts)
+            self._plan.add(squares, self._spans, reducer.owned_shards(self.noted))
             if self._squares is not None:
                 squares += self._squares
-        vector[layout.uses] = self._flags(used)
-        if mean.world_size == 1 and not bucket_sums:
-            bucket_sums = [squares.sum()]  # finite where the gradients are
-        for kind, found in ((_BAD_GRADIENT, bucket_sums), (_BAD_LOSS, losses)):
-            if found:
-                bad = (~torch.isfinite(torch.stack(list(found)))).any()
-                vector[layout.bad_ranks][mean.rank] += bad.double() * kind
-        about = extra.write(vector[layout.extra]) if extra is not None else None
+        vector[layout.uses] = self._flags(reducer.used)
+        sums: Sequence[torch.Tensor] = reducer.bucket_sums
+        if mean.world_size == 1 and not sums:
+            sums = [squares.sum()]  # finite where the gradients are
+        for flag, values in ((_BAD_GRADIENT, sums), (_BAD_LOSS, reducer.losses)):
+            if values:
+                bad = (~torch.isfinite(torch.stack(list(values)))).any()
+                vector[layout.bad_ranks][mean.rank] += bad.double() * flag
+        parts = vector[layout.slices].split(sizes)
+        written = [(o, n, o.write_slice(part)) for o, n, part in zip(observers, sizes, parts, strict=True)]
         self._reduce(vector)
-        self.latest = StatsVector(vector, layout, mean.world_size, used, weight if weighted else None, about)
+        weight = accumulation.weight if accumulation.weighted else None
+        self.latest = StatsVector(vector, layout, mean.world_size, reducer.used, weight, written)
         return self.latest
+
+    def exchange_slices(self) -> None:
+        """Add the observers' slices alone over all ranks of the job, and let the observers read them. Called on all
+        ranks, between steps."""
+        observers = self._observers.slices
+        sizes = [observer.slice_size for observer in observers]
+        sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
+        if not len(sums):
+            return
+        written = [(o, n, o.write_slice(part)) for o, n, part in zip(observers, sizes, sums.split(sizes), strict=True)]
+        self._groups.agree.all_reduce(sums, tag="consistency").wait()
+        self._observers.read_slices(written, HostRead(sums).get())
 
     def _reduce(self, vector: torch.Tensor) -> None:
         """Add the numbers over ranks, and fill in the sum of all squares."""
@@ -403,12 +377,8 @@ class StatsCollector:
         return self._flagged[1]
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
+def clip_coefficient(norm: Factor, max_norm: float) -> Factor:
     """Return the factor that brings a gradient of L2 norm ``norm`` to at most ``max_norm``, with the arithmetic of
-    ``torch.nn.utils.clip_grad_norm_``."""
-    return min(1.0, max_norm / (norm + 1e-6))
-
-
-def clip_coefficient_on_device(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return :func:`clip_coefficient` of a norm that the host has not read, on its device."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    ``torch.nn.utils.clip_grad_norm_``. A norm that the host has not read stays on its device."""
+    coefficient = max_norm / (norm + 1e-6)
+    return coefficient.clamp(max=1.0) if isinstance(coefficient, torch.Tensor) else min(1.0, coefficient)

@@ -3,19 +3,84 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from zerolite.zero.grad_stats import GradStats
+    from zerolite.zero.shown_gradients import InPlaceChange
+    from zerolite.zero.update import SpanTensors
 
 REDUCE_WAIT, GATHER, STEP = "reduce_wait", "gather", "step"
 """Phases, which may nest. REDUCE_WAIT: waiting for reductions that did not end during backward. GATHER: launching
 parameter all-gathers and waiting for them, anywhere. STEP: statistics, update, and all-gather of the updated
 parameters."""
 
+Update = Callable[[Sequence["SpanTensors"]], None]
+"""Function that updates some of the spans of a step."""
+
+
+class UpdateFacts(NamedTuple):
+    """What an update uses beside gradients and states; equal on all ranks, unless something is wrong.
+
+    Attributes:
+        step: updates before this one.
+        backwards: backwards so far.
+        divisor: of the summed gradient, without the mean weight.
+        max_norm: L2 norm to which gradients are clipped; 0 for none.
+        changes: what the user has done to these gradients in place.
+    """
+
+    step: int
+    backwards: int
+    divisor: float
+    max_norm: float
+    changes: tuple[InPlaceChange, ...] = ()
+
 
 class StepObserver:
     """Callbacks for the events of an engine's steps. In this base class all of them do nothing.
 
-    Events come in the same order on all ranks, except those of gathers. An exception in an observer reaches the user.
+    An observer may have a *slice* of the statistics' vector: it writes numbers there, which are added over all ranks of
+    the job in the all-reduce that a step has anyway, and reads the sums.
+
+    Events come in the same order on all ranks, except those of gathers and reads. An exception in an observer reaches
+    the user.
     """
+
+    @property
+    def slice_size(self) -> int:
+        """Length of the slice, the same on all ranks."""
+        return 0
+
+    def write_slice(self, numbers: torch.Tensor) -> Any:
+        """Write this rank's numbers into its slice, [size] float64 zeros, before they are added over ranks.
+
+        The result comes back with the sums. It says what they belong to, since the next statistics may begin before.
+        """
+
+    def read_slice(self, written: Any, sums: torch.Tensor) -> None:
+        """Read the sums, on the host. Each rank calls this when it reads a step's statistics, which may be at different
+        times, so it must neither communicate nor raise: see :meth:`raise_errors`.
+
+        Args:
+            written: the result of :meth:`write_slice`.
+            sums: [size] float64.
+        """
+
+    def on_statistics_read(self, stats: GradStats) -> None:
+        """Called when this rank reads a step's statistics, under the same conditions as :meth:`read_slice`, if the step
+        updates anything."""
+
+    def raise_errors(self) -> None:
+        """Raise what the statistics have shown. Called on all ranks at the same places, once all have read the same
+        statistics: so it may communicate."""
+
+    def explain_skip(self) -> str:
+        """Return why an update before has made this one's gradients non-finite; "" if none has."""
+        return ""
 
     def before_forward(self) -> None:
         """Called at stage 3 before a forward that may have a backward, when nothing has been gathered for it yet."""
@@ -34,6 +99,16 @@ class StepObserver:
 
     def on_phase_end(self, phase: str) -> None:
         """Called when a phase has ended or raised."""
+
+    def before_update(self, facts: UpdateFacts) -> None:
+        """Called before every update, before its statistics are needed. It may communicate and raise."""
+
+    def on_collected(self) -> None:
+        """Called when the update has the statistics that it uses, and nothing has been read yet."""
+
+    def observe_update(self, update: Update) -> Update:
+        """Return a function that calls ``update``, and looks at the masters before and after each of its calls."""
+        return update
 
     def on_step_end(self, step: int) -> None:
         """Called when the update has been launched or skipped, or has raised. step: number of steps, this one
@@ -56,23 +131,46 @@ class StepObserver:
     def on_gradients_dropped(self) -> None:
         """Called before all gradients since the last step are dropped."""
 
+    def before_save(self, facts: UpdateFacts) -> None:
+        """Called between two steps, before the slices are exchanged alone. It may communicate and raise."""
+
+    def on_weights_written(self, all_of_them: bool) -> None:
+        """Called when values have been written into parameters. all_of_them: all weights are new."""
+
+    def on_layout_changed(self) -> None:
+        """Called when there are other buckets."""
+
 
 class Observers:
     """Lists of callbacks by event, in the order in which they were added. The events are those of
-    :class:`StepObserver`."""
+    :class:`StepObserver`.
+
+    Attributes:
+        slices: observers that have a slice of the statistics' vector.
+    """
 
     def __init__(self) -> None:
+        self.slices: list[StepObserver] = []
+        self.on_statistics_read: list[Callable[[GradStats], None]] = []
+        self.raise_errors: list[Callable[[], None]] = []
+        self.explain_skip: list[Callable[[], str]] = []
         self.before_forward: list[Callable[[], None]] = []
         self.before_backward: list[Callable[[], None]] = []
         self.on_backward_begin: list[Callable[[], None]] = []
         self.on_backward_end: list[Callable[[], None]] = []
         self.on_phase_begin: list[Callable[[str], None]] = []
         self.on_phase_end: list[Callable[[str], None]] = []
+        self.before_update: list[Callable[[UpdateFacts], None]] = []
+        self.on_collected: list[Callable[[], None]] = []
+        self.observe_update: list[Callable[[Update], Update]] = []
         self.on_step_end: list[Callable[[int], None]] = []
         self.on_parameters_updated: list[Callable[[], None]] = []
         self.on_updated: list[Callable[[], None]] = []
         self.on_settled: list[Callable[[int, float], None]] = []
         self.on_gradients_dropped: list[Callable[[], None]] = []
+        self.before_save: list[Callable[[UpdateFacts], None]] = []
+        self.on_weights_written: list[Callable[[bool], None]] = []
+        self.on_layout_changed: list[Callable[[], None]] = []
 
     def add(self, observer: StepObserver) -> None:
         """Register the methods that the class of ``observer`` overrides. Called before the first step.
@@ -80,8 +178,23 @@ class Observers:
         Methods that it does not override are never called: an event without observers costs nothing.
         """
         for event, listeners in vars(self).items():
-            if getattr(type(observer), event) is not getattr(StepObserver, event):
+            if event == "slices":
+                if type(observer).write_slice is not StepObserver.write_slice:
+                    self.slices.append(observer)
+            elif getattr(type(observer), event) is not getattr(StepObserver, event):
                 listeners.append(getattr(observer, event))
+
+    def read_slices(self, written: Sequence[tuple[StepObserver, int, Any]], sums: torch.Tensor) -> None:
+        """Give each observer the sums of its slice.
+
+        Args:
+            written: observer, size, and what it has written, in the order of the slices.
+            sums: of all slices, on the host.
+        """
+        start = 0
+        for observer, size, about in written:
+            observer.read_slice(about, sums[start : start + size])
+            start += size
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:

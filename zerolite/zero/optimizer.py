@@ -145,7 +145,7 @@ class ShardedOptimizer(Optimizer):
         """Read the outcome of the last step and return the pipeline. If the device has skipped the step, the counts in
         the states are corrected."""
         assert self._pipeline is not None, "states are saved and loaded after the engine was made"
-        self._pipeline.outcomes.settle()
+        self._pipeline.state.settle()
         return self._pipeline
 
     def _redirect_inner(self) -> None:

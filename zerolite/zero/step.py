@@ -17,131 +17,59 @@ change it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zerolite.comm import Communicator
 from zerolite.comm.flight_recorder import EVENTS
-from zerolite.precision.loss_scaler import LossScaler
-from zerolite.zero.accumulation import GradAccumulation
-from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.checks import UpdateChecks, UpdateObserver
 from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
-from zerolite.zero.gradient_scale import GradientScale
-from zerolite.zero.observers import REDUCE_WAIT, STEP, Observers
+from zerolite.zero.observers import REDUCE_WAIT, STEP
 from zerolite.zero.optimizer import ShardedOptimizer
-from zerolite.zero.outcomes import Outcomes, UnusedParameters, mean_weight
-from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.stage3.fetch_schedule import ScheduleAgreement
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-from zerolite.zero.step_update import StagedUpdate, StepUpdate
+from zerolite.zero.step_state import StepState, mean_weight
+from zerolite.zero.step_update import StepUpdate
 from zerolite.zero.written_values import WrittenValues
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Options of a step, from the config.
-
-    Attributes:
-        max_norm: clip gradients to this L2 norm; 0 for never.
-        check_finite: skip steps with non-finite gradients.
-        max_skipped_in_a_row: raise after so many skipped steps; 0 for never.
-        skip_on_device: let the device decide if a step is skipped, where the optimizer can, so that the host need not
-            wait for the statistics.
-        update_numel: number of master elements that torch's optimizer updates on the device in one call; a larger
-            bucket is a call of its own.
-        divide_plain_backward: divide the gradients of a backward that the user calls by the number of micro-batches.
-    """
-
-    max_norm: float
-    check_finite: bool
-    max_skipped_in_a_row: int
-    skip_on_device: bool = False
-    update_numel: int = 0
-    divide_plain_backward: bool = False
 
 
 class StepPipeline:
     """See the module. All methods are called on all ranks, in the same order.
 
     Attributes:
-        outcomes: counters and outcomes of steps.
-        gradient_scale: divisors of the accumulated gradients.
+        state: what has happened in this step and in those before it.
         changes: changes that the user makes to ``p.grad``.
         written: values that the user writes into parameters.
         suspended: reason why nothing can be done now, with the remedy; "" if the pipeline is available.
     """
 
-    _same_gathers = True  # all ranks of the job gather the same number of parameters
-
     def __init__(
         self,
-        buffer: ParameterBuffer,
         reducer: Reducer,
         optimizer: ShardedOptimizer,
-        param_gatherer: ParamGatherer,
-        comm: Communicator,
-        accumulation: GradAccumulation,
-        scaler: LossScaler | None,
-        options: StepOptions,
-        device: torch.device,
-        staged: StagedUpdate,
-        unused: UnusedParameters,
+        update: StepUpdate,
         collector: StatsCollector,
-        observers: Observers,
-        checks: UpdateChecks | None = None,
-        observe_update: UpdateObserver | None = None,
+        state: StepState,
     ) -> None:
-        """
-        Args:
-            checks: checks whose numbers are reduced with the statistics.
-            observe_update: observes the masters before and after each update.
-        """
-        self._buffer, self._reducer, self._optimizer, self._param_gatherer = buffer, reducer, optimizer, param_gatherer
-        self._comm, self._device, self._collector, self._observers = comm, device, collector, observers
-        self._accumulation, self._scaler, self._options = accumulation, scaler, options
-        finite, limit = options.check_finite, options.max_skipped_in_a_row
-        self.outcomes = Outcomes(optimizer.method, buffer, scaler, unused, observers, finite, limit, comm.main, checks)
-        self.gradient_scale = GradientScale(accumulation, scaler, self.outcomes)
-        self._step_update = StepUpdate(
-            buffer,
-            reducer,
-            optimizer.method,
-            param_gatherer,
-            staged,
-            self.gradient_scale,
-            self.outcomes,
-            options.update_numel,
-            options.skip_on_device,
-            comm.world_size,
-            observe_update,
-        )
-        self.written = WrittenValues(buffer, param_gatherer, self._step_update, self.outcomes)
+        self.state, self._observers, self._accumulation = state, state.observers, state.accumulation
+        self._reducer, self._optimizer, self._collector, self._step_update = reducer, optimizer, collector, update
+        self._buffer, self._param_gatherer = update.buffer, update.param_gatherer
+        self.written = WrittenValues(update, state.observers)
         self.suspended = ""
         self.use_layout()
-        self.changes = GradientChanges(buffer, reducer, collector)
+        self.changes = GradientChanges(self._buffer, reducer, collector)
         self._begin_accumulation()
 
     def use_layout(self) -> None:
         """Rebuild the parts that depend on the buckets. Called between steps, after the layout has changed."""
         self._collector.use(self._buffer)
         self._step_update.plan()
-        if self.outcomes.checks is not None:
-            self.outcomes.checks.on_layout_changed()
-
-    def use_coordinator(self, sharded: PartitionedParameterCoordinator) -> None:
-        """Gather and write parameters through ``sharded``, at stage 3. Called before the first step."""
-        self.written.use_coordinator(sharded)
-        self.outcomes.use_schedules(ScheduleAgreement(sharded.schedule, self._comm.main))
+        for notify in self._observers.on_layout_changed:
+            notify()
 
     def _begin_accumulation(self) -> None:
         self._collector.clear()
-        self.gradient_scale.begin_accumulation()
-        self._max_norm = self._options.max_norm
+        self.state.begin_accumulation()
+        self._max_norm = self.state.options.max_norm
         self._updated = False
 
     # ---------------------------------------------------------------- backward
@@ -153,7 +81,7 @@ class StepPipeline:
             engine_scaled: True if ``engine.backward`` has divided the loss by the number of micro-batches, False if it
                 has not; None inside a backward that the user has called.
             weight: factor by which ``engine.backward`` multiplies the loss instead, in units of
-                :meth:`GradientScale.weight_unit`.
+                :meth:`StepState.weight_unit`.
 
         Raises:
             RuntimeError: some backwards of the step have a weight, and others have none.
@@ -172,7 +100,7 @@ class StepPipeline:
         # This depends on counters, which are equal on all ranks, and not on gradients: all ranks must launch the same
         # collectives.
         reducing = self._reducer.reduces_each_backward or self._accumulation.next_backward_closes()
-        divided = engine_scaled is None and self._options.divide_plain_backward
+        divided = engine_scaled is None and self.state.options.divide_plain_backward
         self._begin(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
         for notify in self._observers.on_backward_begin:
             notify()
@@ -182,13 +110,9 @@ class StepPipeline:
     ) -> None:
         if self._collector.latest is not None:
             self._collector.discard()
-        if self._scaler is not None:
-            self.gradient_scale.loss_scale()
-        self._reducer.begin_backward(
-            reducing, end_with_backward, weight, self._accumulation.micro_batches if divided else 1
-        )
-        self._accumulation.on_backward(scaled, weight, divided)
-        self.outcomes.counters.micro_steps += 1
+        self.state.on_backward(scaled, weight, divided)
+        divisor = self._accumulation.micro_batches if divided else 1
+        self._reducer.begin_backward(reducing, end_with_backward, weight, divisor)
 
     def end_failed_backward(self) -> None:
         """End a backward that has raised. The next step compares if it has on all ranks."""
@@ -252,12 +176,12 @@ class StepPipeline:
             self.changes.refuse_assigned()
         stats = self._collector.latest
         if self.changes.assigned and stats is not None and not self._updated:
-            self.changes.store_assigned(stats, self.gradient_scale.device_divisor(stats))
+            self.changes.store_assigned(stats, self.state.device_divisor(stats))
 
     def _adopt_changes(self, found: Mapping[int, torch.Tensor | None], before_update: bool) -> None:
         if self.changes.all_dropped(found):
             if not before_update:
-                EVENTS.append(f"set p.grad of all parameters to None in step {self.outcomes.global_steps + 1}")
+                EVENTS.append(f"set p.grad of all parameters to None in step {self.state.global_steps + 1}")
                 self.zero_grad()
                 return
             self._reducer.losses.clear()
@@ -275,19 +199,9 @@ class StepPipeline:
         if self._collector.latest is not None:
             return self._collector.latest
         self.finish_reductions()
-        schedules = self.outcomes.schedules
-        stats = self._collector.collect(
-            self._reducer.owned_shards(self._collector.noted),
-            self._reducer.used,
-            self._reducer.bucket_sums,
-            0 if schedules is None else schedules.schedule_hash(),
-            self._accumulation.weighted,
-            self._accumulation.weight,
-            self._reducer.losses,
-            self.outcomes.checks,
-        )
+        stats = self._collector.collect(self._reducer, self._accumulation)
         if self.changes.assigned or self.changes.exposed:
-            self.changes.store_assigned(stats, self.gradient_scale.device_divisor(stats))
+            self.changes.store_assigned(stats, self.state.device_divisor(stats))
         return stats
 
     def clip(self, max_norm: float) -> float:
@@ -327,39 +241,42 @@ class StepPipeline:
             for phase_ended in self._observers.on_phase_end:
                 phase_ended(STEP)
             for ended in self._observers.on_step_end:
-                ended(self.outcomes.global_steps)
+                ended(self.state.global_steps)
 
     def _update(self, gather: bool) -> None:
-        checks, schedules = self.outcomes.checks, self.outcomes.schedules
-        self.outcomes.raise_error()
-        if schedules is not None:
-            schedules.begin_update()
+        state, observers, update = self.state, self._observers, self._step_update
+        state.raise_error()
         self.written.collect()
-        if checks is not None:
-            gathers = schedules.schedule.gathers if schedules is not None and self._same_gathers else 0
-            divisor = self.gradient_scale.local_divisor()
-            changes = self._reducer.shown.changes
-            checks.before_update(self.outcomes.counters, divisor, self._max_norm, gathers, changes)
+        facts = state.facts(self._max_norm, self._reducer.shown.changes)
+        for check in observers.before_update:
+            check(facts)
         if self.changes.exposed:
             self.changes.refresh_stats()
-        stats = self._collected()
-        if schedules is not None:
-            schedules.compare()
-        given = self.changes.common_factor(stats) if self._reducer.shown.factors else 1.0
+        vector = self._collected()
+        for notify in observers.on_collected:
+            notify()
+        user_factor = self.changes.common_factor(vector) if self._reducer.shown.factors else 1.0
         self._updated = True  # set before the update: after an exception in it, nothing is applied twice
         self.changes.clear()  # nothing corrects the statistics from here on
-        self._step_update.run(stats, given, self._max_norm, gather)
-
-    def on_weights_replaced(self) -> None:
-        """Forget the errors of earlier steps, because all weights have been loaded anew. Called on all ranks."""
-        self.outcomes.drop_error()
-        if self.outcomes.checks is not None:
-            self.outcomes.checks.on_weights_written(all_of_them=True)
+        # Where the host reads the statistics, all ranks read equal ones: all raise, launch the all-gathers, or skip.
+        stats = None if update.device_decides else state.read(vector)
+        factor, divisor = state.update_factor(vector, stats, self._max_norm, user_factor)
+        if stats is None:
+            used, maybe_unused = update.used_somewhere(vector)
+            skips = vector.skips(state.options.check_finite, bool(self._accumulation.weighted))
+            update.run(gather, factor, used, skips, maybe_unused, vector.uses())
+            state.read_later(vector, divisor, maybe_unused)
+            return
+        if state.applies(stats):
+            update.run(gather, factor, stats.used)
+        else:
+            update.skip(gather)
+        state.end_step(stats, divisor)
 
     def on_masters_loaded(self) -> None:
         """Copy loaded masters into the parameters, over values that were loaded into the parameters before."""
         self.written.forget()
-        self.on_weights_replaced()
+        self.state.on_weights_replaced()
         self._buffer.placements.drop_reads()
         self._step_update.forget_failed_update()
         self.zero_grad()
@@ -402,7 +319,7 @@ class StepPipeline:
         """Settle what has been updated. Raises RuntimeError between ``update`` and ``publish``, and while the pipeline
         is suspended."""
         self.look_at_grads()
-        self.outcomes.settle()  # a step that the device has skipped must not count in the optimizer states
+        self.state.settle()  # a step that the device has skipped must not count in the optimizer states
         if self._step_update.params_outdated:
             raise RuntimeError(
                 "a checkpoint was asked for between engine.update() and engine.publish(), where master weights are "
@@ -412,22 +329,24 @@ class StepPipeline:
     def check_ranks(self) -> None:
         """Raise on all ranks if their weights or the numbers of their updates differ, or if the last update has made
         weights non-finite. Called on all ranks, between steps."""
-        self.outcomes.raise_error()
-        if self.outcomes.checks is not None:
-            scale = self.gradient_scale.next_loss_scale()
-            self.outcomes.checks.before_save(self.outcomes.counters, scale, self._max_norm)
+        self.state.raise_error()
+        facts = self.state.facts(self._max_norm, ())._replace(divisor=self.state.next_loss_scale())
+        for check in self._observers.before_save:
+            check(facts)
+        self._collector.exchange_slices()
+        self.state.raise_error()
 
     def on_all_loaded(self, state: Mapping[str, Any]) -> None:
         """Take over loaded weights, masters and states. Called on all ranks, after :meth:`zero_grad`.
 
         Args:
-            state: saved :meth:`Outcomes.state_dict`.
+            state: saved :meth:`StepState.state_dict`.
 
         Raises:
             ValueError: ``state`` is not valid.
         """
-        self.on_weights_replaced()
-        self.outcomes.load_state_dict(state)
+        self.state.on_weights_replaced()
+        self.state.load_state_dict(state)
         self._buffer.placements.drop_reads()
         self._step_update.forget_failed_update()
 
@@ -435,7 +354,7 @@ class StepPipeline:
 
     def divisor(self) -> float:
         """Return the divisor of the accumulated gradient. Called on all ranks."""
-        divisor = self.gradient_scale.local_divisor()
+        divisor = self.state.local_divisor()
         return divisor * mean_weight(self.stats().get()) if self._accumulation.weighted else divisor
 
     def suspend(self, why: str) -> None:

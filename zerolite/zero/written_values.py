@@ -6,9 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.outcomes import Outcomes
-from zerolite.zero.param_gatherer import ParamGatherer
+from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step_update import StepUpdate
 
@@ -20,15 +18,9 @@ class WrittenValues:
     all ranks and in the same order.
     """
 
-    def __init__(
-        self,
-        buffer: ParameterBuffer,
-        param_gatherer: ParamGatherer,
-        update: StepUpdate,
-        outcomes: Outcomes,
-    ) -> None:
-        self._buffer, self._param_gatherer = buffer, param_gatherer
-        self._update, self._outcomes = update, outcomes
+    def __init__(self, update: StepUpdate, observers: Observers) -> None:
+        self._buffer, self._param_gatherer = update.buffer, update.param_gatherer
+        self._update, self._observers = update, observers
         self._coordinator: PartitionedParameterCoordinator | None = None
         self._loaded: set[int] = set()  # parameters into which values have been loaded
 
@@ -61,8 +53,8 @@ class WrittenValues:
         if self._loaded:
             self._buffer.placements.drop_reads(self._buffer.copy_to_masters(self._loaded))
             self._loaded.clear()
-            if self._outcomes.checks is not None:
-                self._outcomes.checks.on_weights_written(all_of_them=False)
+            for notify in self._observers.on_weights_written:
+                notify(False)
 
     def collect_all(self) -> None:
         """Copy all written values into the masters, and those of frozen parameters into their shards.

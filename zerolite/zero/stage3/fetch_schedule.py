@@ -12,14 +12,11 @@ Sizes are in elements. Persistent parameters are always gathered: they are not c
 """
 
 import hashlib
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
 from zerolite.zero.stage3.fetch_plan import NO_PLAN, Fetch, FetchLimits, FetchPlan, FetchState, plan_step
-
-logger = logging.getLogger("zerolite")
 
 _LONGEST = 1 << 20  # most events of a recording: forwards without a backward never end their step
 _HASHES = (1 << 20) - 3  # a prime below 2^20: hashes are exchanged as floating point numbers
@@ -290,47 +287,3 @@ class FetchSchedule:
         if plan is not NO_PLAN:
             return self._kind or "", 1, plan.order[:position]
         return self._kind or "", dropped + 1, order
-
-
-class ScheduleAgreement:
-    """Comparison of the ranks' recorded execution orders, so that all ranks adopt the same plan in the same update.
-
-    The statistics of a step carry a hash of the order. Each rank may read statistics at another time. So the result is
-    acted on in the next update, which all ranks call in the same place.
-    """
-
-    def __init__(self, schedule: FetchSchedule, logs: bool) -> None:
-        """
-        Args:
-            logs: True if this rank writes the warning.
-        """
-        self.schedule, self._logs = schedule, logs
-        self._collected = 0  # hash in the statistics that were collected last
-        self._compared = 0  # hash in the statistics that an update has used
-        self._match = True
-
-    def schedule_hash(self) -> int:
-        """Return the hash for the statistics that are being collected: from 1 to 2^20, 0 for none."""
-        self._collected = self.schedule.candidate_hash
-        return self._collected
-
-    def note(self, schedules_match: bool) -> None:
-        """Note the result, when the statistics of the last update have been read."""
-        self._match = schedules_match
-
-    def begin_update(self) -> None:
-        """Adopt or reject the orders that the previous update has compared. Called on all ranks, at the same place of
-        every update, before its statistics are collected: these compare the orders that are left."""
-        match, self._match = self._match, True
-        compared, self._compared = self._compared, 0
-        if not match:
-            self.schedule.reject()
-            if self._logs:
-                logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
-        elif compared and self.schedule.candidate_hash == compared:
-            self.schedule.adopt()
-
-    def compare(self) -> None:
-        """Note that the update uses the statistics with the latest hash. Only this hash counts: clipping may have
-        collected statistics before :meth:`begin_update`."""
-        self._compared = self._collected

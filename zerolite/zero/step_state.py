@@ -1,0 +1,442 @@
+"""What has happened in this step and in those before it: loss scale, divisor, counters, and outcomes.
+
+::
+
+    backward     the loss scale is captured, before anything can change it
+    statistics   they tell norm, overflow and mean weight; the host reads them before the update, or later
+    update       applied, or skipped
+    settled      counters, learning rates, and last the loss scale: when the host has read the statistics
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from zerolite.comm.ranks import name_ranks
+from zerolite.precision.loss_scaler import LossScaler
+from zerolite.utils.accelerator import host_value
+from zerolite.zero.accumulation import GradAccumulation
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.grad_stats import GradStats, StatsVector, clip_coefficient
+from zerolite.zero.layout import Slot
+from zerolite.zero.observers import Observers, UpdateFacts
+from zerolite.zero.shown_gradients import Factor, InPlaceChange
+from zerolite.zero.update import UpdateMethod
+
+logger = logging.getLogger("zerolite")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of a step, from the config.
+
+    Attributes:
+        max_norm: clip gradients to this L2 norm; 0 for never.
+        check_finite: skip steps with non-finite gradients.
+        max_skipped_in_a_row: raise after so many skipped steps; 0 for never.
+        logs: this rank logs.
+        skip_on_device: let the device decide if a step is skipped, where the optimizer can, so that the host need not
+            wait for the statistics.
+        update_numel: number of master elements that torch's optimizer updates on the device in one call; a larger
+            bucket is a call of its own.
+        divide_plain_backward: divide the gradients of a backward that the user calls by the number of micro-batches.
+    """
+
+    max_norm: float
+    check_finite: bool
+    max_skipped_in_a_row: int
+    logs: bool
+    skip_on_device: bool = False
+    update_numel: int = 0
+    divide_plain_backward: bool = False
+
+
+@dataclass
+class StepCounters:
+    """Counters of training.
+
+    Attributes:
+        micro_steps: backwards.
+        global_steps: updates, skipped ones included.
+        skipped_steps: skipped updates.
+        skipped_in_a_row: skipped updates since the last one that was applied.
+        last_norm: L2 norm of the last step's unscaled gradient before clipping; None before the first step.
+        weight_unit: see :meth:`StepState.weight_unit`.
+    """
+
+    micro_steps: int = 0
+    global_steps: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    last_norm: float | None = None
+    weight_unit: float = 1.0
+
+    def set_micro_steps(self, count: int) -> None:
+        """Set the count, if backwards of parts of the model have been counted as micro-steps."""
+        self.micro_steps = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in asdict(self):
+            setattr(self, name, state[name])
+
+
+@dataclass(frozen=True)
+class _UnreadStep:
+    """Step whose statistics the host has not read yet.
+
+    Attributes:
+        stats: its statistics.
+        divisor: divisor of its gradient, from what this rank knows.
+        maybe_unused: parameters that this rank has not used. The device has left them out of the update if no other
+            rank has used them.
+    """
+
+    stats: StatsVector
+    divisor: float
+    maybe_unused: frozenset[int]
+
+
+class StepState:
+    """See the module. A step is *settled* when the host has read its statistics.
+
+    If the device decides about a skip, each rank settles the step when it first needs the result. For example, rank 0
+    may print a loss scale. An error that is found then is kept, and the next update raises it on all ranks. If one rank
+    raised it at once, the others would wait for that rank in their next collective.
+
+    Attributes:
+        accumulation: counters of the backwards since the last step.
+        counters: counters of training.
+        observers: of the engine's steps.
+        options: of the steps.
+    """
+
+    def __init__(
+        self,
+        accumulation: GradAccumulation,
+        scaler: LossScaler | None,
+        buffer: ParameterBuffer,
+        method: UpdateMethod,
+        observers: Observers,
+        options: StepOptions,
+    ) -> None:
+        self.accumulation, self.observers, self.options = accumulation, observers, options
+        self.counters = StepCounters()
+        self._scaler, self._buffer, self._method = scaler, buffer, method
+        self._captured: float | None = None  # loss scale of the accumulation, once it has been read
+        self._flush = (0, 1.0)  # backwards counted at the flush, and the correction factor
+        self._mean_weight: tuple[int, torch.Tensor] | None = None  # with the number of backwards that it is of
+        self._unread: _UnreadStep | None = None
+        self._error: Exception | None = None  # of an earlier step; the next update raises it
+        self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
+
+    def begin_accumulation(self) -> None:
+        """Forget the scale and the divisor of the last step."""
+        self._captured = self._mean_weight = None
+        self._flush = (0, 1.0)
+
+    def on_backward(self, scaled: bool, weight: float | None, divided: bool) -> None:
+        """Count a backward, before its first gradient, and capture the loss scale: see
+        :meth:`GradAccumulation.on_backward`."""
+        if self._scaler is not None:
+            self.loss_scale()
+        self.accumulation.on_backward(scaled, weight, divided)
+        self.counters.micro_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and the loss scale as plain data."""
+        self.settle()
+        return {"counters": self.counters.state_dict(), "loss_scaler": self._scaler and self._scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`. A loss scale of another precision is left out."""
+        if self._scaler is not None and state["loss_scaler"] is not None:
+            self._scaler.load_state_dict(state["loss_scaler"])
+        self.counters.load_state_dict(state["counters"])
+
+    # ---------------------------------------------------------------- loss scale and divisor
+
+    def refuse_grad_scaler(self) -> None:
+        """Raise RuntimeError if the engine scales losses itself: gradients would be unscaled twice."""
+        if self._scaler is not None:
+            raise RuntimeError(
+                'torch.amp.GradScaler was to unscale FP16 gradients, but with "fp16": {"enabled": true} in the config '
+                "the engine scales the loss itself; leave one of them out"
+            )
+
+    def flush(self) -> None:
+        """End the accumulation before it is full: its gradient becomes the mean over the micro-batches it contains."""
+        self._flush = self.accumulation.backwards, self.accumulation.flush_factor()
+
+    def loss_scale(self) -> float:
+        """Return the loss scale of this accumulation; the same from its first backward to its step."""
+        if self._scaler is None:
+            return 1.0
+        if self._captured is None:
+            self.settle()
+            self._captured = self._scaler.scale
+        return self._captured
+
+    def next_loss_scale(self) -> float:
+        """Return the loss scale that the next backward will use."""
+        if self._scaler is None:
+            return 1.0
+        if self._captured is not None:
+            return self._captured
+        self.settle()
+        return self._scaler.scale
+
+    def weight_unit(self) -> float:
+        """Return the number by which weights are divided before they multiply losses, so that fp16 gradients stay in
+        range.
+
+        It is a power of two near the mean weight of the previous step, or 1 without a loss scale. It is the same on all
+        ranks and for the whole accumulation.
+        """
+        self.loss_scale()
+        return self.counters.weight_unit
+
+    def local_divisor(self) -> float:
+        """Compute the divisor from local values only, without the mean weight, which needs a collective."""
+        scale = 1.0 if self._scaler is None else self.loss_scale()
+        backwards, factor = self._flush
+        # A flush that has raised must not divide a gradient to which more backwards were added.
+        return scale / factor if backwards == self.accumulation.backwards else scale
+
+    def device_divisor(self, stats: StatsVector) -> Factor:
+        """Return the divisor of the accumulated gradient, without a wait of the host for the weights in it."""
+        return self.local_divisor() * (stats.weight() if self.accumulation.weighted else 1.0)
+
+    def shown_divisor(self, stats: Callable[[], StatsVector]) -> Factor:
+        """Return the divisor of the gradients that ``p.grad`` shows.
+
+        The mean weight is kept until the next backward: changes of gradients discard the statistics, and collecting
+        them again would be a collective.
+
+        Args:
+            stats: collects the statistics; called only if the mean weight is not known.
+        """
+        if not self.accumulation.weighted:
+            return self.local_divisor()
+        backwards = self.accumulation.backwards
+        if self._mean_weight is None or self._mean_weight[0] != backwards:
+            self._mean_weight = backwards, stats().weight()
+        return self.local_divisor() * self._mean_weight[1]
+
+    def facts(self, max_norm: float, changes: Sequence[InPlaceChange]) -> UpdateFacts:
+        """Return what the coming update uses beside gradients and states."""
+        counters = self.counters
+        return UpdateFacts(counters.global_steps, counters.micro_steps, self.local_divisor(), max_norm, tuple(changes))
+
+    def update_factor(
+        self, vector: StatsVector, stats: GradStats | None, max_norm: float, user_factor: Factor
+    ) -> tuple[Factor, float]:
+        """Return the number by which the update multiplies gradients, and the divisor in it that the host knows.
+
+        Args:
+            vector: statistics of the gradients.
+            stats: the same as the host has read them. None: the factor stays a tensor on the device.
+            max_norm: L2 norm to which gradients are clipped; 0 for none.
+            user_factor: number by which the user has multiplied all gradients.
+
+        Raises:
+            RuntimeError: on all ranks, because the weights that the host has read give no mean.
+        """
+        known = self.local_divisor() * (1.0 if stats is None else mean_weight(stats))
+        divisor: Factor = known if stats is not None else self.device_divisor(vector)
+        norm: Factor = vector.norm() if stats is None else stats.norm
+        factor: Factor = (clip_coefficient(norm / divisor, max_norm) if max_norm else 1.0) / divisor * user_factor
+        if isinstance(factor, torch.Tensor):
+            factor = factor.float() if stats is None else float(host_value(factor))
+        return factor, known
+
+    # ---------------------------------------------------------------- the outcome
+
+    @property
+    def global_steps(self) -> int:
+        """Number of steps so far, including one that is not settled."""
+        return self.counters.global_steps + (self._unread is not None)
+
+    def applies(self, stats: GradStats) -> bool:
+        """Return True if a step with these gradients updates anything."""
+        return not self.options.check_finite or math.isfinite(stats.norm)
+
+    def grad_norm(self) -> float | None:
+        """Return the L2 norm of the last step's unscaled gradient before clipping; None before the first step. There is
+        no collective, so one rank alone may call this."""
+        self.settle()
+        return self.counters.last_norm
+
+    def read(self, vector: StatsVector) -> GradStats:
+        """Read the statistics before the update, and raise the errors that they show. All ranks read equal statistics
+        here, so all of them raise."""
+        stats = vector.get()
+        self._let_observers_read(stats)
+        for raise_errors in self.observers.raise_errors:
+            raise_errors()
+        return stats
+
+    def read_later(self, vector: StatsVector, divisor: float, maybe_unused: frozenset[int]) -> None:
+        """Keep the statistics of a step that the device applies or skips. The host reads them later."""
+        vector.start_read()
+        self._unread = _UnreadStep(vector, divisor, maybe_unused)
+
+    def settle(self) -> None:
+        """Read the outcome of the last step if this rank has not done so. There is no collective."""
+        if self._unread is None:
+            return
+        unread, self._unread = self._unread, None
+        # One rank alone may be here. So nothing below may communicate, and errors are kept for the next update, in
+        # which all ranks raise them.
+        stats = unread.stats.get()
+        if stats.weight == 0 or stats.mixed or not self.applies(stats):
+            self._method.on_update_skipped()
+        elif unread.maybe_unused:
+            self._method.on_left_out(unread.maybe_unused - stats.used)
+        self._let_observers_read(stats)
+        try:
+            divisor = unread.divisor * mean_weight(stats)
+        except RuntimeError as error:
+            self._error, divisor = error, unread.divisor
+        try:
+            self.end_step(stats, divisor)  # also after an error, because the device has applied or skipped the step
+        except FloatingPointError as error:
+            self._error = self._error or error
+
+    def _let_observers_read(self, stats: GradStats) -> None:
+        if stats.slices is not None:
+            self.observers.read_slices(*stats.slices)
+        if self.applies(stats):
+            for notify in self.observers.on_statistics_read:
+                notify(stats)
+
+    def raise_error(self) -> None:
+        """Settle, and raise the errors of earlier steps. Called on all ranks, which have then settled the same
+        steps."""
+        if self._unread is not None:
+            self.settle()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        for raise_errors in self.observers.raise_errors:
+            raise_errors()
+
+    def on_weights_replaced(self) -> None:
+        """Settle, and drop the errors of earlier steps, because all weights have been loaded anew. Called on all
+        ranks."""
+        self.settle()
+        self._error = None
+        for notify in self.observers.on_weights_written:
+            notify(True)
+
+    def end_step(self, stats: GradStats, divisor: float) -> None:
+        """Count a step that was applied or skipped.
+
+        Raises:
+            FloatingPointError: too many have been skipped.
+        """
+        counters, skipped = self.counters, not self.applies(stats)
+        counters.global_steps += 1
+        counters.last_norm = norm = stats.norm / divisor
+        if stats.weight and self._scaler is not None and math.isfinite(stats.weight):
+            counters.weight_unit *= 2.0 ** round(math.log2(stats.weight))
+        counters.skipped_steps += skipped
+        counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if skipped else 0
+        skip = self._describe_skip(stats) if skipped else ""
+        self._warn(stats, skip)
+        if not skipped:
+            for updated in self.observers.on_updated:
+                updated()
+        # Last, because it changes the scale that this step has used.
+        change = self._scaler.update(skipped) if self._scaler else None
+        for settled in self.observers.on_settled:
+            settled(self.global_steps, norm)
+        if skipped:
+            self._check_skips(skip, change.after if change and change.at_minimum else None)
+
+    def _warn(self, stats: GradStats, skip: str) -> None:
+        bad_losses, self._bad_losses = self._bad_losses, stats.bad_losses
+        if self.options.logs and skip:
+            logger.warning("%s", skip)
+        if self.options.logs and math.isfinite(stats.norm) and stats.bad_losses not in ((), bad_losses):
+            logger.warning("%s", describe_bad_losses(self.counters.global_steps, stats.bad_losses))
+
+    def _describe_skip(self, stats: GradStats) -> str:
+        cause = next(filter(None, (explain() for explain in self.observers.explain_skip)), "")
+        counters, bad = self.counters, describe_bad(stats, self._buffer.layout.slots, cause)
+        return (
+            f"step {counters.global_steps} skipped on all ranks: {bad}; {counters.skipped_in_a_row} in a row, "
+            f"{counters.skipped_steps} in all"
+        )
+
+    def _check_skips(self, skip: str, minimum: float | None) -> None:
+        """Raise FloatingPointError after a skipped step if training cannot go on.
+
+        Args:
+            skip: description of the skipped step.
+            minimum: the loss scale if it cannot fall further.
+        """
+        if minimum is not None:
+            raise FloatingPointError(
+                f"{skip}. The fp16 loss scale is at its minimum, {minimum:g}, and cannot fall further. Try bf16 "
+                '("bf16": {"enabled": true}), or look for the cause in that parameter and rank.'
+            )
+        limit = self.options.max_skipped_in_a_row
+        if limit and self.counters.skipped_in_a_row >= limit:
+            raise FloatingPointError(
+                f"{skip}. max_consecutive_skipped_steps is {limit}: training has stopped. Look at the data and the "
+                "loss of that rank, lower the learning rate, or clip the gradients."
+            )
+
+
+def describe_bad(stats: GradStats, slots: Sequence[Slot], cause: str) -> str:
+    """Describe the gradients of a skipped step. cause: an earlier update that made weights non-finite."""
+    names = [slots[index].name for index in stats.bad_parameters]
+    where = f"in parameter '{names[0]}'" if names else "in the sum over parameters"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    ranks = ", ".join(map(str, stats.bad_ranks))
+    if stats.elsewhere:
+        where, more = "in a part of the model that other ranks have", ""
+    source = "although every rank's own gradients are finite (their sum overflows)"
+    if ranks or stats.elsewhere:
+        source = f"from rank {ranks}" if ranks else "from there"
+    if cause:
+        source = f"because {cause}"
+    return f"non-finite gradient {where}{more}, {source}"
+
+
+def describe_bad_losses(step: int, ranks: Sequence[int]) -> str:
+    """Return the warning about non-finite losses in a step that was applied."""
+    return (
+        f"step {step}: a loss on {name_ranks(ranks)} is not finite although all gradients are; the step was applied. "
+        "The part of the loss that is not finite has no gradient (a mask, torch.where, detach()): look for it there"
+    )
+
+
+def mean_weight(stats: GradStats) -> float:
+    """Return the divisor that turns a sum of weighted gradients into the gradient of the joint batch.
+
+    Raises:
+        RuntimeError: on all ranks, because the weights give no mean.
+    """
+    if stats.mixed:
+        raise RuntimeError(
+            "engine.backward: some ranks gave a weight in this step and others did not; pass weight= on all ranks, or "
+            "on none"
+        )
+    if stats.weight is None:
+        return 1.0
+    if not 0 < stats.weight < math.inf:
+        raise RuntimeError(
+            f"engine.backward: the weights of this step are {stats.weight:g} per rank on average, and the mean over "
+            "nothing has no gradient; leave such a step out: engine.zero_grad() on all ranks instead of engine.step()"
+        )
+    return stats.weight
