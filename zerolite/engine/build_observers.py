@@ -1,4 +1,4 @@
-"""What watches an engine's steps: checks, the agreement of the ranks on stage 3's schedule, comparisons of ranks."""
+"""Construction of the observers of steps: checks, comparisons of ranks, their agreement on stage 3's schedule."""
 
 from __future__ import annotations
 

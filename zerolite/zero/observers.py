@@ -23,7 +23,7 @@ Update = Callable[[Sequence["SpanTensors"]], None]
 
 
 class UpdateFacts(NamedTuple):
-    """What an update uses beside gradients and states; equal on all ranks, unless something is wrong.
+    """Numbers that an update uses beside gradients and states; equal on all ranks, unless something is wrong.
 
     Attributes:
         step: updates before this one.

@@ -1,4 +1,4 @@
-"""What has happened in this step and in those before it: loss scale, divisor, counters, and outcomes.
+"""State of the steps: loss scale and divisor of this one, counters, and outcomes of those before.
 
 ::
 
