@@ -34,7 +34,7 @@ from zerolite.engine.model_parallel import (
 )
 from zerolite.engine.model_values import fill_buckets, synchronize_untrained
 from zerolite.offload.from_config import check_optimizer, placements_of, warn_of_few_threads
-from zerolite.offload.offloaded_gradients import OffloadedGradients
+from zerolite.offload.offloaded_gradients import GradientTransfers
 from zerolite.offload.transfers import Transfers
 from zerolite.optim.kernels import kernel_chooser
 from zerolite.precision.dtypes import Precision
@@ -136,8 +136,8 @@ class StepComponents:
         self.note_inputs = None if inputs is None else inputs.note
         if inputs is not None:
             self.observers.add(inputs)
-        if self._gradient_memory.offloaded is not None:
-            self._gradient_memory.offloaded.connect(collector.note)
+        if self._gradient_memory.offloads is not None:
+            self._gradient_memory.offloads.connect(collector.note)
         self.reducer = Reducer(self.buffer, self.observers, ShardedGradient.of)
         self.shared_grads = (
             SharedGradReducer(setup.topology, self.buffer, self._ties, self.reducer, setup.device) if parallel else None
@@ -222,8 +222,8 @@ class StepComponents:
             alone,
         )
         here = placements.is_accessible(placements.optimizer, on_host=False)
-        offloaded = None if here else OffloadedGradients(placements, self.transfers)
-        return GradientMemory(self.rank_groups, options, offloaded)
+        offloads = None if here else GradientTransfers(placements.device, self.transfers)
+        return GradientMemory(self.rank_groups, options, offloads)
 
     def _make_optimizer(
         self, make_inner: Callable[[Groups], Optimizer] | Optimizer, groups: Groups

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerolite.comm import Pending
+from zerolite.offload.offloaded_gradients import OffloadedGradient
 from zerolite.offload.placements import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
@@ -160,11 +161,11 @@ class Bucket:
         self._sent: torch.Tensor | None = None  # input of `pending`
         self.reduced: torch.Tensor | None = None
         self.is_lent = False
-        offloaded = memory.offloaded
-        self.is_offloaded = offloaded is not None and not placements.is_accessible(self.placement, on_host=False)
-        self._offloaded = offloaded if self.is_offloaded else None
-        if self._offloaded is not None:  # allocate now, so that a full disk is an error before training
-            self._offloaded.stored(self.index, layout.numel // memory.groups.shard.world_size, self.mean_dtype)
+        self._offloaded: OffloadedGradient | None = None
+        if memory.offloads is not None and not placements.is_accessible(self.placement, on_host=False):
+            numel = layout.numel // memory.groups.shard.world_size
+            self._offloaded = OffloadedGradient(memory.offloads, self.index, self.placement, numel, self.mean_dtype)
+        self.is_offloaded = self._offloaded is not None
 
     # ---------------------------------------------------------------- fill
 
@@ -430,7 +431,7 @@ class Bucket:
         if self._offloaded is None:
             self.reduced = tag_memory(mean, GRADIENTS)
         else:
-            self.reduced = self._offloaded.write_back(self.index, mean)
+            self.reduced = self._offloaded.write_back(mean)
 
     def round_mean(self) -> None:
         """Round the mean gradient, the sum of two reductions, to the dtype of a single contribution."""
@@ -441,14 +442,23 @@ class Bucket:
     def fetch(self) -> torch.Tensor:
         """Return the mean gradient on the device, a copy if it is offloaded."""
         assert self.reduced is not None
-        return self.reduced if self._offloaded is None else self._offloaded.stage_in(self.index, self.reduced)
+        return self.reduced if self._offloaded is None else self._offloaded.stage_in()
 
     def mean(self) -> torch.Tensor:
         """Return the mean gradient as it is stored, after waiting for its write-back."""
-        if self._offloaded is not None:
-            self._offloaded.wait(self.index)
+        self.wait_for_storage()
         assert self.reduced is not None, "it is read after the reducer's finish()"
         return self.reduced
+
+    def wait_for_storage(self) -> None:
+        """Wait until an offloaded mean gradient is stored."""
+        if self._offloaded is not None:
+            self._offloaded.wait()
+
+    def clear_storage(self) -> None:
+        """Forget an offloaded mean gradient, also one that the disk has lost."""
+        if self._offloaded is not None:
+            self._offloaded.clear()
 
     def mean_part(self, index: int) -> torch.Tensor | None:
         """Return this rank's part of a parameter's mean gradient, a view of its storage: flat, or in the parameter's
@@ -490,7 +500,9 @@ class Bucket:
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of this bucket's gradients with their items of memory."""
         item = self._memory.item()
-        if self.reduced is not None and self._offloaded is None:
+        if self._offloaded is not None:
+            yield GRADIENTS, self._offloaded.stored
+        elif self.reduced is not None:
             yield GRADIENTS, self.reduced
         if self.local is not None:
             yield (BUCKETS if self._staged else item), self.local

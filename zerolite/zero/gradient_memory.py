@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.offload.offloaded_gradients import OffloadedGradients
+from zerolite.offload.offloaded_gradients import GradientTransfers
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 from zerolite.zero.backward import Backward
@@ -106,11 +106,11 @@ class GradientMemory:
         groups: groups of the reductions.
         options: of all buckets.
         current: the current backward.
-        offloaded: storage of offloaded mean gradients; None if they stay on the device.
+        offloads: copies of offloaded mean gradients; None if all stay on the device.
     """
 
-    def __init__(self, groups: RankGroups, options: ReductionOptions, offloaded: OffloadedGradients | None) -> None:
-        self.groups, self.options, self.offloaded = groups, options, offloaded
+    def __init__(self, groups: RankGroups, options: ReductionOptions, offloads: GradientTransfers | None) -> None:
+        self.groups, self.options, self.offloads = groups, options, offloads
         self.current = Backward(options.copy_factor)
         self._limit = 0  # most full buckets in `_free`
         self._free: list[torch.Tensor] = []
@@ -126,8 +126,8 @@ class GradientMemory:
         # memory for the buckets in flight, for one that is completed, and for the next one that fills.
         limit = IN_FLIGHT + 2 if self.options.shard else buckets
         self._limit, self._free = limit if self.options.keep_buckets else 0, []
-        if self.offloaded is not None:
-            self.offloaded.set_max_nbytes(4 * widest // self.groups.shard.world_size)  # sums are in fp32
+        if self.offloads is not None:
+            self.offloads.set_max_nbytes(4 * widest // self.groups.shard.world_size)  # sums are in fp32
 
     def is_launched_soon(self, bucket: Bucket, launching: bool) -> bool:
         """Return True if few buckets are launched before this one, so that few are kept like it.

@@ -34,7 +34,7 @@ import torch
 
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.utils.accelerator import host_values
-from zerolite.utils.memory_tags import GRADIENTS, listeners
+from zerolite.utils.memory_tags import listeners
 from zerolite.zero.backward import coordinators
 from zerolite.zero.bucket import Bucket, BucketState
 from zerolite.zero.buffer import ParameterBuffer
@@ -534,8 +534,8 @@ class Reducer:
     def wait(self) -> None:
         """Wait for the reductions in flight, and for offloaded gradients that are still written to their storage."""
         self._wait_for_all()
-        if self._memory.offloaded is not None:
-            self._memory.offloaded.wait_all()
+        for bucket in self.buffer.buckets:
+            bucket.wait_for_storage()
 
     @property
     def finished(self) -> bool:
@@ -549,8 +549,6 @@ class Reducer:
         for bucket in self.buffer.buckets:
             yield from bucket.memory()
         yield from self._memory.unused()
-        if self._memory.offloaded is not None:
-            yield from ((GRADIENTS, stored) for stored in self._memory.offloaded.memory())
 
     # ---------------------------------------------------------------- mean gradients
 
@@ -578,8 +576,9 @@ class Reducer:
 
     def clear(self) -> None:
         """Drop all gradients of the accumulation, after their use or unused."""
-        if self._memory.offloaded is not None:
-            self._memory.offloaded.clear()
+        if self._memory.offloads is not None:  # first: a gradient that the disk has lost is added to no more
+            for bucket in self.buffer.buckets:
+                bucket.clear_storage()
         if self.current.open:
             self.end_backward(complete=False)
         self._wait_for_all()
