@@ -412,7 +412,7 @@ def live_bytes() -> int:
     with torch._C.DisableTorchFunction():
         tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter) and not item.is_meta]
         tensors = [tensor for tensor in tensors if tensor.dtype is not torch.uint8]
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        storages = {id(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 

@@ -60,7 +60,7 @@ class Tagged:
 
     def tag_memory(self, storage: torch.UntypedStorage, item: str, location: str) -> None:
         self.nbytes[item, location] += storage.nbytes()
-        self._known[storage._cdata] = (weakref.ref(storage), (item, location))
+        self._known[id(storage)] = (weakref.ref(storage), (item, location))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Ignore a resize: sizes are read when they are asked for."""
@@ -105,5 +105,5 @@ def tensor_bytes() -> int:
     sizes = {}
     for tensor in live_tensors():
         for one in (tensor, tensor.grad) if tensor.is_leaf and tensor.grad is not None else (tensor,):
-            sizes[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
+            sizes[id(one.untyped_storage())] = one.untyped_storage().nbytes()
     return sum(sizes.values())

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerolite.activation_checkpointing.activation_shards import ActivationShards, checksum
 from zerolite.activation_checkpointing.copies import Copies, Copy, Pair
 from zerolite.activation_checkpointing.memory import BorrowedMemory, MemorySource
+from zerolite.utils.accelerator import is_fake
 from zerolite.utils.memory_tags import HOST
 from zerolite.zero.flat import dense_strides
 
@@ -108,7 +108,7 @@ class InputSaver:
         that are not dense.
         """
         return (
-            type(value) in (torch.Tensor, FakeTensor)
+            (type(value) is torch.Tensor or is_fake(value))
             and not isinstance(value, torch.nn.Parameter)
             and not (value.requires_grad and value.is_leaf)
             and value.device == self._device

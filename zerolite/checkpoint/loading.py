@@ -206,7 +206,7 @@ class Loader:
             missing = [name for name in everywhere if name not in stored]
             check_complete("buffer", missing, [name for name in stored if name not in everywhere])
         common = [name for name in here if name in stored]
-        shared = [n for n in common if torch._debug_has_internal_overlap(here[n]) == 1]
+        shared = [n for n in common if _shares_elements(here[n])]
         if shared:
             raise CheckpointError(
                 f"buffer '{shared[0]}' cannot take values: its elements share memory (expand). Nothing was loaded; "
@@ -464,3 +464,8 @@ def changed_batch(saved: Mapping[str, object], saved_ranks: int, here: int | Non
         "when the checkpoint was saved; set train_batch_size, or the elasticity block, to have one size for any number "
         "of ranks"
     )
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    """Return True if elements of ``tensor`` share memory, as those of an expanded tensor."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

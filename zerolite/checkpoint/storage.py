@@ -15,7 +15,6 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -37,6 +36,7 @@ from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import read_objects_without_numpy
+from zerolite.utils.torch_private import save_by_plan
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,7 @@ def write_checkpoint(
             f"saving checkpoint '{tag}' failed", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
         ):
             read_objects_without_numpy()
-            # The public save() of torch 2.6 has no argument no_dist, and None means the default group there.
-            _save_state_dict(
-                {},
-                storage_writer=writer,
-                planner=ShardSavePlanner(shards, scalars),
-                process_group=group,
-                no_dist=group is None,
-            )
+            save_by_plan(writer, ShardSavePlanner(shards, scalars), group)
     finally:
         writer.close()
     return save_dir / tag

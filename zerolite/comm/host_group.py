@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.flight_recorder import blocked
@@ -16,6 +15,7 @@ from zerolite.comm.objects import broadcast_object, from_tensor, gather_objects,
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import name_ranks
 from zerolite.comm.store_barrier import StoreBarrier
+from zerolite.utils.torch_private import backends_of, job_store
 
 _TAG = 1
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -45,7 +45,7 @@ class HostGroup:
             key = f"zerolite/{purpose}/{ranks}/{made[purpose]}"
             # The launcher's store outlives process groups, so it may have keys of an earlier one. Every rank adds one
             # for each group: after world_size additions all ranks are in the next round and get fresh keys.
-            tickets = _get_default_store().add(f"{key}/made", 1)
+            tickets = job_store().add(f"{key}/made", 1)
             self._key = f"{key}/{(tickets - 1) // self.world_size}"
 
     @property
@@ -95,7 +95,7 @@ class HostGroup:
             self._barrier(self._barriers - 1, what).clean()
 
     def _barrier(self, number: int, what: str) -> StoreBarrier:
-        store = dist.PrefixStore(f"{self._key}/{number}", _get_default_store())
+        store = dist.PrefixStore(f"{self._key}/{number}", job_store())
         return StoreBarrier(store, self.global_rank, self._members, what)
 
     def gather(self, value: object) -> list[Any]:
@@ -118,7 +118,7 @@ class HostLinks:
 
     def __init__(self, comm: Communicator, purpose: str) -> None:
         assert comm.group is not None
-        on_host = torch.device("cpu") in comm.group._device_types
+        on_host = "cpu" in dict(backends_of(comm.group))
         # The same gloo group may carry other messages; these have a tag of their own, so that they do not match those.
         self._group = comm.group if on_host else second_group(comm.group, "gloo", purpose)
         self._ranks = comm.members()

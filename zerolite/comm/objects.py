@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from zerolite.utils.listening import SECRET_VARIABLE
+from zerolite.utils.torch_private import read_objects_by
 
 _JSON, _PICKLE = b"j", b"p"
 _SIGNATURE = hashlib.sha256().digest_size  # bytes
@@ -117,8 +117,7 @@ def read_objects_without_numpy() -> None:
     try:
         torch.empty(0, dtype=torch.uint8, device="cpu").numpy()
     except RuntimeError:
-        torchs: Any = distributed_c10d
-        torchs._tensor_to_object = _unpickled
+        read_objects_by(_unpickled)
 
 
 def _unpickled(tensor: torch.Tensor, tensor_size: int, group: object) -> object:

@@ -23,6 +23,8 @@ from zerolite.comm.rendezvous import first_barrier, open_store
 from zerolite.utils.accelerator import current_platform, default_device, make_current
 from zerolite.utils.listening import is_loopback, loopback_interface
 from zerolite.utils.network import GLOO_VARIABLE, interface_towards
+from zerolite.utils.torch_private import backends_of, launched_collectives, process_groups
+from zerolite.utils.torch_private import timeout_of as backend_timeout
 
 logger = logging.getLogger("zerolite")
 
@@ -69,13 +71,7 @@ def engine_group() -> dist.ProcessGroup | None:
 def program_collectives() -> int:
     """Return the number of collectives that this rank has launched on groups that are not zerolite's, if their backends
     count. Messages between two ranks are not counted."""
-    launched = 0
-    groups: Any = dist.distributed_c10d._world.pg_names
-    for group in groups:
-        if group.group_desc != SECOND_GROUP:
-            with contextlib.suppress(RuntimeError):  # a backend that does not count
-                launched += group._get_sequence_number_for_group()
-    return launched
+    return sum(launched_collectives(group) for group in process_groups() if group.group_desc != SECOND_GROUP)
 
 
 def second_group(parent: dist.ProcessGroup, backend: str | None, purpose: str = GATHERS) -> dist.ProcessGroup:
@@ -128,9 +124,8 @@ def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str 
     everywhere = len(dist.get_process_group_ranks(parent)) == dist.get_world_size()
     if everywhere and len(ranks) == dist.get_world_size():
         return dist.new_group(ranks, timeout_of(parent), backend, options, group_desc=SECOND_GROUP)
-    names: Any = dist.distributed_c10d._world.pg_names
-    on_host = any(device.type == "cpu" for device in parent._device_types)
-    most = torch.tensor([len(names)], device="cpu" if on_host else "cuda")
+    names = process_groups()
+    most = torch.tensor([len(names)], device="cpu" if "cpu" in dict(backends_of(parent)) else "cuda")
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parent)
     if dist.get_rank() not in ranks:
         return None
@@ -152,11 +147,7 @@ def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the time that ranks of ``group`` wait for each other in a collective."""
-    for device in group._device_types:
-        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if timeout is not None:
-            return timeout
-    return DEFAULT_TIMEOUT
+    return backend_timeout(group, DEFAULT_TIMEOUT)
 
 
 def nccl_environment(torch_version: TorchVersion, env: Mapping[str, str]) -> dict[str, str]:
@@ -254,9 +245,7 @@ def destroy() -> None:
 
 def _cpu_backends() -> list[object]:
     """Return the backends for CPU tensors of all process groups."""
-    groups: Any = dist.distributed_c10d._world.pg_names
-    devices = [(group, device) for group in groups for device in group._device_types]
-    return [group._get_backend(device) for group, device in devices if device.type == "cpu"]
+    return [backend for group in process_groups() for device, backend in backends_of(group) if device == "cpu"]
 
 
 def local_rank(env: Mapping[str, str] | None = None) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from zerolite.comm.store_requests import StoreSilent, ask_store, exited_ranks
+from zerolite.utils.torch_private import job_store
 
 Answer = TypeVar("Answer")
 
@@ -31,7 +31,7 @@ class SharedStore:
         self._store: dist.Store | None = None
         self._silent = False
         if self.world_size > 1:
-            store = _get_default_store()
+            store = job_store()
             # A connection of its own: a request that blocks would make all others of the connection wait. torch 2.6
             # cannot clone; there the connection is shared.
             clone = getattr(store, "clone", None)

@@ -21,6 +21,7 @@ from zerolite.engine.components import Components
 from zerolite.monitor.memory_report import MemoryReport, memory_report
 from zerolite.precision.dtype_errors import explain
 from zerolite.utils.nested import find_tensors
+from zerolite.utils.torch_private import current_backward
 
 
 class Engine:
@@ -90,7 +91,7 @@ class Engine:
         # rank launches the rest of them now: otherwise the next collective would meet another one.
         # A backward that recomputes this forward (``checkpoint(engine, x)``) goes on. Its ranks launch reductions at
         # different times, so no buffers can be sent between them.
-        recomputes = torch._C._current_graph_task_id() != -1
+        recomputes = current_backward() != -1
         if self._reducer.current.open and not recomputes:
             self._pipeline.end_failed_backward()
         if self._same_inputs is not None:

@@ -121,8 +121,8 @@ class StateOffload:
         for item, tensor in self._offloadable_tensors():
             storage = tensor.untyped_storage()
             # In fp32 masters are the parameters themselves. Their storages count as parameters, which come first.
-            first = storage._cdata not in seen
-            seen.add(storage._cdata)
+            first = id(storage) not in seen
+            seen.add(id(storage))
             if item in items and first and _moves(tensor, self._owners.device):
                 chosen.append((item, storage))
         return chosen

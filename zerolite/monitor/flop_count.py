@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerolite.monitor.flop_formulas import OperatorFlops
 from zerolite.utils.module_hook import WeakHook
 from zerolite.utils.nested import Arguments, Function, Keywords, find_in_objects
+from zerolite.utils.torch_private import current_backward
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 
-_current_graph_task = torch._C._current_graph_task_id
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 _no_graph_task = -1
 
@@ -93,7 +93,7 @@ class _Thread(threading.local):
         self.first_order = _no_graph_task  # the latest backward that is known to run without create_graph
 
     def enter_node(self, module: str, mode: _Counting | None) -> None:
-        task = _current_graph_task()
+        task = current_backward()
         # Nodes run with gradients enabled only if backward was called with create_graph=True.
         if not torch.is_grad_enabled():
             self.first_order = task
@@ -177,7 +177,7 @@ class FlopCount:
 
     def enter_module(self, name: str) -> None:
         if self._counting():
-            self._thread.owners.append(_Owner(name, _current_graph_task(), True, _next_sequence_number()))
+            self._thread.owners.append(_Owner(name, current_backward(), True, _next_sequence_number()))
 
     def leave_module(self, module: torch.nn.Module, outputs: object) -> None:
         """End the forward of a module; ``outputs`` is None if it raised."""
@@ -233,7 +233,7 @@ class FlopCount:
 
     def current_owner(self) -> tuple[str, str]:
         """Return the owner of an operator that runs now: (module, FORWARD, BACKWARD or RECOMPUTED)."""
-        thread, task = self._thread, _current_graph_task()
+        thread, task = self._thread, current_backward()
         owner = thread.owners[-1] if thread.owners else _Owner("", _no_graph_task, True)
         if task == _no_graph_task:
             return owner.module, FORWARD

@@ -172,14 +172,14 @@ def memory_report(owners: TensorOwners) -> MemoryReport:
 
 
 def holdings(owners: TensorOwners) -> dict[int, Holding]:
-    """Return every storage of ``owners`` once, by its identity (``storage._cdata``)."""
+    """Return every storage of ``owners`` once, by its ``id``."""
     found: dict[int, Holding] = {}
     for item, tensor in _owned_tensors(owners):
         if tensor.layout is not torch.strided:  # a sparse buffer has no single storage to count
             continue
         storage = tensor.untyped_storage()
-        if storage._cdata not in found:
-            found[storage._cdata] = Holding(item, storage.nbytes(), _location(tensor, owners.device))
+        if id(storage) not in found:
+            found[id(storage)] = Holding(item, storage.nbytes(), _location(tensor, owners.device))
     return found
 
 

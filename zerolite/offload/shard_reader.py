@@ -18,8 +18,8 @@ import torch
 
 from zerolite.offload.placements import SPAN_ALIGNMENT, DiskPlacement, Placement, Placements, Transfer
 from zerolite.offload.transfers import StagedTransfer, StagingPool, Transfers
-from zerolite.utils.accelerator import undispatched
 from zerolite.utils.memory_tags import DEVICE, DISK, STAGING, tag_memory
+from zerolite.utils.torch_private import undispatched
 
 
 class OffloadedTensor(Protocol):
@@ -66,7 +66,7 @@ def tensor_spans(tensors: Sequence[torch.Tensor], alignment: int) -> list[Tensor
     by_memory: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel():
-            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+            by_memory.setdefault(id(tensor.untyped_storage()), []).append(index)
     found: list[TensorSpan] = []
     for indices in by_memory.values():
         members: list[int] = []

@@ -86,7 +86,7 @@ class StagingPool:
     def __init__(self, pin: bool) -> None:
         self._pin = pin
         self._free: list[torch.Tensor] = []
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages of all buffers, by ``_cdata``
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages of all buffers, by id
 
     def acquire(
         self, numel: int, dtype: torch.dtype, longest: int = 0, like: torch.Tensor | None = None
@@ -109,7 +109,7 @@ class StagingPool:
             with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
                 memory = tag_memory(current_platform().host_memory(nbytes, self._pin, like), STAGING, HOST)
             storage = memory.untyped_storage()
-            key = storage._cdata
+            key = id(storage)
             self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key, None))
         return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
 
@@ -120,7 +120,7 @@ class StagingPool:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return True if ``tensor`` lies in a buffer of this pool."""
-        return tensor.untyped_storage()._cdata in self._alive
+        return id(tensor.untyped_storage()) in self._alive
 
     def memory(self) -> list[torch.Tensor]:
         """Return all buffers, in use or free."""

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolite.utils.accelerator import FakeMode, fake_mode
+from zerolite.utils.accelerator import FakeMode
 from zerolite.utils.dtypes import is_castable
 from zerolite.utils.nested import find_tensors, written_arguments
+from zerolite.utils.torch_private import fake_mode
 
 Labels = frozenset[str]
 NO_LABELS: Labels = frozenset()
@@ -92,12 +93,12 @@ class DependencyMode(TorchDispatchMode):
         self._alive: dict[int, Any] = {}  # storages, kept alive so that no new one gets the same address
 
     def labels_of(self, tensor: torch.Tensor) -> Labels:
-        return self._labels.get(tensor.untyped_storage()._cdata, NO_LABELS)
+        return self._labels.get(id(tensor.untyped_storage()), NO_LABELS)
 
     def add_labels(self, tensor: torch.Tensor, labels: Labels) -> None:
         storage = tensor.untyped_storage()
-        self._alive[storage._cdata] = storage
-        self._labels[storage._cdata] = self._labels.get(storage._cdata, NO_LABELS) | labels
+        self._alive[id(storage)] = storage
+        self._labels[id(storage)] = self._labels.get(id(storage), NO_LABELS) | labels
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -15,9 +15,10 @@ from zerolite.comm.flight_recorder import blocked
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.chunks import Chunk
 from zerolite.precision.dtypes import GraphBoundary, Precision
-from zerolite.utils.accelerator import fake_mode, is_fake
+from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.nested import find_tensors, map_tensors
+from zerolite.utils.torch_private import fake_mode
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.step import StepPipeline

@@ -131,7 +131,7 @@ class _LargestItems:
 
     def tag_memory(self, storage: torch.UntypedStorage, item: str, location: str) -> None:
         there = HOST if location == DEVICE and storage.device.type != self._engine.device.type else location
-        self.update({storage._cdata: Holding(item, storage.nbytes(), there)})  # the engine does not report it yet
+        self.update({id(storage): Holding(item, storage.nbytes(), there)})  # the engine does not report it yet
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         self.update()

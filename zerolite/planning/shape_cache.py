@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from zerolite.utils.nested import find_tensors
+from zerolite.utils.torch_private import FakeTensor
 
 if TYPE_CHECKING:
     from zerolite.planning.fake_backend import DryFakeMode
@@ -153,7 +153,7 @@ def _call_and_cache(
     before = [(tensor.shape, tensor.stride()) for tensor in given]  # to notice resize_, which changes its operand
     out = run()
     made = () if returns.name else out if isinstance(out, tuple) else (out,)
-    taken = {tensor.untyped_storage()._cdata for tensor in given}
+    taken = {id(tensor.untyped_storage()) for tensor in given}
     if len(_cache) < _LIMIT and before == [(tensor.shape, tensor.stride()) for tensor in given]:
         if all(entry is None or _owns_storage(entry, mode, taken) for entry in made):
             specs = [None if entry is None else _Tensor(entry.shape, entry.stride(), entry.dtype) for entry in made]
@@ -173,8 +173,8 @@ def _owns_storage(tensor: Any, mode: DryFakeMode, taken: set[int]) -> bool:
         return False
     storage, ends = tensor.untyped_storage(), zip(tensor.shape, tensor.stride(), strict=True)
     numel = 1 + sum((size - 1) * stride for size, stride in ends) if tensor.numel() else 0
-    own = storage._cdata not in taken and tensor.storage_offset() == 0
-    taken.add(storage._cdata)
+    own = id(storage) not in taken and tensor.storage_offset() == 0
+    taken.add(id(storage))
     return own and storage.nbytes() == numel * tensor.element_size()
 
 

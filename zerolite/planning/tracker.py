@@ -18,9 +18,10 @@ from zerolite.monitor.flop_formulas import OperatorFlops
 from zerolite.planning import shape_cache
 from zerolite.planning.fake_backend import DryFakeMode
 from zerolite.planning.training_step import STEP
-from zerolite.utils.accelerator import fake_mode, is_fake
+from zerolite.utils.accelerator import is_fake
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, LOCATIONS, OTHER, listeners
 from zerolite.utils.nested import find_tensors
+from zerolite.utils.torch_private import fake_mode
 
 ORIGINAL_MODEL = "original_model"
 """Item of host memory that is not the engine's: the model before the engine takes it over."""
@@ -220,7 +221,7 @@ class MemoryTracker(TorchDispatchMode):
     def _location_of_result(self, args: Any) -> str:
         """Return the host if an operand is offloaded and only 0-dim tensors are on the device; else ``location``."""
         tracked = [
-            self._storages.get(operand.untyped_storage()._cdata)
+            self._storages.get(id(operand.untyped_storage()))
             for operand in find_tensors(args)
             if operand.layout is torch.strided and operand.dim() > 0
         ]
@@ -301,7 +302,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def tag_memory(self, storage: torch.UntypedStorage, item: str, location: str) -> None:
         """Count ``storage`` as ``item`` at ``location``."""
-        key = storage._cdata
+        key = id(storage)
         tracked = self._storages.get(key)
         if tracked is None:
             self._add(storage, item, location)
@@ -318,13 +319,13 @@ class MemoryTracker(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage``, which is new or may have changed its length."""
-        tracked = self._storages.get(storage._cdata)
+        tracked = self._storages.get(id(storage))
         if tracked is None:
             self._add(storage, self.item, self.location)
         elif tracked.nbytes != storage.nbytes():
             self._report_last()
             more = storage.nbytes() - tracked.nbytes
-            self._storages[storage._cdata] = tracked._replace(nbytes=storage.nbytes())
+            self._storages[id(storage)] = tracked._replace(nbytes=storage.nbytes())
             self._change(tracked.item, tracked.location, more)
             self._report(tracked.item, tracked.location, more, self._point())
 
@@ -348,7 +349,7 @@ class MemoryTracker(TorchDispatchMode):
         self._report_last()
         # torch keeps one Python object for a storage as long as its memory exists, so the callback of a weak reference
         # is the release. It also removes the key, because the address may be used again.
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = id(storage), storage.nbytes()
         self._storages[key] = _TrackedStorage(
             weakref.ref(storage, lambda _: self._released(key)), nbytes, item, location
         )

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from zerolite.comm import Communicator, Pending
 from zerolite.tensor_parallel import functions
-
-_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
+from zerolite.utils.torch_private import current_backward
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator) -> Tensor:
@@ -65,7 +64,7 @@ class Readers:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.alone = True
-        self._made_in = _graph_task()
+        self._made_in = current_backward()
         self._count = 0
         self._backward = -1  # the graph task to which the following belong
         self._seen = 0
@@ -75,7 +74,7 @@ class Readers:
     def register(self) -> None:
         """Count a layer. One that a checkpoint recomputes from the same copy is not counted again, because no backward
         runs through its graph."""
-        self._count += _graph_task() == self._made_in
+        self._count += current_backward() == self._made_in
 
     def add(self, gradient: Tensor) -> Tensor | None:
         """Add a layer's gradient of the copy, and launch the sum over ranks if it is the last one.
@@ -88,8 +87,8 @@ class Readers:
         """
         if not self.alone:
             return gradient
-        if self._backward != _graph_task():  # also after a backward that has failed
-            self._backward, self._seen, self._sum, self._pending = _graph_task(), 0, None, None
+        if self._backward != current_backward():  # also after a backward that has failed
+            self._backward, self._seen, self._sum, self._pending = current_backward(), 0, None, None
         self._sum = gradient if self._sum is None else self._sum.add_(gradient)
         self._seen += 1
         if self._seen < self._count:
@@ -101,7 +100,7 @@ class Readers:
 
     def finish(self, gradient: Tensor | None) -> Tensor | None:
         """Return the sum over ranks. ``gradient``: what the layers have returned; None for nothing."""
-        if self._backward == _graph_task():
+        if self._backward == current_backward():
             pending, rest = self._pending, self._sum
             self._pending, self._sum, self._seen = None, None, 0
             if pending is not None:

@@ -94,7 +94,7 @@ class _State:
 
     def like(self, local: Tensor) -> VocabParallelLogits:
         # A view shares memory with these logits: a write into one of them would have to reach the other.
-        same = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        same = local.untyped_storage() is self.local.untyped_storage()
         self.aliased = self.aliased or same
         return _wrapped(_State(local, self.comm, self.vocabulary, same))
 

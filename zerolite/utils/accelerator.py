@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.utils.pinned_memory import host_memory
+from zerolite.utils.torch_private import FakeTensor, FakeTensorMode
 
 
 @contextlib.contextmanager
@@ -31,14 +30,6 @@ def collector_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-_NO_CONTEXT = contextlib.nullcontext()
-
-
-def undispatched() -> contextlib.AbstractContextManager[Any]:
-    """Hide operators of the engine from dispatch modes: selective checkpointing records all that run under its mode."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
 
 
 class Platform:
@@ -109,12 +100,6 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return type(tensor) is FakeTensor
 
 
-def fake_mode() -> FakeTensorMode | None:
-    """Return the active mode that makes tensors without memory; None if there is none."""
-    mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return mode
-
-
 class FakeMode(FakeTensorMode):
     """The mode of tensors without memory.
 
@@ -164,7 +149,7 @@ def address(tensor: torch.Tensor) -> int:
     It is equal for tensors that begin at the same place of the same memory.
     """
     if type(tensor) is FakeTensor:
-        return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
+        return (id(tensor.untyped_storage()) << 64) + int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()
 
 

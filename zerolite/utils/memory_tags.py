@@ -61,7 +61,8 @@ class Listener(Protocol):
 listeners: list[Listener] = []
 
 _offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
-"""Placement of storages that are not on the device, by ``_cdata``, which is unique as long as they live."""
+"""Placement of storages that are not on the device, by ``id``. torch keeps one object for a storage as long as its
+memory exists."""
 
 
 def tag_memory(tensor: torch.Tensor, item: str, location: str = DEVICE) -> torch.Tensor:
@@ -86,12 +87,12 @@ def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 def location_of(tensor: torch.Tensor) -> str:
     """Return the placement of ``tensor`` that :func:`tag_memory` was last given; the device if none was given."""
-    known = _offloaded.get(tensor.untyped_storage()._cdata)
+    known = _offloaded.get(id(tensor.untyped_storage()))
     return DEVICE if known is None else known[1]
 
 
 def _note(storage: torch.UntypedStorage, location: str) -> None:
-    key = storage._cdata
+    key = id(storage)
     if location == DEVICE:
         _offloaded.pop(key, None)
     else:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,34 +17,6 @@ Owner = TypeVar("Owner")
 _DOES_NOTHING = contextlib.nullcontext().__exit__
 
 _LEFT_OUT = "zerolite: hooks that the copy does without"  # a key of deepcopy's memo, whose others are integers
-
-
-_eval_frame: Any = torch._C._dynamo.eval_frame
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def untraced(function: Function) -> Function:
-    """Exclude ``function`` and its calls from torch.compile.
-
-    ``torch.compiler.disable`` does the same, but would import the compiler together with zerolite.
-    """
-    excluded: Any = function
-    if hasattr(_eval_frame, "set_code_exec_strategy"):
-        skip = _eval_frame._FrameAction.SKIP
-        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
-    else:  # torch 2.6
-
-        @functools.wraps(function)
-        def excluded(*args: Any, **kwargs: Any) -> object:
-            before = _eval_frame.set_eval_frame(None)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                _eval_frame.set_eval_frame(before)
-
-        _eval_frame.skip_code(excluded.__code__)
-    excluded._torchdynamo_disable = True  # excludes it also when a caller is traced
-    return cast(Function, excluded)
 
 
 class ModuleHook:

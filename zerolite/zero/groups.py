@@ -12,8 +12,8 @@ Replicas, experts and split sequences are other memberships of these groups, and
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 
 import torch
 
@@ -21,7 +21,6 @@ from zerolite.comm import Communicator, Pending, Topology, second_communicator
 from zerolite.utils.dtypes import HALF
 
 
-@dataclass(frozen=True)
 class RankGroups:
     """The groups of this rank for one kind of parameter.
 
@@ -31,12 +30,20 @@ class RankGroups:
         mean: ranks over whose gradients the mean is taken. They have the same buckets and launch the same collectives,
             so they agree on the order of launches, and rank 0's initial values are sent to all of them.
         agree: all ranks of the job. They decide together whether a step is skipped, and raise errors together.
+        is_first_replica: this rank's shard counts where replicas count once: in norms and in checkpoints.
+        reduce_scatter: sums a bucket over ``shard`` and ``replicate``, with the arguments and the result of
+            :meth:`Communicator.reduce_scatter`. All ranks wait for their results in the order of the launches.
     """
 
-    shard: Communicator
-    replicate: Communicator | None
-    mean: Communicator
-    agree: Communicator
+    def __init__(
+        self, shard: Communicator, replicate: Communicator | None, mean: Communicator, agree: Communicator
+    ) -> None:
+        self.shard, self.replicate, self.mean, self.agree = shard, replicate, mean, agree
+        self.is_first_replica = replicate is None or replicate.rank == 0
+        # Without replicas nothing stands between a bucket and its communicator.
+        self.reduce_scatter: Callable[[torch.Tensor, str, float, torch.dtype, int], Pending] = (
+            shard.reduce_scatter if replicate is None else functools.partial(_reduce_replicated, shard, replicate)
+        )
 
     @classmethod
     def of(cls, topology: Topology, shards_states: bool) -> RankGroups:
@@ -56,11 +63,6 @@ class RankGroups:
         """Return the groups where all ranks of ``comm`` split all states."""
         return cls(comm, None, comm, comm)
 
-    @property
-    def is_first_replica(self) -> bool:
-        """True if this rank's shard counts where replicas count once: in norms and in checkpoints."""
-        return self.replicate is None or self.replicate.rank == 0
-
     def for_gathers(self, device: torch.device) -> RankGroups:
         """Return the same groups with communicators of their own, so that gathers and reductions need no common order.
 
@@ -68,20 +70,22 @@ class RankGroups:
         """
         shard = second_communicator(self.shard, device)
         mean = shard if self.mean is self.shard else second_communicator(self.mean, device)
-        return dataclasses.replace(self, shard=shard, mean=mean)
+        return RankGroups(shard, self.replicate, mean, self.agree)
 
-    def reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype, key: int) -> Pending:
-        """Sum ``full`` over all ranks of ``shard`` and ``replicate``, divided by ``divisor``. ``wait()`` returns this
-        rank's part.
 
-        Args as for :meth:`Communicator.reduce_scatter`. All ranks wait for their results in the order of the launches.
-        """
-        if self.replicate is None:
-            return self.shard.reduce_scatter(full, tag, divisor, dtype, key)
-        # Between the two sums 16-bit values are fp32, so that they are rounded once, to ``dtype``, at the end.
-        exact = torch.float32 if full.dtype in HALF else full.dtype
-        scattered = self.shard.reduce_scatter(full, tag, dtype=exact, key=key)
-        return _ReplicatedSum(scattered, self.replicate, tag, divisor, dtype, key)
+def _reduce_replicated(
+    shard: Communicator,
+    replicate: Communicator,
+    full: torch.Tensor,
+    tag: str,
+    divisor: float,
+    dtype: torch.dtype,
+    key: int,
+) -> Pending:
+    # Between the two sums 16-bit values are fp32, so that they are rounded once, to ``dtype``, at the end.
+    exact = torch.float32 if full.dtype in HALF else full.dtype
+    scattered = shard.reduce_scatter(full, tag, dtype=exact, key=key)
+    return _ReplicatedSum(scattered, replicate, tag, divisor, dtype, key)
 
 
 class _ReplicatedSum(Pending):

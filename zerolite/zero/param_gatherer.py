@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import Communicator, Pending
-from zerolite.utils.module_hook import WeakHook, is_compiled, untraced
+from zerolite.utils.module_hook import WeakHook, is_compiled
+from zerolite.utils.torch_private import untraced
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import GATHER, Observers

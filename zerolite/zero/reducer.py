@@ -35,6 +35,7 @@ import torch
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import listeners
+from zerolite.utils.torch_private import after_backward
 from zerolite.zero.backward import coordinators
 from zerolite.zero.bucket import Bucket, BucketState
 from zerolite.zero.buffer import ParameterBuffer
@@ -289,7 +290,7 @@ class Reducer:
         if end_with_backward:
             # This runs in a hook inside the user's backward. No hook can know that its gradient is the last one, but
             # autograd calls its queued callbacks when all gradients have come.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_in_order)
+            after_backward(self._end_in_order)
 
     def _end_in_order(self) -> None:
         """End a backward that a hook has begun, behind one that a call of another engine has begun around it. That one

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from zerolite.utils.torch_private import flatten
 from zerolite.zero.flat import destinations, flattened
 from zerolite.zero.layout import BucketLayout, Gap, Slot
 
@@ -60,7 +61,7 @@ class Segment:
             if some.dtype not in self._padding:
                 self._padding[some.dtype] = [some.new_zeros(gap) for gap in self._gaps]
             parts = [part for pair in zip(parts, self._padding[some.dtype], strict=True) for part in pair]
-        return torch._C._nn.flatten_dense_tensors(parts)
+        return flatten(parts)
 
 
 def plan_segments(bucket: BucketLayout, strides: Mapping[int, tuple[int, ...]]) -> list[Segment]:
@@ -151,7 +152,7 @@ class BucketFiller:
                 flats[position] = flattened(flats[position], self._formats[index])
         if dtype not in self._zero:
             self._zero[dtype] = local.new_zeros(1, dtype=dtype)
-        joined = torch._C._nn.flatten_dense_tensors([*flats, self._zero[dtype]])
+        joined = flatten([*flats, self._zero[dtype]])
         if factor != 1.0:
             joined.mul_(factor)
         torch.index_select(joined.to(local.dtype), 0, self._source, out=local)

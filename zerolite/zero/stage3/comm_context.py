@@ -11,8 +11,8 @@ import torch
 from zerolite.comm import Pending
 from zerolite.offload.placements import Placement
 from zerolite.offload.shard_reader import ShardReader, StagedShards
-from zerolite.utils.accelerator import undispatched
 from zerolite.utils.memory_tags import GATHERED, PERSISTENT, listeners, resize, tag_memory
+from zerolite.utils.torch_private import undispatched
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.partitioned_parameter import (
     AVAILABLE,

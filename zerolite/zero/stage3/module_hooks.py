@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from zerolite.utils.module_hook import WeakHook, is_compiled, untraced
+from zerolite.utils.module_hook import WeakHook, is_compiled
+from zerolite.utils.torch_private import untraced
 from zerolite.zero.stage3.metadata_reads import reads_metadata
 from zerolite.zero.stage3.param_group import ParamGroup, groups_of_parameters, owns_released
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from zerolite.comm import Communicator
-from zerolite.utils.accelerator import addresses, undispatched
+from zerolite.utils.accelerator import addresses
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, tag_memory
+from zerolite.utils.torch_private import undispatched
 from zerolite.zero.flat import copy_assigned_data
 from zerolite.zero.stage3.comm_context import CommContext, group_by_context
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter

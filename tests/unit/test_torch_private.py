@@ -1,0 +1,89 @@
+"""Private names of torch: in one file of the core, each there in the installed torch, and no others."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict_saver
+
+from zerolite.utils.torch_private import NAMES
+
+ROOT = Path(__file__).resolve().parents[2] / "zerolite"
+HOME = "utils/torch_private.py"
+SEEN_IN = "2.6, 2.11 and 2.13"
+
+# What torch documents, although it has an underscore, and what its modules and tensors consist of.
+DOCUMENTED = re.compile(
+    r"_foreach_\w+|_grouped_mm|_amp_\w+|_to_copy|_local_scalar_dense"  # operators
+    r"|_parameters|_buffers|_modules|_forward_hooks|_forward_pre_hooks|_state_dict_pre_hooks|_backward_hooks"
+    r"|_non_persistent_buffers_set|_apply|_BatchNorm|_ConvNd|_DropoutNd"  # torch.nn.Module
+    r"|_version|_is_view|_make_wrapper_subclass|_make_subclass|_post_accumulate_grad_hooks"  # torch.Tensor
+    r"|_python_dispatch|_pytree|_ops"  # torch.utils._python_dispatch, torch.utils._pytree, torch._ops.OpOverload
+)
+# Python's own.
+PYTHON = set("_replace _asdict _fields _exit _getframe _current_frames _lru_cache_wrapper _actions".split())
+PYTHON |= set("_NamedFuncPointer _ArgumentGroup _run_module_as_main".split())
+
+# Folders that extend a part of torch beyond its public interface: its pipelining, its fake tensors, its launcher.
+EXTENSIONS = ("planning/", "pipe/", "tensor_parallel/", "monitor/", "launcher/", "activation_checkpointing/", "compat/")
+EXTENSIONS += ("access/", "zero/stage3/", "zero/optimizer.py")
+
+
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+def test_torch_has_the_name(name: str) -> None:
+    try:
+        functools.reduce(getattr, name.split(".")[1:], torch)
+    except AttributeError:
+        raise AssertionError(
+            f"torch {torch.__version__} has no {name}, which {SEEN_IN} have: zerolite/{HOME} says what it is for; find "
+            "what replaces it there, and keep the old name for the older versions"
+        ) from None
+
+
+def test_each_function_has_a_reason() -> None:
+    source = (ROOT / HOME).read_text()
+    for name in NAMES:
+        assert re.search(rf'^(def {name}\(.*\n    """\w|{name}: .*\n""")', source, re.MULTILINE), name
+    assert len(NAMES) <= 12
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def defined_here(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-zA-Z]", node.attr):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, part) for part in parts if re.match(r"_[a-zA-Z]", part))
+
+
+def test_no_other_file_of_the_core_uses_private_names() -> None:
+    own = {name for _, tree in trees() for name in defined_here(tree)}
+    found = [
+        f"zerolite/{path}:{line} {name}"
+        for path, tree in trees()
+        if path != HOME and not path.startswith(EXTENSIONS)
+        for line, name in private_names(tree)
+        if name not in own | PYTHON and not DOCUMENTED.fullmatch(name)
+    ]
+    assert not found, f"private names of torch belong into zerolite/{HOME}, with a reason: {found}"

@@ -1,0 +1,195 @@
+"""Every private name of torch that the core uses, each with the reason why no public one does.
+
+No other file of the core may use one, as ``tests/unit/test_torch_private.py`` checks. It also looks for each of them in
+the installed torch. All were seen in 2.6, 2.11 and 2.13.
+
+Not counted as private: operators (``torch._foreach_add_``), the dicts that an ``nn.Module`` consists of
+(``module._parameters``), a tensor's ``_version``, and what torch's own guide to its extension describes
+(``TorchDispatchMode``, ``torch.utils._pytree``, ``_make_wrapper_subclass``, ``DisableTorchFunctionSubclass``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, MutableMapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import SavePlanner, StorageWriter
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# -------------------------------------------------------------------- autograd
+
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward that this thread runs; -1 outside of one.
+
+A hook must know if a forward is the recomputation of a checkpoint, and which of several backwards it runs in. Threads
+of autograd have no state of their own that would tell.
+"""
+
+
+after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Let autograd call a function at the end of the backward that runs now.
+
+No hook knows that its gradient is the last one: which parameters get a gradient is known only then.
+"""
+
+# -------------------------------------------------------------------- operators
+
+flatten: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors
+"""Return all elements of some tensors as one flat tensor.
+
+For twenty small gradients it takes half the time of ``torch.cat`` of views, and three quarters of the same operator in
+``torch.ops``.
+"""
+
+# -------------------------------------------------------------------- dispatch
+
+_NO_CONTEXT = contextlib.nullcontext()
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def undispatched() -> contextlib.AbstractContextManager[Any]:
+    """Hide operators of the engine from dispatch modes.
+
+    Selective checkpointing is a mode that records all operators. The engine's are none of the forward that is repeated.
+    """
+    return _disable_current_modes() if _modes() else _NO_CONTEXT
+
+
+def fake_mode() -> FakeTensorMode | None:
+    """Return the active mode that makes tensors without memory; None if there is none.
+
+    Those tensors are torch's only ones that have a device, shapes and no memory. The plan of a model runs the engine on
+    them.
+    """
+    mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode
+
+
+# -------------------------------------------------------------------- torch.compile
+
+_eval_frame: Any = torch._C._dynamo.eval_frame
+
+
+def untraced(function: Function) -> Function:
+    """Exclude ``function`` and its calls from torch.compile.
+
+    ``torch.compiler.disable`` does the same, but would import the compiler together with zerolite.
+    """
+    excluded: Any = function
+    if hasattr(_eval_frame, "set_code_exec_strategy"):
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    else:  # torch 2.6
+
+        @functools.wraps(function)
+        def excluded(*args: Any, **kwargs: Any) -> object:
+            before = _eval_frame.set_eval_frame(None)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _eval_frame.set_eval_frame(before)
+
+        _eval_frame.skip_code(excluded.__code__)
+    excluded._torchdynamo_disable = True  # excludes it also when a caller is traced
+    return cast(Function, excluded)
+
+
+# -------------------------------------------------------------------- process groups
+
+
+def job_store() -> dist.Store:
+    """Return the rendezvous store of the default group, also where the user has started torch.distributed."""
+    return distributed_c10d._get_default_store()
+
+
+def process_groups() -> MutableMapping[Any, str]:
+    """Return torch's own dict of the names of all process groups of this process.
+
+    torch names a group by the length of this dict, which must be the same on the ranks that make one. It is the only
+    list of groups that programs have made themselves.
+    """
+    return cast("MutableMapping[Any, str]", distributed_c10d._world.pg_names)
+
+
+def backends_of(group: dist.ProcessGroup) -> Iterator[tuple[str, Any]]:
+    """Yield type of device and backend of ``group``. Only the backend knows the timeout, and its destructor must run
+    outside of torch's."""
+    for device in group._device_types:
+        yield device.type, group._get_backend(device)
+
+
+def timeout_of(group: dist.ProcessGroup, default: timedelta) -> timedelta:
+    """Return the time that ranks of ``group`` wait for each other in a collective."""
+    for _, backend in backends_of(group):
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if timeout is not None:
+            return cast(timedelta, timeout)
+    return default
+
+
+def launched_collectives(group: dist.ProcessGroup) -> int:
+    """Return the number of collectives that this rank has launched on ``group``; 0 if its backend does not count.
+
+    A program's own collectives inside a backward pass no code of zerolite.
+    """
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+def read_objects_by(read: Callable[[torch.Tensor, int, object], object]) -> None:
+    """Let torch's object collectives read a tensor's bytes by ``read``; torch.distributed.checkpoint calls them.
+
+    torch reads the bytes by numpy, which need not be installed.
+    """
+    setattr(distributed_c10d, "_tensor_to_object", read)  # noqa: B010  mypy knows no such function
+
+
+def save_by_plan(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
+    """Write what ``planner`` plans, by ``writer``. Called on all ranks of ``group``; None for one process alone.
+
+    The public ``save`` of torch 2.6 has no argument no_dist, and None means the default group there.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # not before it is needed
+
+    _save_state_dict({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+
+NAMES = {
+    "current_backward": ("torch._C._current_graph_task_id",),
+    "after_backward": ("torch.autograd.Variable._execution_engine",),
+    "flatten": ("torch._C._nn.flatten_dense_tensors",),
+    "undispatched": (
+        "torch._C._len_torch_dispatch_stack",
+        "torch.utils._python_dispatch._disable_current_modes",
+    ),
+    "fake_mode": (
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch._C._get_dispatch_mode",
+        "torch._C._TorchDispatchModeKey",
+    ),
+    "untraced": ("torch._C._dynamo.eval_frame",),
+    "job_store": ("torch.distributed.distributed_c10d._get_default_store",),
+    "process_groups": ("torch.distributed.distributed_c10d._world.pg_names",),
+    "backends_of": ("torch.distributed.ProcessGroup._device_types", "torch.distributed.ProcessGroup._get_backend"),
+    "launched_collectives": ("torch.distributed.ProcessGroup._get_sequence_number_for_group",),
+    "read_objects_by": ("torch.distributed.distributed_c10d._tensor_to_object",),
+    "save_by_plan": ("torch.distributed.checkpoint.state_dict_saver._save_state_dict",),
+}
+"""The private names behind each function here."""
