@@ -65,7 +65,7 @@ def train(engine: Any, recipe: Recipe, start: int, end: int) -> list[tuple[float
 
 def facts(engine: Any, states: tuple[str, ...] = ADAM) -> dict[str, Any]:
     """Everything of an engine that a checkpoint must bring back, whole. Called on all ranks."""
-    trained = engine.parameter_access.positions()
+    trained = engine._access.positions()
     named = {clean(name): p for name, p in engine.module.named_parameters() if id(p) in trained}
     parameters = list(named.values())
     result: dict[str, Any] = {"masters": dict(zip(named, zerolite.get_full_master(parameters), strict=True))}

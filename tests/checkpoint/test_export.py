@@ -30,9 +30,9 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raised, run_steps
 from zerolite.checkpoint import export
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.full_model import FullModel
 from zerolite.checkpoint.huggingface import plan_files
 from zerolite.checkpoint.safetensors import ToStore
-from zerolite.engine.full_model import FullModel
 from zerolite.utils.dtypes import BY_CODE
 
 FLOATS = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,11 +29,12 @@ from tests.toolkit.training import raised
 from zerolite.checkpoint import inspect
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.export import export_checkpoint
+from zerolite.checkpoint.full_state import forbid_partial_state_dicts
 from zerolite.checkpoint.manifest import SavedGrid, read_manifest
 from zerolite.comm import create_communicator, create_topology
 from zerolite.config import load_config
-from zerolite.engine.build import Arguments, build_engine
-from zerolite.engine.full_state import forbid_partial_state_dicts
+from zerolite.engine.arguments import Arguments
+from zerolite.engine.build import build_engine
 from zerolite.tensor_parallel.shard_spec import mark_partial, set_shard_spec, shard_spec_of
 
 GRIDS: dict[int, list[Grid]] = {
@@ -82,7 +83,7 @@ def train(engine: Any, first: int, last: int) -> None:
 
 def check_padding(engine: Any) -> None:
     """Check that padding of states and masters, which no checkpoint has, is zero."""
-    buffer = engine._pipeline._buffer
+    buffer = engine._parts.pipeline._buffer
     for piece in engine.optimizer.shards():
         index = piece.index
         cut = shard_spec_of(buffer.parameters[index])

@@ -341,7 +341,7 @@ def test_different_collectives_are_named_before_they_begin(what: str) -> None:
     made["zero_optimization"] |= {**MOVING, "stage3_module_granularity_threshold": 0}
 
     def differ(engine: Any) -> None:
-        comm = engine.internals.comm
+        comm = engine._parts.topology.data
         if what == "branch":
             for _ in range(2):
                 engine.backward(engine(torch.ones(2, 7), "right" if odd else "left").sum())

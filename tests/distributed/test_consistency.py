@@ -50,7 +50,7 @@ def _lr(engine: Any) -> None:
 
 
 def _steps(engine: Any) -> None:
-    engine._pipeline.state.counters.global_steps += 1
+    engine._parts.pipeline.state.counters.global_steps += 1
 
 
 # What one rank changes, and what is said of it.
@@ -62,7 +62,7 @@ NUMBERS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "param group 0 has betas [0.9, 0.95] on {first}, but [0.5, 0.95] on {odd}",
     ),
     "clip": (
-        lambda engine: setattr(engine._pipeline, "_max_norm", 0.25),
+        lambda engine: setattr(engine._parts.pipeline, "_max_norm", 0.25),
         "the update has a max_norm of 0.0 on {first}, but 0.25 on {odd}",
     ),
     "steps": (_steps, "the step has number 3 on {first}, but 4 on {odd}"),
@@ -107,7 +107,7 @@ def test_other_gathers_of_one_rank_are_told() -> None:
     engine = make_engine(at(3, optimizer=ADAMW))
     train(engine, 2)
     if is_last():
-        engine.coordinator.schedule.note_gather(1, 1)
+        engine._parts.coordinator.schedule.note_gather(1, 1)
     said = raised(lambda: train(engine, 1, 2))
     assert "what stage 3 has gathered has a hash" in said and "on ranks 0 and 1, but" in said and "leaf_modules" in said
 

@@ -298,7 +298,7 @@ def test_one_rank_writes(tmp_path: Path) -> None:
     with contextlib.redirect_stdout(printed):
         engine = make_engine(settings(PIPE_TENSOR, **more))
         train(engine, 4)
-        rank, writes = engine.rank, engine.step_log is not None
+        rank, writes = engine.rank, engine._step_log is not None
         del engine
         gc.collect()
     lines = [line.split(":")[0] for line in printed.getvalue().splitlines()]

@@ -370,7 +370,7 @@ def step_costs(
         engine.step()
     engine.backward(loss_of(engine, model, 2, 9, dist.get_rank(), branches))
     engine.reduce_gradients()
-    buffer = engine._pipeline._buffer
+    buffer = engine._parts.buffer
     buckets = buffer.buckets
     gradients = [bucket.mean() for bucket in buckets]
     masters, compute = [bucket.master for bucket in buckets], [bucket.compute for bucket in buckets]

@@ -306,7 +306,7 @@ class Program:
         if self.shared.random() < 0.5:
             first.grad = None
         if self.shared.random() < 0.3:  # and more comes
-            self.backward(0, self.engine._accumulation.weighted)
+            self.backward(0, self.engine._parts.accumulation.weighted)
         self.engine.step()
 
     def evaluation(self) -> None:

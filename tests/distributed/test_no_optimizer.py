@@ -39,7 +39,9 @@ def test_a_model_is_evaluated_and_nothing_else_is_kept(stage: int, precision: st
     plain.to(dtype)
     plans = []
     if stage == 3:
-        engine.module.up.register_forward_hook(lambda *_: plans.append(engine.coordinator.schedule.plan_progress[0]))
+        engine.module.up.register_forward_hook(
+            lambda *_: plans.append(engine._parts.coordinator.schedule.plan_progress[0])
+        )
     for step in range(6):
         tokens, _ = models.token_batch(step, 0, dist.get_rank())
         with torch.no_grad():

@@ -95,8 +95,8 @@ def train_model(model: str, config: dict[str, Any], steps: int) -> dict[str, Any
                 result["evaluated"].append(loss_of(engine, batch_of(step, 7, dist.get_rank())).item())
             assert_nothing_is_whole(engine)
     result["calls"] = [(call.op, call.tag, call.numel) for call in calls.calls]
-    result["followed"] = engine.coordinator.schedule.following
-    result["places"] = sorted({handle.placement.location for handle in engine.coordinator.handles})
+    result["followed"] = engine._parts.coordinator.schedule.following
+    result["places"] = sorted({handle.placement.location for handle in engine._parts.coordinator.handles})
     result["parameters"] = snapshot(engine)
     return result
 
@@ -121,10 +121,10 @@ def _write(engine: Any) -> None:
 
 
 def assert_nothing_is_whole(engine: Any) -> None:
-    reader = engine.coordinator.context.reader
-    ahead = [] if reader is None else [h.name for h in engine.coordinator.handles if reader.is_read_ahead(h)]
+    reader = engine._parts.coordinator.context.reader
+    ahead = [] if reader is None else [h.name for h in engine._parts.coordinator.handles if reader.is_read_ahead(h)]
     assert not ahead, "read, and not dropped"
-    for handle in engine.coordinator.handles:
+    for handle in engine._parts.coordinator.handles:
         assert handle.shard.numel() == shard_numel(handle.numel, dist.get_world_size())
         if not handle.persistent:
             assert handle.status is ZeroParamStatus.NOT_AVAILABLE, handle.name
@@ -263,7 +263,7 @@ def memory(config: dict[str, Any]) -> dict[str, Any]:
         engine = zerolite.initialize(model, config)
         train_chain(engine, 3)
         rests = named.alive(COMPUTE, GATHERED)
-    on_host = [i for i, handle in enumerate(engine.coordinator.handles) if handle.placement.location == HOST]
+    on_host = [i for i, handle in enumerate(engine._parts.coordinator.handles) if handle.placement.location == HOST]
     return {"rests": rests, "whole": max(seen[GATHERED]), "staged": max(seen[STAGING]), "on host": on_host}
 
 

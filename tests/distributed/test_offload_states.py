@@ -197,7 +197,7 @@ def test_masters_that_are_set_are_not_hidden_by_shards_read_ahead(tmp_path: Path
         engine = make_engine(on_disk(directory, **more), "PrimeMlp")
         run_steps(engine, 4)
         models.square_loss(engine, models.float_batch(5, 0, engine.rank))
-        assert directory is None or engine.coordinator.context.reader._ahead
+        assert directory is None or engine._parts.coordinator.context.reader._ahead
         for parameter in engine.module.parameters():
             zerolite.set_full_master(parameter, torch.full(tuple(parameter.ds_shape), 0.01))
         with torch.no_grad():
@@ -255,7 +255,7 @@ class Streams:
 def test_a_reload_on_another_stream_waits_for_the_copies_to_the_host() -> None:
     engine = mixed_engine(settings(2, "bf16"))
     run_steps(engine, 1)
-    offload, streams, copy = engine.state_offload, Streams(), torch.Tensor.copy_
+    offload, streams, copy = engine._offload, Streams(), torch.Tensor.copy_
     device = mock.Mock(type="cuda")
 
     def copy_(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +271,7 @@ def test_a_reload_on_another_stream_waits_for_the_copies_to_the_host() -> None:
         mock.patch.object(torch.Tensor, "copy_", copy_),
         mock.patch.object(state_offload, "host_memory", lambda nbytes, pin: torch.empty(nbytes, dtype=torch.uint8)),
         mock.patch.object(state_offload, "_moves", lambda tensor, device: bool(tensor.untyped_storage().nbytes())),
-        mock.patch.object(offload, "_owners", dataclasses.replace(offload._owners, device=device)),
+        mock.patch.object(offload, "_parts", dataclasses.replace(offload._parts, device=device)),
     ):
         for non_blocking in (True, False):
             streams.log.clear()

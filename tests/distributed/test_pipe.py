@@ -151,7 +151,7 @@ def test_a_chunk_is_reduced_behind_its_own_last_backward(schedule: str) -> None:
         patch.setattr(Reducer, "_launch", noted)
         patch.setattr(Reducer, "begin_backward", begun)
         engine, _ = train("blocks", schedule=schedule, zero=1, steps=3)
-    buckets, steps = len(engine._reducer.buffer.layout.buckets), events
+    buckets, steps = len(engine._parts.buffer.layout.buckets), events
     for _ in range(3):
         last = steps.index(["last backward"])
         early = [event for event in steps[:last] if event[0] == "launch"]

@@ -138,7 +138,7 @@ def train(config: dict[str, Any], steps: int = STEPS, init: bool = False, compil
     assert_same_on_ranks(parameters)
     trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
     masters = dict(zip(trained, zerolite.get_full_master(trained.values()), strict=True))
-    buffer = engine.parameter_access._buffer
+    buffer = engine._access._buffer
     with torch.no_grad():
         for parameter in engine.full_state_dict().values():
             parameter.zero_()
@@ -430,7 +430,7 @@ def assert_quantized(found: Mapping[str, Tensor], half: torch.dtype, classes: bo
 def test_quantized_parameters_keep_their_bits(precision: str, stage: int, init: bool, tmp_path: Path) -> None:
     """dtype, bits, class and attributes, of their scales too; a bias is not quantized."""
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    with zerolite.zero.Init(enabled=init, dtype=torch.float32):
+    with zerolite.zero.Init(enabled=init, dtype=half):
         torch.manual_seed(1)
         model = Quantized()
     engine = zerolite.initialize(model, corner(stage, precision, fp32_modules=[]))

@@ -152,13 +152,13 @@ def _gradients(engine: Any, own: Part, part: str) -> tuple[Rows, Any]:
         engine.reduce_gradients()
     handle.remove()
     several = engine.gradient_accumulation_steps > 1
-    layout = engine._reducer.buffer.layout
+    layout = engine._parts.buffer.layout
     bucket = next(slot.bucket for slot in layout.slots if slot.name == f"{part}.layer.weight")
     travelled = {c.dtype for c in calls.select(tag="gradients") if c.numel == layout.buckets[bucket].numel}
     rows = {"gradients in hooks of parameters": said(set(hooked))}
     rows["`get_full_grad`"] = said([zerolite.get_full_grad(own.layer.weight).dtype])
     if several:
-        rows["sums of several micro-batches"] = said([engine._reducer.buffer.buckets[bucket].mean().dtype])
+        rows["sums of several micro-batches"] = said([engine._parts.buffer.buckets[bucket].mean().dtype])
     if engine.world_size > 1:
         stages = "0 and 1" if engine.config.zero_optimization.stage < 2 else "2 and 3"
         how = f"several, stages {stages}" if several else "one micro-batch"
@@ -205,7 +205,7 @@ def _body(engine: Any, own: Part, outputs: Any) -> Rows:
 def _exact(engine: Any, own: Part, outputs: Any) -> Rows:
     others = [own.seen[name] for name in OTHERS]
     returned, computed = engine.module.from_exact, own.seen["computed"]
-    with torch.no_grad(), engine._precision.autocast_context(engine.device):
+    with torch.no_grad(), engine._parts.precision.autocast_context(engine.device):
         given_fp32 = own({"x": torch.ones(3, WIDTHS["exact"])})["y"][0]
         given_none = own({"ids": torch.arange(2)})["y"][0]
         own({}, more=({name: torch.ones(1, dtype=FLOATING[name]) for name in HALVES},))

@@ -78,7 +78,7 @@ def _trained(steps: int, given: dict[str, Any], forward_too: bool) -> dict[str, 
     for step in range(steps):
         engine.backward(engine(*_batch(step)))
         engine.step()
-    assert engine._reducer.program_communicates
+    assert engine._parts.reducer.program_communicates
     return snapshot(engine)
 
 
@@ -108,13 +108,13 @@ def test_it_is_seen_in_the_first_backward(forward_too: bool, key: bool | None) -
     """In all its forwards and backwards, or in its backwards alone: the first of these has ranks alike here."""
     model = build(Detector, forward_too=forward_too)
     engine = zerolite.initialize(model, config(2, zero={"collectives_in_backward": key}))
-    assert engine._reducer.program_communicates is bool(key)
+    assert engine._parts.reducer.program_communicates is bool(key)
     for step in range(3):
         loss = engine(*_batch(step)) if step else engine(_batch(step)[0], 4)
-        assert engine._reducer.program_communicates is bool(key or step or forward_too)
+        assert engine._parts.reducer.program_communicates is bool(key or step or forward_too)
         engine.backward(loss)
         engine.step()
-    assert engine.call.call_module is engine.module
+    assert engine._parts.call.call_module is engine.module
 
 
 @pytest.mark.fast("2-2")
@@ -129,7 +129,7 @@ def test_a_program_that_communicates_outside_of_backward(stage: int) -> None:
         engine.backward(loss)
         dist.barrier()
         engine.step()
-        assert not engine._reducer.program_communicates
+        assert not engine._parts.reducer.program_communicates
 
 
 class Mean(nn.Module):

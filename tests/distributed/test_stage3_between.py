@@ -162,7 +162,7 @@ def test_a_gather_for_each_parameter_and_no_memory_is_left() -> None:
         return wholes
 
     def sizes() -> list[int]:
-        return [handle.full.untyped_storage().nbytes() for handle in side.engine.coordinator.handles]
+        return [handle.full.untyped_storage().nbytes() for handle in side.engine._parts.coordinator.handles]
 
     with mock.patch.object(gathered_operations, "gather_copies", noted):
         with zerolite.comm.record() as record, torch.no_grad():
@@ -283,7 +283,7 @@ def test_classes_of_the_user() -> None:
         weight.mul_(2)
     engine.backward(engine(torch.ones(2, 5)).sum())
     engine.step()
-    data, coordinator = weight.data, engine.coordinator if dist.get_rank() else None
+    data, coordinator = weight.data, engine._parts.coordinator if dist.get_rank() else None
     del engine
     gc.collect()
     assert data.norm() > wanted.norm() and (coordinator is not None) is (dist.get_rank() > 0)

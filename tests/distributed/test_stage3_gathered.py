@@ -263,7 +263,7 @@ def test_a_gather_that_cannot_begin() -> None:
         raise AssertionError("the context has begun")
     assert_partitioned(engine.module)
     run_steps(engine, 2)
-    assert engine.coordinator.schedule.following
+    assert engine._parts.coordinator.schedule.following
 
 
 # -------------------------------------------------------------------- external parameters

@@ -58,7 +58,7 @@ def ways(
 ) -> dict[str, Any]:
     """Train with ``steps[step][rank]`` (or ``[0]``) as the way through the model."""
     engine = zerolite.initialize(models.build(model), config(stage, "fp32", 1, 0.4, ADAMW, zero=zero))
-    schedule = engine.coordinator.schedule if engine.coordinator is not None else None
+    schedule = engine._parts.coordinator.schedule if engine._parts.coordinator is not None else None
     following, losses = [], []
     with Warnings() as warnings:
         for step, choices in enumerate(steps):
@@ -103,18 +103,18 @@ def test_prefetches_precede_the_module_that_needs_them() -> None:
         if list(module.parameters(recurse=False)):
             module.register_forward_pre_hook(lambda *_, name=name: events.append(("module", name)))
             module.register_full_backward_pre_hook(lambda *_, name=name: events.append(("gradient", name)))
-    issue_all_gather = engine.coordinator.context.issue_all_gather
+    issue_all_gather = engine._parts.coordinator.context.issue_all_gather
 
     def noted(members: Sequence[Any]) -> None:
         issue_all_gather(members)
         events.append(("launch", tuple(member.name for member in members)))
 
-    with mock.patch.object(engine.coordinator.context, "issue_all_gather", noted):
+    with mock.patch.object(engine._parts.coordinator.context, "issue_all_gather", noted):
         for step in range(3):
             start = len(events)
             engine.backward(loss_of(engine, step))
             engine.step()
-    assert engine.coordinator.schedule.following and not left_gathered(engine)
+    assert engine._parts.coordinator.schedule.following and not left_gathered(engine)
     window = events[start:]
     assert_same_on_ranks({"events": window})
     places = {event: index for index, event in reversed(list(enumerate(window)))}  # of the first such event
@@ -187,7 +187,7 @@ def test_a_weight_that_is_read_while_it_is_kept_comes_back_for_the_readers_backw
             elif step == 4:
                 engine.backward(loss, retain_graph=True)
             engine.backward(loss)
-            assert step != 3 or engine.coordinator is None or engine.coordinator.schedule.following
+            assert step != 3 or engine._parts.coordinator is None or engine._parts.coordinator.schedule.following
             engine.step()
         found.append(snapshot(engine))
     assert_same_bits(*found, "stages 2 and 3")
@@ -253,14 +253,14 @@ def test_asked_parameters_are_not_kept() -> None:
     limit = 64
     limits = {"stage3_max_live_parameters": limit, "stage3_prefetch_bucket_size": 0}
     engine = zerolite.initialize(Asks(), at(3, zero=limits))
-    handles = engine.coordinator.handles
+    handles = engine._parts.coordinator.handles
     engine.module.live = lambda: sum(h.numel for h in handles if h.status is not ZeroParamStatus.NOT_AVAILABLE)
     for _ in range(3):
         engine.backward(engine(torch.ones(2, 8)).sum())
         engine.step()
-        assert engine.coordinator.schedule.groups[0] == (), "the root has taken parameters that it only asked"
+        assert engine._parts.coordinator.schedule.groups[0] == (), "the root has taken parameters that it only asked"
     assert engine.module.most <= limit
-    assert engine.coordinator.schedule.following
+    assert engine._parts.coordinator.schedule.following
 
 
 # -------------------------------------------------------------------- reductions
@@ -271,7 +271,7 @@ def test_unused_parameters_hold_back_no_reduction() -> None:
     model = models.build(Tower)
     model.spare = nn.Linear(6, 13)
     engine = zerolite.initialize(model, config(3, zero={**SHORT, "reduce_bucket_size": 1}))  # a bucket for each layer
-    buckets = {bucket.slots[0].name.split(".")[0]: bucket.index for bucket in engine._reducer.buffer.layout.buckets}
+    buckets = {bucket.slots[0].name.split(".")[0]: bucket.index for bucket in engine._parts.buffer.layout.buckets}
     for step in range(4):
         early: list[int] = []
         with zerolite.comm.record() as recorder:

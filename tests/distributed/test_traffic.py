@@ -155,7 +155,7 @@ def stage3(
         with zerolite.comm.record() as recorder:
             for micro in range(accumulation):
                 engine.backward(loss_of(engine, step, micro, "OddModel" if model is Tied else "Mlp"))
-                assert step < STEPS - 1 or engine.coordinator.schedule.following
+                assert step < STEPS - 1 or engine._parts.coordinator.schedule.following
                 assert not left_gathered(engine), left_gathered(engine)
                 engine.step()
         assert not left_gathered(engine), left_gathered(engine)

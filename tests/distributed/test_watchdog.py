@@ -109,7 +109,7 @@ def part(
                 break
             if odd:
                 time.sleep(FOR_EVER)
-            zerolite.comm.HostGroup(engine.internals.comm, "after").gather("hello")
+            zerolite.comm.HostGroup(engine._parts.topology.data, "after").gather("hello")
     found = {"steps": engine.global_steps, "raised": raised, "rank": rank}
     del engine, evaluated
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.toolkit import models
-from zerolite.engine.decisions import SKIPS_ON_DEVICE
+from zerolite.engine.options import SKIPS_ON_DEVICE
 
 
 class Gated(nn.Module):

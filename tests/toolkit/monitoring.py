@@ -30,7 +30,7 @@ def monitors(folder: Path) -> dict[str, Any]:
 
 def events_of(engine: Any, kind: type) -> list[str]:
     """The events of an engine's steps that observers of class ``kind`` are told of."""
-    observers = vars(engine._pipeline._observers)
+    observers = vars(engine._parts.pipeline._observers)
     return sorted(
         event
         for event, listeners in observers.items()
@@ -67,9 +67,11 @@ def run_watched(
             place = engine.global_steps if engine.global_samples is None else engine.global_samples
             engine.monitor.write([("accuracy", 0.5, place)])
             assert engine.skipped_steps == 1
-        seen["logged"] = engine.comms_summary() if engine.comms_logger is not None else None
+        seen["logged"] = engine.comms_summary() if engine._monitoring.comms_logger is not None else None
         seen["parameters"] = snapshot(engine)
-        own = [engine._comm] + ([engine.coordinator.comm] if engine.coordinator is not None else [])
+        own = [engine._parts.topology.data] + (
+            [engine._parts.coordinator.comm] if engine._parts.coordinator is not None else []
+        )
         seen["watchers"] = [len(comm._watchers) for comm in {id(comm): comm for comm in own}.values()]
     seen["watched"] = events_of(engine, FlopsProfiler)
     gone = weakref.ref(engine)

@@ -75,7 +75,7 @@ class Cases:
         cls, *arguments = self._cases[name]
         torch.manual_seed(0)
         engine = zerolite.initialize(cls(*arguments), config)
-        coordinator = engine.coordinator
+        coordinator = engine._parts.coordinator
         losses, evaluations, gathers, following = [], [], [], []
         # torch runs a transformer layer as one kernel where no module has hooks, so not at stage 3: other rounding.
         torch.backends.mha.set_fastpath_enabled(False)
@@ -105,7 +105,7 @@ class Cases:
             "state": state,
             "strides": {key: value.stride() for key, value in state.items()},
             "tied": {a: [b for b in state if state[a].data_ptr() == state[b].data_ptr() != 0] for a in state},
-            "trained": {slot.name: slot.numel for slot in engine._pipeline._buffer.layout.slots},
+            "trained": {slot.name: slot.numel for slot in engine._parts.pipeline._buffer.layout.slots},
             "units": [] if coordinator is None else [unit.name for unit in coordinator.groups],
         }
 
@@ -126,10 +126,10 @@ class Cases:
 
 def left_gathered(engine: Any) -> list[str]:
     """Return the parameters that stage 3 should have released, and has not."""
-    if engine.coordinator is None:
+    if engine._parts.coordinator is None:
         return []
     wrong = []
-    for handle in engine.coordinator.handles:
+    for handle in engine._parts.coordinator.handles:
         wanted = ZeroParamStatus.AVAILABLE if handle.persistent else ZeroParamStatus.NOT_AVAILABLE
         memory = 0 if handle.storage is None else handle.storage.nbytes()
         if handle.status is not wanted or handle.holds or (memory and not handle.persistent):

@@ -119,7 +119,7 @@ def train(
         if disturb is not None and step in at:
             disturbed.append(detached(disturb(engine, step)))
         seen.append(detached(loop(engine, step)))
-        followed.append(engine.coordinator is not None and engine.coordinator.schedule.following)
+        followed.append(engine._parts.coordinator is not None and engine._parts.coordinator.schedule.following)
         engine.step()
         norms.append(engine.get_global_grad_norm())
         assert not left_gathered(engine), left_gathered(engine)

@@ -54,7 +54,7 @@ def test_an_engine_writes_the_bytes_of_its_shards(stage: int, bf16: bool) -> Non
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     engine.step()
-    model = engine.checkpointer.components.model
+    model = engine._checkpointer.model_state
     shards, _ = model.shards(exclude_frozen=False)
     assert any(shard.key.startswith("optimizer/") for shard in shards)
-    assert engine.checkpointer.nbytes() == sum(shard.nbytes for shard in shards) > 0
+    assert engine._checkpointer.nbytes() == sum(shard.nbytes for shard in shards) > 0

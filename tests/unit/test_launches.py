@@ -16,7 +16,8 @@ from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
-from zerolite.engine.build import Arguments, build_engine
+from zerolite.engine.arguments import Arguments
+from zerolite.engine.build import build_engine
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.gradient_memory import GradientMemory
 
@@ -188,7 +189,7 @@ def test_buckets_are_launched_before_the_last_backward() -> None:
             comm.log.clear()
             engine.backward(engine(torch.ones(2, 8)).sum())
             engine.step()
-            engine._reducer.launch_early(early)
+            engine._parts.reducer.launch_early(early)
             assert comm.launched() == early
             engine.backward(engine.module[:2](torch.ones(2, 8)).sum())
             engine.step()
@@ -197,7 +198,7 @@ def test_buckets_are_launched_before_the_last_backward() -> None:
     assert all(map(torch.equal, *results))
     engine.backward(engine(torch.ones(2, 8)).sum())
     engine.step()
-    engine._reducer.launch_early([1, 0])
+    engine._parts.reducer.launch_early([1, 0])
     with pytest.raises(RuntimeError, match="parameter '3.weight' got another gradient .* after its bucket was reduced"):
         engine.backward(engine(torch.ones(2, 8)).sum())
     engine.zero_grad(set_to_none=True)  # ends the backward, which reductions of other engines wait for

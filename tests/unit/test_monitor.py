@@ -22,9 +22,9 @@ from tests.unit.conftest import Device
 from zerolite.comm import Communicator, data_topology
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
-from zerolite.engine.monitoring import Monitoring
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
 from zerolite.monitor.append_file import AppendFile
+from zerolite.monitor.monitoring import Monitoring
 from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock
 from zerolite.monitor.writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
 from zerolite.zero.observers import Observers
@@ -267,9 +267,13 @@ def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine
     engine: Any = type("Engine", (), {})()  # something that can go
     outcomes, optimizer = Late(), SimpleNamespace(param_groups=[{"lr": 0.5}])
     config = load_config(everything_enabled(tmp_path))
-    started = Monitoring(config, data_topology(Communicator()), CPU, outcomes, observers, optimizer, None)  # type: ignore[arg-type]
+    parts: Any = SimpleNamespace(
+        config=config, topology=data_topology(Communicator()), device=CPU, pipeline=SimpleNamespace(state=outcomes),
+        observers=observers, optimizer=optimizer, scaler=None, model=torch.nn.Linear(1, 1), call=None,
+    )  # fmt: skip
+    started = Monitoring(parts)
     started.end_with(engine)
-    assert started.comms_logger is None and started.watch_module(torch.nn.Linear(1, 1), None) == []  # type: ignore[arg-type]
+    assert started.comms_logger is None and started.watch_module() == []
     path = tmp_path / "job" / "events.jsonl"
     assert path.read_text() == ""
     if how == "close":

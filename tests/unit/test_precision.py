@@ -120,6 +120,14 @@ def test_all_walks_meet_the_same_tensors_in_the_same_order(kind):
     assert leaves[-1] == ("after", value["after"]) and ("nested.2", {}) in leaves
 
 
+def test_objects_that_refer_to_each_other_are_entered_once_on_all_paths() -> None:
+    """A dozen of them, each of which knows all others: 12! paths."""
+    nodes = [types.SimpleNamespace(value=torch.ones(1)) for _ in range(12)]
+    for node in nodes:
+        node.peers = [other for other in nodes if other is not node]
+    assert set(map(id, find_in_objects(nodes[0], depth=12))) == {id(node.value) for node in nodes}
+
+
 @pytest.mark.parametrize("kind", INPUTS)
 def test_inputs_of_any_shape_are_cast_and_never_changed(kind):
     compute = torch.bfloat16

@@ -13,16 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerolite.comm import Communicator, Topology, largest
+from zerolite.comm import Communicator, largest
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
-from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
 from zerolite.zero.layout import Range, Slot
-from zerolite.zero.optimizer import ShardedOptimizer
-from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, unpartitioned_shape
-from zerolite.zero.step import StepPipeline
 from zerolite.zero.update import OptimParamShard
 
 Parameters = torch.nn.Parameter | Iterable[torch.nn.Parameter]
@@ -123,20 +120,19 @@ def set_full_optimizer_state(parameters: Parameters, name: str, value: object) -
 
 
 def _access_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[ParameterAccess, list[int]]:
-    engines = []
+    found: list[ParameterAccess] = []
     for parameter in parameters:
         owner = OWNERS.get(parameter)
-        engine = owner() if owner is not None else None
-        if engine is None:
+        access = owner.access() if owner is not None else None
+        if access is None:
             raise ValueError(
                 f"expected a parameter that an engine trains, got one of shape {tuple(unpartitioned_shape(parameter))} "
                 "that none does: it is frozen, or belongs to a model that was not given to zerolite.initialize"
             )
-        engines.append(engine)
-    if any(engine is not engines[0] for engine in engines):
+        found.append(access)
+    if any(access is not found[0] for access in found):
         raise ValueError("expected parameters of one engine, got some of several; call once for each engine")
-    access: ParameterAccess = engines[0].parameter_access
-    return access, access.indices(parameters)
+    return found[0], found[0].indices(parameters)
 
 
 def _read_all(parameters: Parameters, get: Callable[[ParameterAccess, list[int]], list[Any]]) -> object:
@@ -169,18 +165,10 @@ def _set(parameters: Parameters, value: Any, put: Callable[[ParameterAccess, int
 class ParameterAccess:
     """Access to one engine's gradients, masters and states, by the index of the parameter in the layout."""
 
-    def __init__(
-        self,
-        pipeline: StepPipeline,
-        reducer: Reducer,
-        buffer: ParameterBuffer,
-        optimizer: ShardedOptimizer,
-        topology: Topology,
-    ) -> None:
-        self._pipeline = pipeline
-        self._reducer = reducer
-        self._buffer = buffer
-        self._optimizer = optimizer
+    def __init__(self, parts: EngineParts) -> None:
+        self._pipeline, self._reducer = parts.pipeline, parts.reducer
+        self._buffer, self._optimizer = parts.buffer, parts.optimizer
+        topology = parts.topology
         self._shard, self._data, self._tensor = topology.shard, topology.data, topology.tensor
         self._staged = topology.pipe.world_size > 1
 

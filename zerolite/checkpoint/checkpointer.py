@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from zerolite.checkpoint.engine_components import EngineComponents
 from zerolite.checkpoint.loading import Loader, LoadRequest
+from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.saving import Saver, SaveRequest, UserState
 from zerolite.checkpoint.training_run import run_of_this_job
+from zerolite.comm import HostGroup
 from zerolite.data.dataloader import Loaders
 from zerolite.utils.accelerator import collector_off
+from zerolite.zero.engine_parts import EngineParts
 
 
 class Checkpointer:
     """The checkpoints of one engine. All methods are called on all ranks, between the engine's other calls."""
 
-    def __init__(self, components: EngineComponents, loaders: Loaders) -> None:
+    def __init__(self, parts: EngineParts, loaders: Loaders, register_unfrozen_params: Callable[[], None]) -> None:
         """
         Args:
-            components: of the engine.
+            parts: of the engine.
             loaders: they return and accept the positions of the engine's data loaders.
+            register_unfrozen_params: trains parameters from now on that have been unfrozen since the last backward.
         """
-        self.components = components
+        self.model_state = ModelState(parts)
         self._loaders = loaders
+        shared = self.model_state, HostGroup(parts.topology.world, "checkpoint"), register_unfrozen_params
         run = run_of_this_job()
-        self._saver = Saver(components, run)
-        self._loader = Loader(components, run)
+        self._saver = Saver(*shared, run)
+        self._loader = Loader(*shared, run)
 
     def save(
         self, scheduler: object, client_state: object, save_dir: str | os.PathLike[str], tag: str | None, *flags: Any

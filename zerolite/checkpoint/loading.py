@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
-from zerolite.checkpoint.engine_components import EngineComponents, one_request
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import INDEX, SavedGrid
 from zerolite.checkpoint.matching import (
@@ -25,9 +24,10 @@ from zerolite.checkpoint.matching import (
     match_parameters,
     reordered,
 )
-from zerolite.checkpoint.model_state import OPTIMIZER, RANKS, Kinds
+from zerolite.checkpoint.model_state import OPTIMIZER, RANKS, Kinds, ModelState
 from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader, Target
+from zerolite.checkpoint.saving import barrier, one_request
 from zerolite.checkpoint.state import (
     GroupState,
     ModelFacts,
@@ -39,7 +39,7 @@ from zerolite.checkpoint.state import (
     joined,
 )
 from zerolite.checkpoint.training_run import TrainingRun
-from zerolite.comm import RaiseTogether
+from zerolite.comm import HostGroup, RaiseTogether
 from zerolite.data.dataloader import Loaders
 from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
 
@@ -87,10 +87,12 @@ class _Plan:
 class Loader:
     """Loads checkpoints into one engine."""
 
-    def __init__(self, components: EngineComponents, run: TrainingRun) -> None:
-        self._components = components
-        self._run = run
-        self._host = components.host
+    def __init__(
+        self, state: ModelState, host: HostGroup, register_unfrozen_params: Callable[[], None], run: TrainingRun
+    ) -> None:
+        """See :class:`~zerolite.checkpoint.saving.Saver`."""
+        self._model_state, self._parts = state, state.parts
+        self._host, self._register_unfrozen_params, self._run = host, register_unfrozen_params, run
 
     def load(self, request: LoadRequest, scheduler: Any, loaders: Loaders) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint. Called on all ranks. Returns its directory and the client state; (None, {}) if a missing
@@ -98,13 +100,13 @@ class Loader:
 
         Raises CheckpointError. Until the tensors are read, nothing has been changed when it is raised.
         """
-        ranks = self._components.barrier(_CALL)
+        ranks = barrier(self._host, self._parts.config, _CALL)
         one_request(_CALL, dict(enumerate(ranks.gather(lambda: request))))
         path = self._find(request, ranks)
         if path is None:
             return None, {}
         there = complete_checkpoints(path.parent) if self._host.rank == 0 else []
-        self._components.register_unfrozen_params()
+        self._register_unfrozen_params()
         stages = self._stages(ranks)
         plan = ranks.run(lambda: self._plan(path, request, stages, scheduler, loaders))
         self._read(plan, ranks)
@@ -131,8 +133,8 @@ class Loader:
 
     def _stages(self, ranks: RaiseTogether) -> list[ModelFacts]:
         """Return the facts of all pipeline stages; [] without a pipeline, where each rank describes the full model."""
-        model = self._components.model
-        if model.topology.pipe.world_size == 1:
+        model = self._model_state
+        if model.parts.topology.pipe.world_size == 1:
             return []
         describe = lambda: model.describe() if model.speaks_for_stage else None  # noqa: E731
         return [stage for stage in ranks.gather(describe) if stage is not None]
@@ -142,11 +144,11 @@ class Loader:
     def _plan(
         self, path: Path, request: LoadRequest, stages: list[ModelFacts], scheduler: object, loaders: Loaders
     ) -> _Plan:
-        self._components.pipeline.check_between_steps()
+        self._parts.pipeline.check_between_steps()
         reader = self._open(path)
         state = reader.read_state(SavedState)
         reader.trust(lambda: state.check_shapes({key: stored.shape for key, stored in reader.tensors.items()}))
-        model = joined(stages or [self._components.model.describe()])
+        model = joined(stages or [self._model_state.describe()])
         match = self._match(reader, state, model, request.load_module_strict)
         buffers = self._buffers(state.buffers, model, request.load_module_strict)
         trains = _trained_in_both(model.parameters, state.parameters, match)
@@ -156,7 +158,7 @@ class Loader:
         kinds = None
         if request.load_optimizer_states:
             kinds = self._kinds(reader, state.optimizer)
-            if kinds and self._components.model.optimizer.method.state_names is None:
+            if kinds and self._parts.optimizer.method.state_names is None:
                 self._check_flags(model, groups, trains, state.optimizer.groups)
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
         if state.loaders:
@@ -195,13 +197,13 @@ class Loader:
         """Match the param groups. Raises CheckpointError for values of other types."""
         saved = state.optimizer.groups
         groups = match_groups(model.groups, saved, trains)
-        for group, index in zip(self._components.model.optimizer.param_groups, groups, strict=True):
+        for group, index in zip(self._parts.optimizer.param_groups, groups, strict=True):
             if index is not None:
                 reader.trust(functools.partial(check_hyperparameters, group, saved[index].values))
         return groups
 
     def _buffers(self, stored: Mapping[str, TensorFacts], model: ModelFacts, strict: bool) -> list[str]:
-        here, everywhere = self._components.model.named_buffers(), model.buffers
+        here, everywhere = self._model_state.named_buffers(), model.buffers
         if strict:
             missing = [name for name in everywhere if name not in stored]
             check_complete("buffer", missing, [name for name in stored if name not in everywhere])
@@ -222,7 +224,7 @@ class Loader:
             if key.startswith(OPTIMIZER):
                 kind, _, name = key.removeprefix(OPTIMIZER).partition("/")
                 kinds.setdefault(kind, {})[name] = (stored.shape, stored.dtype)
-        optimizer = self._components.model.optimizer
+        optimizer = self._parts.optimizer
         expected = optimizer.method.state_names
         saved, here = stored_optimizer.type, type(optimizer.inner).__name__
         other = _family(saved) != _family(here)
@@ -250,9 +252,7 @@ class Loader:
 
         A stored group is compared if one of its parameters' states would be loaded into the group here.
         """
-        for group, names, index in zip(
-            self._components.model.optimizer.param_groups, model.groups, matched, strict=True
-        ):
+        for group, names, index in zip(self._parts.optimizer.param_groups, model.groups, matched, strict=True):
             members = {trains[name] for name in names if name in trains}
             for number, of in enumerate(stored if index is None else ()):
                 flag = next((flag for flag in _FLAGS if bool(of.values.get(flag)) != bool(group.get(flag))), None)
@@ -268,29 +268,29 @@ class Loader:
     @torch.no_grad()
     def _read(self, plan: _Plan, ranks: RaiseTogether) -> None:
         """Read parameters, buffers and states. Called on all ranks."""
-        components, reader = self._components, plan.reader
+        pipeline, reader = self._parts.pipeline, plan.reader
         # The outcome of the last step may still be on the device: read it now, or it would change the loaded counters
         # later.
-        components.pipeline.state.settle()
-        components.pipeline.zero_grad()
+        pipeline.state.settle()
+        pipeline.zero_grad()
         # Parameters that the checkpoint lacks keep their values. The all-gather below takes all values from the
         # masters, so values that the user has written into parameters must be in the masters first.
-        components.pipeline.written.collect_all()
-        targets = list(components.model.targets(plan.match.names))
+        pipeline.written.collect_all()
+        targets = list(self._model_state.targets(plan.match.names))
         targets += self._buffer_targets(plan)
 
         def make_room() -> None:
             self._update_groups(plan)
             if plan.kinds is not None:
                 scalars = plan.state.optimizer.scalars
-                targets.extend(components.model.state_targets(plan.match.names, plan.kinds, scalars))
+                targets.extend(self._model_state.state_targets(plan.match.names, plan.kinds, scalars))
 
         def fetch() -> None:
             try:
                 reader.load(targets)
                 # Without optimizer states, these keep their values, and so the checksums of them.
                 written = [target.out for target in targets] if plan.kinds is None else None
-                components.model.buffer.placements.drop_reads(written)
+                self._parts.buffer.placements.drop_reads(written)
             except Exception as error:
                 said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
                 raise CheckpointError(
@@ -301,15 +301,15 @@ class Loader:
         # Two phases: if memory for the states runs out on one rank, all ranks raise before any rank has read tensors.
         ranks.run(lambda: reader.trust(make_room))
         ranks.run(fetch)
-        components.model.after_loading(plan.match.names)
-        components.pipeline.all_gather_params()
-        components.pipeline.state.on_weights_replaced()
-        ranks.run(lambda: components.model.load_extra_state(plan.state.extra))
+        self._model_state.after_loading(plan.match.names)
+        pipeline.all_gather_params()
+        pipeline.state.on_weights_replaced()
+        ranks.run(lambda: self._model_state.load_extra_state(plan.state.extra))
 
     def _update_groups(self, plan: _Plan) -> None:
         """Load hyperparameters. If only the schedule is loaded, load the learning rates that it continues from."""
         saved = plan.state.optimizer.groups
-        for group, index in zip(self._components.model.optimizer.param_groups, plan.groups, strict=True):
+        for group, index in zip(self._parts.optimizer.param_groups, plan.groups, strict=True):
             if index is None:
                 continue
             values = saved[index].values
@@ -325,26 +325,26 @@ class Loader:
         stored = plan.reader.tensors
         same = plan.reader.manifest.about.grid == self._grid
         targets = []
-        for target in self._components.model.buffer_targets(plan.buffers):
+        for target in self._model_state.buffer_targets(plan.buffers):
             own = f"{RANKS}{self._host.rank}/{target.key}"
             targets.append(Target(own if same and own in stored else target.key, target.box, target.out))
         return targets
 
     def _resume(self, plan: _Plan, scheduler: Any, loaders: Loaders) -> None:
         """Load everything except the tensors of the model and the optimizer."""
-        components, state = self._components, plan.state
-        components.pipeline.on_all_loaded({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
+        state = plan.state
+        self._parts.pipeline.on_all_loaded({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
         if plan.scheduler_state is not None:
             scheduler.load_state_dict(plan.scheduler_state)
         if state.loaders:
             loaders.load_state_dict(state.loaders)
         key = f"{RANKS}{self._rank_there(plan.reader.manifest.about.grid)}/random"
         if key in plan.reader.tensors:
-            load_random_state(plan.reader.read(key), components.device)
+            load_random_state(plan.reader.read(key), self._parts.device)
 
     @property
     def _grid(self) -> SavedGrid:
-        return SavedGrid.of(self._components.model.topology)
+        return SavedGrid.of(self._parts.topology)
 
     def _rank_there(self, saved: SavedGrid) -> int:
         """Return the saved rank whose random states this rank continues with; a number that did not exist if there is
@@ -355,7 +355,7 @@ class Loader:
         """
         if saved == self._grid:
             return self._host.rank
-        data = self._components.model.groups.mean.rank
+        data = self._parts.groups.mean.rank
         return data * saved.tensor if data < saved.data else saved.ranks
 
     def _report(self, plan: _Plan, request: LoadRequest) -> None:
@@ -392,7 +392,7 @@ class Loader:
             )
         about = plan.reader.manifest.about
         saved, here = about.grid.data, self._grid.data
-        changed = changed_batch(about.config, saved, self._components.config.train_batch_size, here)
+        changed = changed_batch(about.config, saved, self._parts.config.train_batch_size, here)
         if changed is not None and not request.load_module_only:
             logger.warning("%s: %s", _CALL, changed)
         if saved < here and not request.load_module_only:

@@ -25,12 +25,9 @@ from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.reader import Target
 from zerolite.checkpoint.safetensors import dtype_name
 from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
-from zerolite.comm import Topology
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
-from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
-from zerolite.zero.groups import RankGroups
-from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, unpartitioned_numel, unpartitioned_shape
 from zerolite.zero.stage3.persistent_parameters import refresh
 from zerolite.zero.update import OptimParamShard
@@ -41,31 +38,15 @@ _COUNTS = frozenset(("step", "eta", "mu", "mu_product"))  # states of torch's op
 
 
 class ModelState:
-    """The tensors of one engine. It reads and writes them between steps only.
+    """The tensors of one engine. It reads and writes them between steps only."""
 
-    Args:
-        groups: the ranks over which states are sharded, and those that hold the same shards, which one rank writes.
-        topology: the grid of ranks.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        buffer: ParameterBuffer,
-        optimizer: ShardedOptimizer,
-        groups: RankGroups,
-        topology: Topology,
-    ) -> None:
-        self.model = model
-        self.buffer = buffer
-        self.optimizer = optimizer
-        self.groups = groups
-        self.topology = topology
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
 
     @property
     def speaks_for_stage(self) -> bool:
         """True if there is a pipeline and this rank describes its stage to the others."""
-        grid = self.topology
+        grid = self.parts.topology
         return grid.pipe.world_size > 1 and grid.data.rank == 0 and grid.tensor.rank == 0
 
     # ---------------------------------------------------------------- names
@@ -73,7 +54,7 @@ class ModelState:
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return each parameter once, by the first of its names in the full model."""
         found = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.parts.model.named_parameters():
             names = names_of(parameter)
             found[clean(name if names is None else names[0])] = parameter
         return found
@@ -82,7 +63,7 @@ class ModelState:
         """Return the buffers that belong to a state dict, each once."""
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
-        for prefix, module in self.model.named_modules():
+        for prefix, module in self.parts.model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                     seen.add(id(buffer))
@@ -100,30 +81,30 @@ class ModelState:
 
     def _with_extra_state(self) -> Iterator[tuple[str, torch.nn.Module]]:
         default = torch.nn.Module.get_extra_state
-        return ((n, m) for n, m in self.model.named_modules() if type(m).get_extra_state is not default)
+        return ((n, m) for n, m in self.parts.model.named_modules() if type(m).get_extra_state is not default)
 
     def index_of(self) -> dict[int, int]:
         """Return the index in the layout of each trained parameter, by its id."""
-        return {id(parameter): index for index, parameter in enumerate(self.buffer.parameters)}
+        return {id(parameter): index for index, parameter in enumerate(self.parts.buffer.parameters)}
 
     def names_by_index(self) -> list[str]:
         """Return the names of the trained parameters. Raises CheckpointError if the model has lost one."""
         names = {id(parameter): name for name, parameter in self.named_parameters().items()}
-        slots = self.buffer.layout.slots
-        lost = [slots[i].name for i, p in enumerate(self.buffer.parameters) if id(p) not in names]
+        slots = self.parts.buffer.layout.slots
+        lost = [slots[i].name for i, p in enumerate(self.parts.buffer.parameters) if id(p) not in names]
         if lost:
             raise CheckpointError(
                 f"parameter '{lost[0]}' is trained, but is not in the model any more ({len(lost)} in all); it was "
                 "replaced or removed after zerolite.initialize. Make a new engine for the changed model"
             )
-        return [names[id(parameter)] for parameter in self.buffer.parameters]
+        return [names[id(parameter)] for parameter in self.parts.buffer.parameters]
 
     def describe(self) -> ModelFacts:
         """Describe the model here, which may be a stage of a pipeline, with the shapes of full tensors."""
         trained = self.index_of()
         parameters = self.named_parameters()
         others: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+        for name, parameter in self.parts.model.named_parameters(remove_duplicate=False):
             others.setdefault(id(parameter), [clean(one) for one in names_of(parameter) or ()]).append(clean(name))
         described = {
             name: ParameterFacts(
@@ -139,14 +120,15 @@ class ModelState:
             for name, buffer in self.named_buffers().items()
         }
         names = {id(parameter): name for name, parameter in parameters.items()}
-        groups = [[names[id(p)] for p in group["params"] if id(p) in names] for group in self.optimizer.param_groups]
+        param_groups = self.parts.optimizer.param_groups
+        groups = [[names[id(p)] for p in group["params"] if id(p) in names] for group in param_groups]
         return ModelFacts(described, buffers, groups)
 
     # ---------------------------------------------------------------- ranges
 
     def _masters(self, names: Sequence[str]) -> Iterator[tuple[int, FlatRange]]:
         """Yield this rank's master weights by index; full ones if every data-parallel rank has them."""
-        for bucket in self.buffer.buckets:
+        for bucket in self.parts.buffer.buckets:
             for fragment in bucket.fragments:
                 index = fragment.slot.index
                 values = bucket.master.narrow(0, fragment.shard_start, fragment.numel)
@@ -154,14 +136,14 @@ class ModelState:
 
     def range(self, key: str, index: int, start: int, values: torch.Tensor) -> FlatRange:
         """Return a range of a tensor of the size of the trained parameter ``index``."""
-        parameter = self.buffer.parameters[index]
+        parameter = self.parts.buffer.parameters[index]
         shape = tuple(unpartitioned_shape(parameter))
         return FlatRange(key, shape, self._strides(parameter), start, values, shard_spec_of(parameter))
 
     def writes(self, parameter: torch.Tensor) -> bool:
         """Return True if this rank writes ``parameter``: its own shard or, of a parameter that is equal on all tensor
         ranks, the first."""
-        return self.topology.tensor.rank == 0 or shard_spec_of(parameter) is not None
+        return self.parts.topology.tensor.rank == 0 or shard_spec_of(parameter) is not None
 
     def _strides(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         handle = handle_of(parameter)
@@ -169,9 +151,9 @@ class ModelState:
 
     def states(self, names: Sequence[str]) -> Iterator[tuple[OptimParamShard, str, dict[str, Any]]]:
         """Yield the optimizer shards that have states, with their parameter's name."""
-        for param_shard in self.optimizer.shards():
+        for param_shard in self.parts.optimizer.shards():
             if param_shard.fragment.numel:
-                state = self.optimizer.method.state_of(param_shard)
+                state = self.parts.optimizer.method.state_of(param_shard)
                 if state:
                     yield param_shard, names[param_shard.index], state
 
@@ -205,7 +187,7 @@ class ModelState:
             scalars: copies of the states that are one number are added here; None: they are left out.
         """
         names = self.names_by_index()
-        chosen = {i for i, p in enumerate(self.buffer.parameters) if names[i] not in elsewhere and self.writes(p)}
+        chosen = {i for i, p in enumerate(self.parts.buffer.parameters) if names[i] not in elsewhere and self.writes(p)}
         sharded = [part for index, part in self._masters(names) if index in chosen]
         everywhere: list[FlatRange] = []  # ranges that all data-parallel ranks have, in the same order
         for param_shard, name, state in self.states(names):
@@ -216,7 +198,7 @@ class ModelState:
                     sharded.append(self._state_range(param_shard, name, kind, value))
                 elif scalars is not None and self._writes_scalars(param_shard):
                     scalars.setdefault(kind, {})[name] = _number(value)
-        if not self.buffer.shard:
+        if not self.parts.buffer.shard:
             # Stage 0: every rank has all masters and states, so they are divided evenly like other full tensors.
             sharded, everywhere = everywhere, sharded
         for name, parameter in () if exclude_frozen else self._frozen():
@@ -228,19 +210,20 @@ class ModelState:
             elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 # The user may have written into a gathered parameter; its shard does not have that value yet.
                 sharded.append(replace(part, values=handle.local_shard()) if handle.status is AVAILABLE else part)
-        mean = self.groups.mean
-        written = sharded if self.groups.is_first_replica else []
-        return [*written, *split_evenly(everywhere, mean.rank, mean.world_size)]
+        groups = self.parts.groups
+        written = sharded if groups.is_first_replica else []
+        return [*written, *split_evenly(everywhere, groups.mean.rank, groups.mean.world_size)]
 
     def _writes_scalars(self, param_shard: OptimParamShard) -> bool:
-        first_copy = self.groups.is_first_replica if self.buffer.shard else self.groups.mean.rank == 0
-        return first_copy and param_shard.fragment.param_start == 0 and self.topology.tensor.rank == 0
+        groups = self.parts.groups
+        first_copy = groups.is_first_replica if self.parts.buffer.shard else groups.mean.rank == 0
+        return first_copy and param_shard.fragment.param_start == 0 and self.parts.topology.tensor.rank == 0
 
     def shape_of(self, param_shard: OptimParamShard) -> torch.Size:
         """Return the shape of the states that have a value for each element."""
-        if not self.buffer.keeps_shape(param_shard.fragment.slot):
+        if not self.parts.buffer.keeps_shape(param_shard.fragment.slot):
             return torch.Size((param_shard.fragment.numel,))
-        return unpartitioned_shape(self.buffer.parameters[param_shard.index])
+        return unpartitioned_shape(self.parts.buffer.parameters[param_shard.index])
 
     def is_scalar(self, kind: str, value: object, param_shard: OptimParamShard) -> bool:
         """Return True if a state is one number for the parameter."""
@@ -256,16 +239,16 @@ class ModelState:
                 f"{type(value).__name__}, which cannot be saved"
             )
         if value.shape == self.shape_of(param_shard):
-            index, keeps = param_shard.index, self.buffer.keeps_shape(param_shard.fragment.slot)
-            flat = flattened(value, self._strides(self.buffer.parameters[index])) if keeps else value
+            index, keeps = param_shard.index, self.parts.buffer.keeps_shape(param_shard.fragment.slot)
+            flat = flattened(value, self._strides(self.parts.buffer.parameters[index])) if keeps else value
             return self.range(key, index, param_shard.fragment.param_start, flat)
-        if not self.buffer.keeps_shape(param_shard.fragment.slot):
+        if not self.parts.buffer.keeps_shape(param_shard.fragment.slot):
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each of this rank's "
                 f"{param_shard.fragment.numel} elements, got shape {tuple(value.shape)}; it can be saved at stage 0, "
                 "and with zero_optimization.whole_parameters"
             )
-        if shard_spec_of(self.buffer.parameters[param_shard.index]) is not None:
+        if shard_spec_of(self.parts.buffer.parameters[param_shard.index]) is not None:
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each element of the part that "
                 f"tensor parallelism has given this rank, {tuple(self.shape_of(param_shard))}, got shape "
@@ -285,7 +268,7 @@ class ModelState:
         """Return this rank's shard of a partitioned parameter."""
         handle = handle_of(parameter)
         assert handle is not None
-        start = min(self.groups.shard.rank * handle.shard.numel(), handle.numel)
+        start = min(self.parts.groups.shard.rank * handle.shard.numel(), handle.numel)
         values = handle.shard[: min(handle.shard.numel(), handle.numel - start)]
         return FlatRange(key, tuple(handle.shape), handle.strides, start, values, shard_spec_of(parameter))
 
@@ -320,15 +303,15 @@ class ModelState:
         Parameters without stored states are as if they had never been updated.
         """
         names = self.names_by_index()
-        for param_shard in self.optimizer.shards():
+        for param_shard in self.parts.optimizer.shards():
             if not param_shard.fragment.numel:
                 continue
             index = param_shard.index
             stored = stored_names.get(names[index], "")
             numbers = {kind: values[stored] for kind, values in scalars.items() if stored in values}
             tensors = {kind: of_names[stored] for kind, of_names in kinds.items() if stored in of_names}
-            parameter = self.buffer.parameters[index]
-            shape, keeps = _full_shape(parameter), self.buffer.keeps_shape(param_shard.fragment.slot)
+            parameter = self.parts.buffer.parameters[index]
+            shape, keeps = _full_shape(parameter), self.parts.buffer.keeps_shape(param_shard.fragment.slot)
             wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
             for kind, (size, dtype) in tensors.items():
                 if size != shape and (not keeps or shard_spec_of(parameter) is not None):
@@ -340,7 +323,7 @@ class ModelState:
                         f"{shape}: such states can be loaded {where}"
                     )
                 wanted[kind] = (self.shape_of(param_shard) if size == shape else torch.Size(size), dtype)
-            for kind, out in self.optimizer.method.make_state(param_shard, numbers, wanted).items():
+            for kind, out in self.parts.optimizer.method.make_state(param_shard, numbers, wanted).items():
                 key = f"{OPTIMIZER}{kind}/{stored}"
                 if shard_spec_of(parameter) is not None:
                     out.zero_()  # padding, which no checkpoint has

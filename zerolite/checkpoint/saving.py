@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,18 @@ import torch
 
 from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import check_tag, default_tag
-from zerolite.checkpoint.engine_components import EngineComponents, one_request
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.flat_ranges import empty_shard, range_of
 from zerolite.checkpoint.manifest import About, SavedGrid, count_parameters, library_versions
-from zerolite.checkpoint.model_state import BUFFERS, RANKS
+from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
 from zerolite.checkpoint.safetensors import as_bytes
 from zerolite.checkpoint.state import ModelFacts, joined
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
-from zerolite.comm import keep_track
+from zerolite.comm import HostGroup, RaiseTogether, keep_track
+from zerolite.config import ZeroliteConfig
 from zerolite.utils.dtypes import CODES
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
@@ -75,10 +75,18 @@ class _Offer:
 class Saver:
     """Saves one engine's checkpoints, one at a time."""
 
-    def __init__(self, components: EngineComponents, run: TrainingRun) -> None:
-        self._components = components
-        self._run = run
-        self._host = components.host
+    def __init__(
+        self, state: ModelState, host: HostGroup, register_unfrozen_params: Callable[[], None], run: TrainingRun
+    ) -> None:
+        """
+        Args:
+            state: the tensors of the engine.
+            host: all ranks of the job.
+            register_unfrozen_params: trains parameters from now on that have been unfrozen since the last backward.
+            run: of this job, which its checkpoints belong to.
+        """
+        self._model_state, self._parts = state, state.parts
+        self._host, self._register_unfrozen_params, self._run = host, register_unfrozen_params, run
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._warned = False  # the warning that nothing is saved in the background has been logged
         self._running: threading.Thread | None = None
@@ -94,9 +102,9 @@ class Saver:
             scheduler: the learning rate schedule.
         """
         self.wait_for_all()
-        ranks = self._components.barrier(_CALL)
+        ranks = barrier(self._host, self._parts.config, _CALL)
         # Parameters that the user has just unfrozen need masters and states, which are part of the checkpoint.
-        self._components.register_unfrozen_params()
+        self._register_unfrozen_params()
         own: list[UserState] = []
 
         def offer() -> _Offer:
@@ -109,9 +117,9 @@ class Saver:
 
         offers = ranks.gather(offer)
         agreed: SaveRequest = one_request(_CALL, {rank: of_rank.request for rank, of_rank in enumerate(offers)})
-        self._components.pipeline.check_ranks()
+        self._parts.pipeline.check_ranks()
         save_dir = Path(agreed.save_dir)
-        tag = agreed.tag or default_tag(self._components.pipeline.state.global_steps)
+        tag = agreed.tag or default_tag(self._parts.pipeline.state.global_steps)
         in_background = agreed.async_save and not self._offloads_to_disk()
 
         def collect() -> Callable[[], None]:
@@ -134,7 +142,7 @@ class Saver:
     def _offloads_to_disk(self) -> bool:
         """Return True if offload keeps states on disk, so that host memory may be too small for a copy. Logs that,
         once."""
-        found = self._components.model.buffer.placements.on_disk
+        found = self._parts.buffer.placements.on_disk
         if found and not self._warned and self._host.rank == 0:
             logger.warning(
                 "%s: async_save copies what is saved into the host's memory first, and offload keeps states of this "
@@ -148,7 +156,7 @@ class Saver:
 
     def nbytes(self) -> int:
         """Return the bytes of parameters, masters and states that this rank writes."""
-        return self._components.model.nbytes()
+        return self._model_state.nbytes()
 
     def wait(self) -> None:
         """Wait until a save in the background has ended. Raises its error, once."""
@@ -221,32 +229,32 @@ class Saver:
     # ---------------------------------------------------------------- contents
 
     def _offer(self, request: SaveRequest) -> _Offer:
-        components = self._components
-        components.pipeline.check_between_steps()
-        components.pipeline.check_no_failed_update()
-        components.model.buffer.placements.verify()
-        if components.pipeline.accumulating and self._host.rank == 0:
+        pipeline = self._parts.pipeline
+        pipeline.check_between_steps()
+        pipeline.check_no_failed_update()
+        self._parts.buffer.placements.verify()
+        if pipeline.accumulating and self._host.rank == 0:
             logger.warning(
                 "%s: called in the middle of a gradient accumulation. Training goes on as if it had not been, but a "
                 "checkpoint holds no gradients: a job that continues from it begins the accumulation anew, without the "
                 "micro-batches since the last step. Save when engine.step() has returned True to lose none",
                 _CALL,
             )
-        components.pipeline.written.collect_all()
-        buffers = {name: _checksum(buffer) for name, buffer in components.model.named_buffers().items()}
-        return _Offer(request, buffers, self._facts() if components.model.speaks_for_stage else None)
+        pipeline.written.collect_all()
+        buffers = {name: _checksum(buffer) for name, buffer in self._model_state.named_buffers().items()}
+        return _Offer(request, buffers, self._facts() if self._model_state.speaks_for_stage else None)
 
     def _facts(self) -> ModelFacts:
-        return replace(self._components.model.describe(), extra=self._components.model.extra_state())
+        return replace(self._model_state.describe(), extra=self._model_state.extra_state())
 
     def _shards(self, offers: Sequence[_Offer], exclude_frozen: bool) -> tuple[list[Shard], Scalars]:
         """Return the model's tensors that this rank writes, its random state, and states that are one number."""
-        self._components.pipeline.state.settle()
-        model = self._components.model
+        self._parts.pipeline.state.settle()
+        model = self._model_state
         stages = [offer.stage for offer in offers if offer.stage is not None]
-        earlier = stages[: model.topology.pipe.rank]
+        earlier = stages[: self._parts.topology.pipe.rank]
         shards, scalars = model.shards(exclude_frozen, {name for stage in earlier for name in stage.parameters})
-        random = save_random_state(self._components.device)
+        random = save_random_state(self._parts.device)
         shards += range_of(f"{RANKS}{self._host.rank}/random", random).shards()
         return shards + self._buffers([offer.buffers for offer in offers]), scalars
 
@@ -257,7 +265,7 @@ class Saver:
         """
         rank = self._host.rank
         shards: list[Shard] = []
-        for name, buffer in self._components.model.named_buffers().items():
+        for name, buffer in self._model_state.named_buffers().items():
             first = next(place for place, of_rank in enumerate(checksums) if name in of_rank)
             if not buffer.numel():
                 shards.append(empty_shard(BUFFERS + name, buffer.shape, buffer.dtype))
@@ -282,13 +290,13 @@ class Saver:
             empty = not tensor.numel()
             shards += [empty_shard(key, tensor.shape, tensor.dtype)] if empty else range_of(key, tensor).shards()
         about = self._about(tag, agreed, model)
-        settings = self._components.config.checkpoint
+        settings = self._parts.config.checkpoint
         commit = Commit(save_dir, about, state, self._run, agreed.save_latest, settings.keep_last, settings.overwrite)
         return commit, shards
 
     def _state(self, model: ModelFacts, user: UserState, scheduler: Any) -> dict[str, object]:
         """Return the content of state.json before it is encoded. ``model``: facts of the full model."""
-        optimizer = self._components.model.optimizer
+        optimizer = self._parts.optimizer
         groups = [
             {"names": names, "values": {key: value for key, value in group.items() if key not in LOCAL_GROUP_KEYS}}
             for names, group in zip(model.groups, optimizer.param_groups, strict=True)
@@ -297,7 +305,7 @@ class Saver:
         if scheduler is not None:
             schedule = {"type": type(scheduler).__name__, "state": scheduler.state_dict()}
         return {
-            **self._components.pipeline.state.state_dict(),
+            **self._parts.pipeline.state.state_dict(),
             "parameters": {name: entry.model_dump() for name, entry in model.parameters.items()},
             "buffers": {name: entry.model_dump() for name, entry in model.buffers.items()},
             "extra": model.extra,
@@ -308,26 +316,26 @@ class Saver:
         }
 
     def _about(self, tag: str, agreed: SaveRequest, described: ModelFacts) -> About:
-        components, model = self._components, self._components.model
-        layout = model.buffer.layout
+        parts = self._parts
+        layout = parts.buffer.layout
         return About(
             tag=tag,
             saved_at=now(),
-            global_steps=components.pipeline.state.global_steps,
+            global_steps=parts.pipeline.state.global_steps,
             world_size=self._host.world_size,
-            stage=components.config.zero_optimization.stage,
+            stage=parts.config.zero_optimization.stage,
             precision={
                 "compute": ", ".join(sorted({entry.dtype for entry in described.parameters.values()})),
-                "master": ", ".join(sorted({CODES[bucket.master.dtype] for bucket in model.buffer.buckets})),
+                "master": ", ".join(sorted({CODES[bucket.master.dtype] for bucket in parts.buffer.buckets})),
             },
-            config=components.config.model_dump(mode="json"),
+            config=parts.config.model_dump(mode="json"),
             versions=library_versions(),
             parameters=count_parameters(described.parameters),
             layout={
-                "partitioned": model.buffer.shard,
+                "partitioned": parts.buffer.shard,
                 "alignment": layout.alignment,
                 "buckets": [bucket.numel for bucket in layout.buckets],
-                "grid": asdict(SavedGrid.of(model.topology)),
+                "grid": asdict(SavedGrid.of(parts.topology)),
             },
             exclude_frozen_parameters=agreed.exclude_frozen_parameters,
             run=self._run.id,
@@ -337,3 +345,33 @@ class Saver:
 def _checksum(tensor: torch.Tensor) -> int:
     host = tensor.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
     return zlib.crc32(as_bytes(host))
+
+
+def barrier(host: HostGroup, config: ZeroliteConfig, call: str) -> RaiseTogether:
+    """Wait until all ranks are here. Returns the object that raises one rank's error on all ranks, as CheckpointError.
+
+    Raises CheckpointError after checkpoint.timeout_s seconds, naming the missing ranks.
+    """
+    try:
+        host.barrier(config.checkpoint.timeout_s, call)
+    except RuntimeError as error:
+        raise CheckpointError(str(error)) from error
+    return RaiseTogether(host, call, CheckpointError, same=CheckpointError)
+
+
+def one_request(what: str, requests: Mapping[int, Any]) -> Any:
+    """Return the request of all ranks. Raises CheckpointError on all of them if the requests differ.
+
+    Args:
+        what: the call.
+        requests: dataclasses by rank.
+    """
+    first = min(requests)
+    for rank, request in requests.items():
+        for name, value in asdict(requests[first]).items():
+            if getattr(request, name) != value:
+                raise CheckpointError(
+                    f"{what}: expected the same arguments on all ranks, got {name}={value!r} on rank {first} and "
+                    f"{name}={getattr(request, name)!r} on rank {rank}"
+                )
+    return requests[first]

@@ -9,6 +9,7 @@ import torch
 
 from zerolite.comm import Communicator, HostMaximum
 from zerolite.comm.ranks import name_ranks
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.grad_stats import SAME_BATCH
 
 NoteInputs = Callable[[list[torch.Tensor]], None]
@@ -26,6 +27,15 @@ class SameInputs:
 
     def __init__(self, note: NoteInputs | None, comm: Communicator, maximum: HostMaximum | None) -> None:
         self._note, self._comm, self._maximum = note, comm, maximum
+
+    @classmethod
+    def of(cls, parts: EngineParts) -> SameInputs | None:
+        """Return the comparison for an engine; None where no ranks share layers."""
+        tensor = parts.topology.tensor
+        if tensor.world_size == 1:
+            return None
+        compares_shapes = tensor.group is not None and parts.device.type == "cpu"
+        return cls(parts.note_inputs, tensor, HostMaximum(tensor) if compares_shapes else None)
 
     def compare(self, tensors: list[torch.Tensor]) -> None:
         """Compare the inputs before a forward; called on all ranks of ``comm``.

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,10 +27,8 @@ from zerolite.comm.flight_recorder import EVENTS, WAIT, Entry
 from zerolite.comm.ranks import name_ranks
 
 if TYPE_CHECKING:
-    from zerolite.comm import Communicator, Topology
-    from zerolite.zero.reducer import Reducer
-    from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-    from zerolite.zero.step_state import StepCounters
+    from zerolite.comm import Communicator
+    from zerolite.zero.engine_parts import EngineParts
 
 LATEST = 48  # collectives of each communicator in a report, and twice as many module executions
 _DEEPEST = 60  # frames of a stack in a report
@@ -100,36 +98,13 @@ class StackReport:
         return f"{step}, {doing}{module}, at {self.line or 'an unknown line'}{inside}"
 
 
-@dataclass(frozen=True)
-class EngineInternals:
-    """Components of an engine that a report reads."""
-
-    module: torch.nn.Module
-    comm: Communicator
-    reducer: Reducer
-    counters: StepCounters
-
-
-class EngineView(Protocol):
-    """The part of an engine that a report reads, and whose calls are searched for on the stack."""
-
-    coordinator: PartitionedParameterCoordinator | None
-    optimizer: Any
-
-    @property
-    def internals(self) -> EngineInternals: ...
-    @property
-    def topology(self) -> Topology: ...
-    @property
-    def global_steps(self) -> int: ...
-
-
-def make_stack_report(rank: int, engines: Mapping[int, EngineView], thread: int | None = None) -> StackReport:
+def make_stack_report(rank: int, engines: Mapping[int, EngineParts], thread: int | None = None) -> StackReport:
     """Return this rank's report.
 
     Args:
         rank: this rank.
-        engines: living engines, by the number of the ``initialize`` call that made them (from 1, equal on all ranks).
+        engines: parts of living engines, by the number of the ``initialize`` call that made them (from 1, equal on
+            all ranks).
         thread: identifies the training thread; default: the main thread.
     """
     main = thread or threading.main_thread().ident
@@ -154,7 +129,7 @@ def make_stack_report(rank: int, engines: Mapping[int, EngineView], thread: int 
         line=line,
         inside=inside,
         module=_module_on(frames, engines.values()),
-        step=0 if engine is None else engine.global_steps + 1,
+        step=0 if engine is None else engine.pipeline.state.global_steps + 1,
         waits_for=waits_for,
         collectives={
             (f"engine {number}: {name}" if max(engines) > 1 else name): entries
@@ -177,29 +152,27 @@ AMONG = " among "
 class Names:
     """Names of the parameters and modules in an engine's collectives."""
 
-    def __init__(self, engine: EngineView) -> None:
-        self._engine = engine
-        self._internals = engine.internals
-        self._of = {id(parameter): name for name, parameter in self._internals.module.named_parameters()}
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._of = {id(parameter): name for name, parameter in parts.model.named_parameters()}
 
     def of_bucket(self, key: int) -> list[str]:
         """Return the names of the parameters in the bucket of this key (index + 1)."""
-        buckets = self._internals.reducer.buffer.layout.buckets
+        buckets = self._parts.buffer.layout.buckets
         return [slot.name for slot in buckets[key - 1].slots] if 0 < key <= len(buckets) else []
 
     def of_parameter(self, key: int) -> list[str]:
         """Return the name of the partitioned parameter of this key (index + 1), as a list of one; [] if there is
         none."""
-        coordinator = self._engine.coordinator
+        coordinator = self._parts.coordinator
         if coordinator is None or not 0 < key <= len(coordinator.handles):
             return []
         return [self._of.get(id(coordinator.handles[key - 1].ref()), f"parameter {key}")]
 
     def collectives(self) -> dict[str, Entries]:
         """Return the latest collectives of each communicator."""
-        topology = self._engine.topology
+        topology, coordinator = self._parts.topology, self._parts.coordinator
         comms = topology.communicators()
-        coordinator = self._engine.coordinator
         if coordinator is not None and coordinator.handles and coordinator.comm is not topology.data:
             comms["gathers of parameters"] = coordinator.comm
         return {
@@ -212,7 +185,7 @@ class Names:
 
     def executions(self) -> tuple[Entries, int]:
         """Return the latest module executions of the current stage 3 step, and the number of that step."""
-        coordinator = self._engine.coordinator
+        coordinator = self._parts.coordinator
         if coordinator is None:
             return [], 0
         _, first, events = coordinator.schedule.events()
@@ -330,18 +303,19 @@ def _call(frame: FrameType) -> str:
     return {"ShardedOptimizer": f"engine.optimizer.{name}()"}.get(kind, f"{kind}.{name}()")
 
 
-def _engine_on(frames: Sequence[FrameType], engines: Mapping[int, EngineView]) -> int:
+def _engine_on(frames: Sequence[FrameType], engines: Mapping[int, EngineParts]) -> int:
     """Return the number of the engine that is called on this stack; 0 for none."""
     for frame in frames:
         owner = _owner(frame)
-        for number, engine in engines.items() if owner is not None else ():  # nor has every engine an optimizer
-            if owner is engine or owner is engine.optimizer:
+        parts = getattr(owner, "__dict__", {}).get("_parts")  # of an engine, or of what works on one
+        for number, engine in engines.items() if owner is not None else ():
+            if parts is engine or owner is engine.optimizer:
                 return number
     return 0
 
 
-def _module_on(frames: Sequence[FrameType], engines: Iterable[EngineView]) -> str:
-    modules = {id(module): name for engine in engines for name, module in engine.internals.module.named_modules()}
+def _module_on(frames: Sequence[FrameType], engines: Iterable[EngineParts]) -> str:
+    modules = {id(module): name for engine in engines for name, module in engine.model.named_modules()}
     owners = [_owner(frame) for frame in reversed(frames)]
     return next((modules[id(owner)] for owner in owners if id(owner) in modules), "")
 

@@ -24,7 +24,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,12 +32,12 @@ from zerolite.comm.flight_recorder import EVENTS, WAIT, Mismatch
 from zerolite.comm.ranks import name_ranks
 from zerolite.diagnostics.diagnosis import Absent, diagnose
 from zerolite.diagnostics.exit_messages import ExitMessages, describe_end, lost_peer
-from zerolite.diagnostics.stack_report import WATCHDOG_THREAD, EngineView, StackReport, make_stack_report
+from zerolite.diagnostics.stack_report import WATCHDOG_THREAD, StackReport, make_stack_report
 from zerolite.utils import failure_record
 from zerolite.utils.finalizers import finalize_before_exit
 
 if TYPE_CHECKING:
-    from zerolite.zero.step_state import StepCounters
+    from zerolite.zero.engine_parts import EngineParts
 
 logger = logging.getLogger("zerolite")
 
@@ -76,11 +75,10 @@ class Watchdog:
         self._rank, self._world_size = store.rank, store.world_size
         self._exit_messages = ExitMessages(store)
         self._timeout_s = 0.0
-        self._engines: weakref.WeakValueDictionary[int, EngineView] = weakref.WeakValueDictionary()  # in this order
+        self._engines: dict[int, EngineParts] = {}  # parts of living engines, in this order
         self._watched = 0  # engines so far
         # Counters of the engines, for the heartbeat. If this thread held the last reference to an engine, the engine
         # would be freed here and not in the thread that trains.
-        self._counters: dict[int, StepCounters] = {}
         self._steps = 0  # steps done, when this thread last looked
         self._beaten = 0  # backwards so far, at the last heartbeat
         self._question = 0  # number of the question: one more after each verdict that the user's code has survived
@@ -109,7 +107,7 @@ class Watchdog:
             if self._raised:  # all ranks have raised the verdict, so all of them begin a new question here
                 self._question, self._verdict, self._raised = self._question + 1, "", False
         self._trains = threading.get_ident()
-        others = [self._timeout_s] if self._counters else []
+        others = [self._timeout_s] if self._engines else []
         self._timeout_s = min((t for t in (timeout_s, *others) if t), default=0.0)
         EVENTS.clear()
         WAIT.explain_with(self.explain)
@@ -118,16 +116,15 @@ class Watchdog:
         else:
             self._thread.start()
 
-    def watch(self, engine: EngineView) -> None:
-        """Watch ``engine``, which ``initialize`` has just made: reports are about it from now on."""
+    def watch(self, engine: object, parts: EngineParts) -> None:
+        """Watch ``engine``, which ``initialize`` has just made: reports are about its ``parts`` from now on."""
         self._watched += 1
-        self._engines[self._watched] = engine
-        self._counters[id(engine)] = engine.internals.counters
-        finalize_before_exit(engine, self._retire, id(engine))
+        self._engines[self._watched] = parts
+        finalize_before_exit(engine, self._retire, self._watched)
 
-    def _retire(self, engine: int) -> None:
-        self._steps = max(self._steps, self._counters.pop(engine).global_steps)
-        if not self._counters:
+    def _retire(self, number: int) -> None:
+        self._steps = max(self._steps, self._engines.pop(number).pipeline.state.global_steps)
+        if not self._engines:
             WAIT.forget()
 
     @property
@@ -158,7 +155,8 @@ class Watchdog:
     def _leave_exit_message(self, how: str) -> None:
         if self._store.alone or self._alone:
             return
-        steps = max((engine.global_steps for engine in list(self._engines.values())), default=self._steps)
+        engines = list(self._engines.values())
+        steps = max((parts.pipeline.state.global_steps for parts in engines), default=self._steps)
         with contextlib.suppress(RuntimeError, OSError):
             self._exit_messages.leave(f"ended {how} after step {steps}")
 
@@ -241,7 +239,7 @@ class Watchdog:
             return f"longer than desync_timeout_s ({self._timeout_s:g} s), so the job is ended"
         # In initialize, and with data parallelism alone, every collective needs all ranks. If one has exited, no
         # collective can end any more, and there is no need to wait for the timeout.
-        if waited > _EXITED_S and all(engine.topology.trivial for engine in list(self._engines.values())):
+        if waited > _EXITED_S and all(parts.topology.trivial for parts in list(self._engines.values())):
             exited = self._store.exited()
             return f"of which {name_ranks(exited)} exited with status 0, so the job is ended" if exited else ""
         return ""
@@ -249,7 +247,7 @@ class Watchdog:
     def _beat(self) -> None:
         """Write the step into the store, at most once in each backward, so that others can say when this rank was last
         seen."""
-        counters = list(self._counters.values())
+        counters = [parts.pipeline.state.counters for parts in list(self._engines.values())]
         self._steps = max((counter.global_steps for counter in counters), default=self._steps)
         beat = sum(counter.micro_steps for counter in counters)
         if beat != self._beaten:
@@ -357,7 +355,7 @@ class Watchdog:
         """Return this rank's report. If part of it cannot be read, that part is left out, because the message must
         come."""
         try:
-            return make_stack_report(self._rank, dict(self._engines.items()), self._trains)
+            return make_stack_report(self._rank, dict(self._engines), self._trains)
         except Exception as error:
             logger.debug("the stack report is incomplete", exc_info=error)
             return make_stack_report(self._rank, {}, self._trains)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zerolite.access.parameter_access import OWNERS
 from zerolite.config import ConfigError, ZeroliteConfig
+from zerolite.data.micro_batch import LossFunction
 from zerolite.optim.lr_schedules import build_scheduler
 from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole_parameters, resolve_optimizer
 from zerolite.utils.accelerator import host_value
@@ -22,6 +23,25 @@ from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 from zerolite.zero.stages import StagePolicy
 
 OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of :func:`initialize` beside model, config and dataset."""
+
+    optimizer: OptimizerLike | None = None
+    model_parameters: Iterable[Any] | None = None
+    lr_scheduler: Any = None
+    broadcast_buffers: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    loss_fn: LossFunction | None = None
+
+
+def check_model(model: object) -> None:
+    """Raise ValueError if ``model`` is no module, or is wrapped already."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"zerolite.initialize: expected model to be a torch.nn.Module, got {type(model).__name__}")
+    check_not_wrapped(model)
 
 
 def param_groups_of(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerolite.checkpoint.full_state import forbid_partial_state_dicts
 from zerolite.comm import (
     Communicator,
+    HostGroup,
+    RaiseTogether,
     Topology,
     create_communicator,
     create_topology,
@@ -21,13 +25,22 @@ from zerolite.comm import (
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics import uncaught
-from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks
+from zerolite.diagnostics.rank_comparison import (
+    Description,
+    check_equal_on_ranks,
+    describe_config,
+    describe_process,
+    joined,
+)
 from zerolite.diagnostics.watchdog import start_watchdog
-from zerolite.engine.arguments import OptimizerLike
-from zerolite.engine.build import Arguments, build_engine, check_model
+from zerolite.engine.arguments import Arguments, OptimizerLike, check_model
+from zerolite.engine.build import build_engine
 from zerolite.engine.engine import Engine
-from zerolite.engine.parallelize_model import keep_local_patterns, parallelize_model
+from zerolite.engine.engine_base import parts_of
 from zerolite.utils.accelerator import default_device, keep_freed_memory, make_current
+
+if TYPE_CHECKING:
+    from zerolite.pipe.prepare import PreparedStage
 
 logger = logging.getLogger("zerolite")
 
@@ -78,11 +91,11 @@ def initialize(
     topology = _make_topology(given, create_communicator(device), device)
     resolved = _resolved(given, topology)
     trained = None if model_parameters is None else [_listed_params(entry) for entry in model_parameters]
-    arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers, collate_fn)
-    staged, loss_fn = parallelize_model(model, resolved, topology, device, loss_fn)
-    resolved = keep_local_patterns(model, resolved, topology)
-    engine = build_engine(model, resolved, arguments, topology, device, staged=staged, loss_fn=loss_fn)
-    watchdog.watch(engine)
+    pipe_stage, loss_fn = parallelize_model(model, resolved, topology, device, loss_fn)
+    resolved = _keep_local_patterns(model, resolved, topology)
+    arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers, collate_fn, loss_fn)
+    engine = build_engine(model, resolved, arguments, topology, device, pipe_stage=pipe_stage)
+    watchdog.watch(engine, parts_of(engine))
     uncaught.watch(model, engine.compute_dtype, topology.world.rank, trains=engine.optimizer is not None)
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
@@ -137,3 +150,105 @@ def _listed_params(entry: Any) -> Any:
     """Return a param group with a list of parameters, because an iterator can be read only once; others unchanged."""
     members = entry.get("params") if isinstance(entry, dict) else None
     return entry if members is None or isinstance(members, torch.Tensor) else {**entry, "params": list(members)}
+
+
+# -------------------------------------------------------------------- this rank's part of the model
+
+
+def parallelize_model(
+    model: torch.nn.Module,
+    config: ZeroliteConfig,
+    topology: Topology,
+    device: torch.device,
+    loss_fn: LossFunction | None,
+) -> tuple[PreparedStage | None, LossFunction | None]:
+    """Reduce ``model`` to this rank's pipeline stage and its tensor-parallel shards.
+
+    Returns:
+        The prepared stage, None without a pipeline; and the loss function, the given one or the model's.
+
+    Called on all ranks.
+    """
+    pipe_stage: Any = None
+    if not topology.trivial:
+        described = joined(describe_process(), describe_config(config))
+        different = "zerolite.initialize: the ranks hold different configs or versions"
+        check_equal_on_ranks(described, topology.world, device, different)
+    if topology.pipe.world_size > 1 or getattr(model, "is_pipeline_module", False):
+        from zerolite.pipe.prepare import prepare
+
+        pipe_stage = prepare(model, config.pipeline, topology, device, loss_fn)
+    if topology.tensor.world_size > 1:
+        _shard_layers(model, config, topology, device)
+    forbid_partial_state_dicts(model, topology)
+    if pipe_stage is not None:
+        loss_fn = pipe_stage.loss_fn
+    return pipe_stage if topology.pipe.world_size > 1 else None, loss_fn
+
+
+def _shard_layers(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:
+    """Shard the layers by the tensor-parallel plan. If the plan is wrong on one stage, all stages raise ValueError. It
+    may match nothing on some stages, but not on all."""
+    from zerolite import tensor_parallel
+    from zerolite.tensor_parallel.plan import no_plan_sentence, unmatched
+
+    stages = topology.pipe.world_size
+    unused = RaiseTogether(HostGroup(topology.pipe, "parts"), "zerolite.initialize", ValueError).gather(
+        lambda: tensor_parallel.parallelize_module(
+            model, config.tensor_parallel, topology.tensor, device, stage=stages > 1
+        )
+    )
+    nowhere = set.intersection(*map(set, unused))
+    if nowhere and len(unused) == stages > 1:  # a dry run sees its own stage only, so it cannot tell
+        sentence = no_plan_sentence(model) if "auto" in nowhere else f"{unmatched(min(nowhere), ())}, on any stage"
+        raise ValueError(f"tensor_parallel.plan: {sentence}")
+
+
+def _keep_local_patterns(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
+    """Return ``config`` without the patterns that match only modules of other stages.
+
+    A LayerSpec makes its layer on its own stage alone, so the other stages do not have that module. Raises ConfigError
+    on all ranks for a pattern that matches on no stage. Called on all ranks.
+    """
+    if topology.pipe.world_size == 1:
+        return config
+    given = {
+        "fp32_modules": config.fp32_modules,
+        "activation_checkpointing.modules": config.activation_checkpointing.modules,
+        "torch_autocast.lower_precision_safe_modules": config.torch_autocast.lower_precision_safe_modules or (),
+    }
+    if not any(given.values()):
+        return config
+    here = {key: frozenset(p for p in patterns if _some_match(model, p)) for key, patterns in given.items()}
+    of_stages = HostGroup(topology.pipe, "parts").gather(here)
+    everywhere = {key: frozenset().union(*(of_stage[key] for of_stage in of_stages)) for key in given}
+    errors = [
+        (key, f'expected patterns of modules in the model, got "{pattern}", which matches none on any stage')
+        for key, patterns in given.items()
+        for pattern in patterns
+        if pattern not in everywhere[key]
+    ]
+    if errors and len(of_stages) == topology.pipe.world_size:  # a dry run sees its own stage only, so it cannot tell
+        raise ConfigError(errors)
+    local = {key: tuple(p for p in patterns if p in here[key]) for key, patterns in given.items()}
+    checkpointing = {"modules": local["activation_checkpointing.modules"]}
+    autocast = {"lower_precision_safe_modules": local["torch_autocast.lower_precision_safe_modules"] or None}
+    return config.model_copy(
+        update={
+            "fp32_modules": local["fp32_modules"],
+            "activation_checkpointing": config.activation_checkpointing.model_copy(update=checkpointing),
+            "torch_autocast": config.torch_autocast.model_copy(update=autocast),
+        }
+    )
+
+
+def _some_match(model: torch.nn.Module, pattern: str) -> bool:
+    """Return True if the name of a module, or of its class, matches. Each key has stricter rules of its own, applied
+    later."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        mro = type(module).__mro__
+        classes = [text for cls in mro for text in (cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")]
+        names = (name, f".{name}", f"torch.nn.{type(module).__name__}", *classes)
+        if name and any(fnmatch.fnmatchcase(text, pattern) for text in names):
+            return True
+    return False

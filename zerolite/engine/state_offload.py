@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
-from zerolite.monitor.memory_report import TensorOwners
 from zerolite.utils.memory_tags import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, resize, tag_memory
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 from zerolite.utils.pinned_memory import host_memory
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.comm_context import gather
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import METADATA_FUNCTIONS, NUMEL_FUNCTIONS, as_plain_tensors
-from zerolite.zero.step import StepPipeline
 
 KINDS = {
     "optim_states": STATES,
@@ -38,12 +36,9 @@ class StateOffload:
     """Offload of one engine's states. Only :meth:`reload` at stage 3 is a collective: it gathers persistent
     parameters."""
 
-    def __init__(
-        self, owners: TensorOwners, pipeline: StepPipeline, coordinator: PartitionedParameterCoordinator | None
-    ) -> None:
-        self._owners = owners
-        self._pipeline = pipeline
-        self._coordinator = coordinator
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        parts.memory_sources.append(self.memory)
         self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # emptied storages, and their bytes on the host
         self._items: list[str] = []  # memory items of ``_out``
         self._persistent: list[Any] = []  # handles of stage 3's persistent parameters
@@ -55,17 +50,17 @@ class StateOffload:
         kinds = _kinds(include)
         if str(getattr(device, "value", device)) != "cpu":
             raise ValueError(f'engine.offload_states: expected device to be "cpu", got {device!r}')
-        if self._pipeline.suspended:
+        if self._parts.pipeline.suspended:
             raise RuntimeError("engine.offload_states: states are on the host already; call engine.reload_states()")
-        self._pipeline.check_between_steps()
-        self._pipeline.state.settle()
-        self._pipeline.wait_for_reductions()
-        self._pipeline.written.collect()
-        if self._coordinator is not None:
-            self._coordinator.collect_frozen_writes()
-        parameters = list(self._owners.module.named_parameters()) if "lp_params" in kinds else []
+        self._parts.pipeline.check_between_steps()
+        self._parts.pipeline.state.settle()
+        self._parts.pipeline.wait_for_reductions()
+        self._parts.pipeline.written.collect()
+        if self._parts.coordinator is not None:
+            self._parts.coordinator.collect_frozen_writes()
+        parameters = list(self._parts.model.named_parameters()) if "lp_params" in kinds else []
         self._check_class(parameters)
-        pin = pin_memory and self._owners.device.type == "cuda"
+        pin = pin_memory and self._parts.device.type == "cuda"
         chosen = self._chosen({KINDS[kind] for kind in kinds})
         out = [(storage, tag_memory(host_memory(storage.nbytes(), pin), item, HOST)) for item, storage in chosen]
         for storage, there in out:
@@ -82,7 +77,7 @@ class StateOffload:
             if handle_of(parameter) is None:
                 _forbid_use(parameter, name)
         self._out, self._items = out, [item for item, _ in chosen]
-        self._pipeline.suspend(_SUSPENDED)
+        self._parts.pipeline.suspend(_SUSPENDED)
 
     def reload(self) -> None:
         """See :meth:`Engine.reload_states`."""
@@ -94,20 +89,20 @@ class StateOffload:
     def restore(self) -> None:
         """Restore this rank's states, without a collective. This is enough if the engine is deleted and its model
         stays."""
-        if not self._pipeline.suspended:
+        if not self._parts.pipeline.suspended:
             return
         if self._copied is not None:  # the current stream may be another one than that of the copies to the host
-            torch.cuda.current_stream(self._owners.device).wait_event(self._copied)
+            torch.cuda.current_stream(self._parts.device).wait_event(self._copied)
             self._copied = None
         for storage, there in self._out:
             resize(storage, there.numel())
             _bytes_of(storage).copy_(there, non_blocking=True)
         self._synchronize()  # the copies must be complete before the host's memory is freed
         self._out = []
-        self._pipeline.suspend("")
-        if self._coordinator is not None:
-            self._coordinator.context.suspend("")
-        for parameter in self._owners.module.parameters():
+        self._parts.pipeline.suspend("")
+        if self._parts.coordinator is not None:
+            self._parts.coordinator.context.suspend("")
+        for parameter in self._parts.model.parameters():
             _allow_use(parameter)
 
     def memory(self) -> list[tuple[str, torch.Tensor]]:
@@ -123,7 +118,7 @@ class StateOffload:
             # In fp32 masters are the parameters themselves. Their storages count as parameters, which come first.
             first = id(storage) not in seen
             seen.add(id(storage))
-            if item in items and first and _moves(tensor, self._owners.device):
+            if item in items and first and _moves(tensor, self._parts.device):
                 chosen.append((item, storage))
         return chosen
 
@@ -138,30 +133,30 @@ class StateOffload:
 
     def _let_go(self) -> None:
         """Release stage 3's gathered parameters, and refuse gathers from here on."""
-        if self._coordinator is not None:
-            self._coordinator.reset()
-            self._persistent = [handle for handle in self._coordinator.handles if handle.persistent]
+        if self._parts.coordinator is not None:
+            self._parts.coordinator.reset()
+            self._persistent = [handle for handle in self._parts.coordinator.handles if handle.persistent]
             for handle in self._persistent:
                 handle.release()
-            self._coordinator.context.suspend(_SUSPENDED)
+            self._parts.coordinator.context.suspend(_SUSPENDED)
 
     def _offloadable_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        owners = self._owners
-        yield from ((COMPUTE, bucket.compute) for bucket in owners.buffer.buckets)
-        for parameter in owners.module.parameters():
+        parts = self._parts
+        yield from ((COMPUTE, bucket.compute) for bucket in parts.buffer.buckets)
+        for parameter in parts.model.parameters():
             handle = handle_of(parameter)
             if handle is not None:
                 yield COMPUTE, handle.shard
             elif parameter.numel():
                 yield COMPUTE, parameter.data
-        yield from ((MASTERS, bucket.master) for bucket in owners.buffer.buckets)
-        yield from ((STATES, state) for state in owners.optimizer.method.memory())
-        yield from owners.reducer.memory()
+        yield from ((MASTERS, bucket.master) for bucket in parts.buffer.buckets)
+        yield from ((STATES, state) for state in parts.optimizer.method.memory())
+        yield from parts.reducer.memory()
 
     def _leave_running(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Let the copies to the host go on after the call: record their end, and keep the allocator from handing their
         sources out to other streams before."""
-        stream = torch.cuda.current_stream(self._owners.device)
+        stream = torch.cuda.current_stream(self._parts.device)
         self._copied = torch.cuda.Event()
         self._copied.record(stream)
         for storage in storages:
@@ -170,8 +165,8 @@ class StateOffload:
     def _synchronize(self) -> None:
         """Let the host wait for the copies, before it uses or frees its own memory. The device needs no wait: later
         work that takes over its memory runs in the order of the stream."""
-        if self._owners.device.type == "cuda":
-            torch.cuda.current_stream(self._owners.device).synchronize()
+        if self._parts.device.type == "cuda":
+            torch.cuda.current_stream(self._parts.device).synchronize()
 
 
 _SUSPENDED = (

@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 
-from zerolite.comm import Communicator
-from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_tags import (
-    ACTIVATIONS,
     BUCKETS,
     BUFFERS,
     COMPUTE,
@@ -37,9 +34,7 @@ from zerolite.utils.memory_tags import (
     location_of,
 )
 from zerolite.utils.sizes import format_size
-from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.optimizer import ShardedOptimizer
-from zerolite.zero.reducer import Reducer
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import as_plain_tensors
 
@@ -120,28 +115,6 @@ class MemoryReport:
         return "\n".join([f"memory of rank {self.rank} on {self.device}", *lines])
 
 
-@dataclass(frozen=True)
-class TensorOwners:
-    """Components of an engine that own tensors.
-
-    Attributes:
-        other_comms: returns the communicators of the model-parallel groups.
-        activations: returns the buffers of activation checkpointing that are not in use.
-        offloaded: returns (item, host copy) for the tensors that ``engine.offload_states()`` has moved to the host.
-    """
-
-    module: torch.nn.Module
-    buffer: ParameterBuffer
-    reducer: Reducer
-    optimizer: ShardedOptimizer
-    comm: Communicator
-    device: torch.device
-    transfers: Transfers | None = None
-    other_comms: Callable[[], Iterable[Communicator]] = list
-    activations: Callable[[], Iterable[torch.Tensor]] = list
-    offloaded: Callable[[], Iterable[tuple[str, torch.Tensor]]] = list
-
-
 class Holding(NamedTuple):
     """One storage; ``location`` is one of :data:`zerolite.utils.memory_tags.LOCATIONS`."""
 
@@ -150,17 +123,17 @@ class Holding(NamedTuple):
     location: str
 
 
-def memory_report(owners: TensorOwners) -> MemoryReport:
-    """Report the memory of ``owners`` on this rank. Nothing is sent, and the host does not wait for the device."""
+def memory_report(parts: EngineParts) -> MemoryReport:
+    """Report the memory of an engine on this rank. Nothing is sent, and the host does not wait for the device."""
     items, host, disk = held = [dict.fromkeys(HELD, 0) for _ in LOCATIONS]
-    for item, nbytes, location in holdings(owners).values():
+    for item, nbytes, location in holdings(parts).values():
         held[LOCATIONS.index(location)][item] += nbytes
-    allocator = _allocator(owners.device)
+    allocator = _allocator(parts.device)
     allocated = allocator["allocated"]
     resident = psutil.Process().memory_info().rss
     return MemoryReport(
-        rank=owners.comm.rank,
-        device=str(owners.device),
+        rank=parts.topology.data.rank,
+        device=str(parts.device),
         items=items,
         host=host,
         disk=disk,
@@ -171,15 +144,15 @@ def memory_report(owners: TensorOwners) -> MemoryReport:
     )
 
 
-def holdings(owners: TensorOwners) -> dict[int, Holding]:
-    """Return every storage of ``owners`` once, by its ``id``."""
+def holdings(parts: EngineParts) -> dict[int, Holding]:
+    """Return every storage of an engine once, by its ``id``."""
     found: dict[int, Holding] = {}
-    for item, tensor in _owned_tensors(owners):
+    for item, tensor in _owned_tensors(parts):
         if tensor.layout is not torch.strided:  # a sparse buffer has no single storage to count
             continue
         storage = tensor.untyped_storage()
         if id(storage) not in found:
-            found[id(storage)] = Holding(item, storage.nbytes(), _location(tensor, owners.device))
+            found[id(storage)] = Holding(item, storage.nbytes(), _location(tensor, parts.device))
     return found
 
 
@@ -189,15 +162,16 @@ def _location(tensor: torch.Tensor, device: torch.device) -> str:
     return HOST if location == DEVICE and tensor.device.type != device.type else location
 
 
-def _owned_tensors(owners: TensorOwners) -> Iterator[tuple[str, torch.Tensor]]:
+def _owned_tensors(parts: EngineParts) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (item, tensor) for every tensor of the engine.
 
     The order matters: if tensors share a storage, it counts for the item that comes first.
     """
-    buffer = owners.buffer
-    communicators = {id(comm): comm for comm in (owners.comm, *owners.other_comms())}
+    buffer, topology = parts.buffer, parts.topology
+    grid = (topology.data, topology.world, topology.pipe, *topology.communicators().values())
+    communicators = {id(comm): comm for comm in grid}
     yield from ((COMPUTE, bucket.compute) for bucket in buffer.buckets)
-    for parameter in owners.module.parameters():
+    for parameter in parts.model.parameters():
         handle = handle_of(parameter)
         if handle is None:
             with as_plain_tensors():  # during engine.offload_states() other access raises
@@ -208,15 +182,14 @@ def _owned_tensors(owners: TensorOwners) -> Iterator[tuple[str, torch.Tensor]]:
         yield COMPUTE, handle.shard
         yield (PERSISTENT if handle.persistent else GATHERED), handle.full
     yield from ((MASTERS, bucket.master) for bucket in buffer.buckets)
-    yield from ((STATES, state) for state in owners.optimizer.method.memory())
-    yield from ((BUFFERS, tensor) for tensor in owners.module.buffers())
+    yield from ((STATES, state) for state in parts.optimizer.method.memory())
+    yield from ((BUFFERS, tensor) for tensor in parts.model.buffers())
     for comm in communicators.values():
         yield from ((BUCKETS, tensor) for tensor in comm.memory())
-    yield from owners.reducer.memory()
-    if owners.transfers is not None:
-        yield from ((STAGING, tensor) for tensor in owners.transfers.pool.memory())
-    yield from ((ACTIVATIONS, tensor) for tensor in owners.activations())
-    yield from owners.offloaded()
+    yield from parts.reducer.memory()
+    yield from ((STAGING, tensor) for tensor in parts.transfers.pool.memory())
+    for source in parts.memory_sources:
+        yield from source()
 
 
 def _allocator(device: torch.device) -> dict[str, int | None]:

@@ -60,7 +60,7 @@ def learn_boundaries(runners: Sequence[PipelineRunner], batches: Iterator[object
         batches: an endless iterator of micro-batches.
     """
     stages = {stage.stage_index: (runner, stage) for runner in runners for stage in runner._stages}
-    steps = {id(runner): runner._begin("train_batch", batches, runner._components.micro_batches) for runner in runners}
+    steps = {id(runner): runner._begin("train_batch", batches, runner.micro_batches) for runner in runners}
     for part in sorted(stages):
         runner, stage = stages[part]
         step = steps[id(runner)]

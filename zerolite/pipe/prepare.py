@@ -18,7 +18,6 @@ from zerolite.pipe import partition
 from zerolite.pipe.chunks import ONE_STAGE_ONLY, Chunk, LayerChunk
 from zerolite.pipe.modules import PipelineModule, layer_name, trained_numel
 from zerolite.pipe.parameter_assignment import ParameterAssignment, assign_layer_parameters, remove_other_parameters
-from zerolite.pipe.runner import PipelineRunner, RunnerComponents
 from zerolite.pipe.schedules import V_SHAPED, schedule_class
 from zerolite.pipe.split import split_by_names
 from zerolite.tensor_parallel.shard_spec import set_names
@@ -58,10 +57,6 @@ class PreparedStage:
     chunks: list[Chunk]
     parts: int
     schedule: str
-
-    def runner(self, components: RunnerComponents) -> PipelineRunner:
-        """Make the runner. Called on all ranks, in the same order."""
-        return PipelineRunner(self.chunks, self.parts, self.schedule, components)
 
 
 def prepare(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -11,12 +11,15 @@ from zerolite.comm import HostGroup, HostLinks, HostMaximum, RaiseTogether, Topo
 from zerolite.comm.ranks import name_ranks
 from zerolite.data.micro_batch import MicroBatch
 from zerolite.pipe.boundary import sampled_hash, shapes_of, stable_hash
-from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import ONE_CHUNK, make_schedule
 from zerolite.pipe.stage import ChunkStage
-from zerolite.pipe.step import RunnerComponents, Step
+from zerolite.pipe.step import Step
 from zerolite.utils.nested import find_tensors
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.layout import PartitionLayout
+
+if TYPE_CHECKING:
+    from zerolite.pipe.prepare import PreparedStage
 
 READY, ENDED, FAILED = 0, 1, 2
 LOSS_TAG = "loss"
@@ -28,35 +31,35 @@ class PipelineRunner:
     It is constructed on all ranks, in the same order; both methods are called on all ranks, in the same order.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], parts: int, schedule: str, components: RunnerComponents) -> None:
+    def __init__(self, stage: PreparedStage, parts: EngineParts, on_loss: Callable[[torch.Tensor], None]) -> None:
         """
         Args:
-            chunks: this rank's chunks, ascending.
-            parts: number of parts of the model on all ranks.
-            schedule: its name in the config.
-            components: components of the engine.
+            stage: this rank's chunks, and their schedule.
+            parts: parts of the engine.
+            on_loss: called with the loss of each step, before its update.
 
         Raises:
             ValueError: the schedule does not work with this number of micro-batches.
         """
-        self._components, self._chunks = components, list(chunks)
-        topology, device = components.topology, components.device
+        self._parts, self._chunks, self._on_loss = parts, list(stage.chunks), on_loss
+        self._loss_fn, self._schedule = stage.loss_fn, stage.schedule
+        self.micro_batches = parts.config.gradient_accumulation_steps or 1
+        topology, device = parts.topology, parts.device
         pipe, group = topology.pipe, topology.pipe.group
         self._links = None if group is None else HostLinks(pipe, "pipeline")
         self._stages: list[ChunkStage]
         if group is None or self._links is None:
             from zerolite.pipe.dry_stage import DryStage  # only for a plan
 
-            self._stages = [DryStage(chunk, parts, device, pipe) for chunk in self._chunks]
+            self._stages = [DryStage(chunk, stage.parts, device, pipe) for chunk in self._chunks]
         else:
-            self._stages = [ChunkStage(chunk, parts, device, group, self._links) for chunk in self._chunks]
+            self._stages = [ChunkStage(chunk, stage.parts, device, group, self._links) for chunk in self._chunks]
         for chunk in self._chunks:
-            chunk.connect(components.precision, device, components.loss_fn)
-        self._schedule = schedule
-        self._run = make_schedule(schedule, self._stages, components.micro_batches)
+            chunk.connect(parts.precision, device, self._loss_fn)
+        self._run = make_schedule(self._schedule, self._stages, self.micro_batches)
         self._barrier = StepBarrier(topology)
         self._layout: PartitionLayout | None = None  # that the stages know
-        self._has_last = any(chunk.index == parts - 1 for chunk in self._chunks)
+        self._has_last = any(chunk.index == stage.parts - 1 for chunk in self._chunks)
 
     def train_batch(self, batches: Iterator[object]) -> torch.Tensor:
         """Run one step of ``Engine.train_batch``.
@@ -69,24 +72,24 @@ class PipelineRunner:
 
     def accumulate(self, batches: Iterator[object]) -> torch.Tensor:
         """Run forward and backward of a step's micro-batches and return the loss."""
-        if not self._components.accumulation.empty:
+        if not self._parts.accumulation.empty:
             raise RuntimeError(
                 "engine.train_batch: expected no gradients since the last step, got some; call engine.zero_grad() first"
             )
-        counters = self._components.pipeline.state.counters
+        counters = self._parts.pipeline.state.counters
         before = counters.micro_steps
-        if len(self._chunks) > 1 and self._layout is not self._components.reducer.buffer.layout:
-            self._layout = self._components.reducer.buffer.layout
+        if len(self._chunks) > 1 and self._layout is not self._parts.buffer.layout:
+            self._layout = self._parts.buffer.layout
             owners = self._chunks_of_buckets(self._layout)
             for stage in self._stages:
                 stage.chunks_of_bucket = owners
         with torch.enable_grad():
-            step = self._begin("train_batch", batches, self._components.micro_batches)
+            step = self._begin("train_batch", batches, self.micro_batches)
             self._run_stages("train_batch", step, self._run)
         # The backward of each part has counted as a micro-step.
-        counters.set_micro_steps(before + self._components.micro_batches)
+        counters.set_micro_steps(before + self.micro_batches)
         loss = self._mean_over_world(step)
-        self._components.on_loss(loss)
+        self._on_loss(loss)
         return loss
 
     def _chunks_of_buckets(self, layout: PartitionLayout) -> dict[int, frozenset[int]]:
@@ -95,7 +98,7 @@ class PipelineRunner:
         for chunk in self._chunks:
             for parameter in chunk.parameters():
                 chunks.setdefault(id(parameter), set()).add(chunk.index)
-        parameters, owners = self._components.reducer.parameters, {}
+        parameters, owners = self._parts.reducer.parameters, {}
         for bucket in layout.buckets:
             of_each = [chunks.get(id(parameters[slot.index]), set[int]()) for slot in bucket.slots]
             if all(of_each):
@@ -104,7 +107,7 @@ class PipelineRunner:
 
     def update(self) -> None:
         """Reduce and apply the gradients of :meth:`accumulate`."""
-        self._components.pipeline.step()
+        self._parts.pipeline.step()
 
     def eval_batch(
         self, batches: Iterator[object], return_logits: bool, compute_loss: bool, micro_batches: int | None
@@ -112,8 +115,8 @@ class PipelineRunner:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
         run = self._run
         if micro_batches is None:
-            micro_batches = self._components.micro_batches
-        elif micro_batches != self._components.micro_batches:
+            micro_batches = self.micro_batches
+        elif micro_batches != self.micro_batches:
             # 1F1B needs as many micro-batches as stages. Without a backward, gpipe runs the same forwards.
             name = "gpipe" if self._schedule in ONE_CHUNK else self._schedule
             run = make_schedule(name, self._stages, micro_batches)
@@ -142,7 +145,7 @@ class PipelineRunner:
         try:
             read, content = self._read(call, batches, micro_batches)
             if training:  # what is wrong with p.grad must not be found later, when the other ranks reduce gradients
-                self._components.pipeline.look_at_grads(before_backward=True)
+                self._parts.pipeline.look_at_grads(before_backward=True)
         except StopIteration as stop:
             status, error = ENDED, stop
         except Exception as failure:
@@ -150,17 +153,17 @@ class PipelineRunner:
         inputs = [(micro.args, micro.kwargs, micro.target) for micro in read]
         shapes = stable_hash(repr(shapes_of(inputs[:1])))
         self._barrier.begin(call, status, error, shapes, content)
-        if training and self._components.note_inputs is not None:
-            self._components.note_inputs(find_tensors(inputs))
-        return Step(self._components, read, (shapes, training), outputs, loss)
+        if training and self._parts.note_inputs is not None:
+            self._parts.note_inputs(find_tensors(inputs))
+        return Step(self._parts, self._loss_fn, read, (shapes, training), outputs, loss)
 
     def _read(self, call: str, batches: Iterator[object], micro_batches: int) -> tuple[list[MicroBatch], int]:
         """Return a step's micro-batches, and a hash of some values of each of their tensors on the host."""
-        components, read, batches_read = self._components, list[MicroBatch](), []
+        parts, read, batches_read = self._parts, list[MicroBatch](), []
         for _ in range(micro_batches):
             batches_read.append(next(batches))
-            micro = MicroBatch.of(batches_read[-1], components.loss_fn, components.device)
-            args, kwargs = components.precision.cast((micro.args, micro.kwargs))
+            micro = MicroBatch.of(batches_read[-1], self._loss_fn, parts.device)
+            args, kwargs = parts.precision.cast((micro.args, micro.kwargs))
             read.append(MicroBatch(args, kwargs, micro.target))
             _check_shapes(call, read[0], read[-1], len(read))
         for chunk in self._chunks:
@@ -190,14 +193,14 @@ class PipelineRunner:
 
     def _drop_gradients(self) -> None:
         """Drop the gradients of a failed step, also those that a backward of inputs has left in ``p.grad``."""
-        self._components.pipeline.zero_grad()
+        self._parts.pipeline.zero_grad()
         for chunk in self._chunks:
             for parameter in chunk.parameters():
                 parameter.grad = None
 
     def _mean_over_world(self, step: Step) -> torch.Tensor:
         """Return the mean loss over micro-batches and data ranks on every rank, from the ranks with the last part."""
-        topology, device = self._components.topology, self._components.device
+        topology, device = self._parts.topology, self._parts.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if self._has_last:
             total += torch.stack(step.losses).mean().double()

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from zerolite.comm import Topology
 from zerolite.comm.flight_recorder import blocked
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.chunks import Chunk
-from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.nested import find_tensors, map_tensors
 from zerolite.utils.torch_private import fake_mode
-from zerolite.zero.accumulation import GradAccumulation
-from zerolite.zero.reducer import Reducer
-from zerolite.zero.step import StepPipeline
+from zerolite.zero.engine_parts import EngineParts
 
 TAG = "pipe"
 Key = tuple[int, bool]  # a hash of the shapes of a step's micro-batches, and True for training
@@ -29,30 +24,6 @@ CACHED_FAKE_TENSOR = (
     "pipeline.split: expected a model that keeps no tensors outside of its modules, got one that has cached a tensor "
     "of the run without values (in a global cache); compute it in each forward, or keep it in a buffer"
 )
-
-
-@dataclass(frozen=True)
-class RunnerComponents:
-    """Components of an engine that run a pipeline.
-
-    Attributes:
-        micro_batches: number of micro-batches in a step.
-        on_loss: called with the loss of each step, before its update.
-        note_inputs: called with the inputs of a step, which the ranks of one model copy compare; None if it has one
-            rank.
-    """
-
-    pipeline: StepPipeline
-    accumulation: GradAccumulation
-    reducer: Reducer
-    precision: Precision
-    boundary: GraphBoundary
-    topology: Topology
-    device: torch.device
-    micro_batches: int
-    loss_fn: LossFunction | None
-    on_loss: Callable[[torch.Tensor], None]
-    note_inputs: Callable[[list[torch.Tensor]], None] | None
 
 
 class Step:
@@ -65,7 +36,8 @@ class Step:
 
     def __init__(
         self,
-        components: RunnerComponents,
+        parts: EngineParts,
+        loss_fn: LossFunction | None,
         batches: list[MicroBatch],
         key: Key,
         keeps_outputs: bool,
@@ -78,14 +50,14 @@ class Step:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
-        self._components, self._batches = components, batches
+        self._parts, self._loss_fn, self._batches = parts, loss_fn, batches
         self._backwards: Counter[int] = Counter()  # of each chunk
-        scale = components.pipeline.state
-        self._factor = scale.loss_scale() / components.micro_batches if self.training else 1.0
+        scale, micro_batches = parts.pipeline.state, parts.config.gradient_accumulation_steps or 1
+        self._factor = scale.loss_scale() / micro_batches if self.training else 1.0
 
     def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
         """Return the outputs of ``chunk`` for micro-batch ``index``."""
-        with self._components.precision.autocast_context(self._components.device):
+        with self._parts.precision.autocast_context(self._parts.device):
             outputs = chunk.forward(received, single, self._batches[index])
         if fake_mode() is None and any(map(is_fake, find_tensors(outputs))):
             raise RuntimeError(CACHED_FAKE_TENSOR)
@@ -93,19 +65,19 @@ class Step:
 
     def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
         """Return the scaled loss with which backward begins in the last part; None if there is no loss."""
-        widens = self._components.precision.widens(outputs)
+        widens = self._parts.precision.widens(outputs)
         outputs = map_tensors(lambda tensor: tensor.float() if widens(tensor) else tensor, outputs)
         if self._keeps_outputs:
             # Gather sharded logits here, on all ranks: the user may look at them on some ranks only.
             self.outputs.append(map_tensors(lambda t: t.gathered() if hasattr(t, "gathered") else t, outputs))
         if not self._computes_loss:
             return None
-        loss = self._batches[index].loss(outputs, self._components.loss_fn)
+        loss = self._batches[index].loss(outputs, self._loss_fn)
         loss = loss.float() if loss.dtype in HALF else loss
         self.losses.append(loss.detach().float().reshape(()))
         if not self.training:
             return None
-        self._components.reducer.losses.append(self.losses[-1])
+        self._parts.reducer.losses.append(self.losses[-1])
         if not loss.requires_grad:
             raise ValueError(
                 "engine.train_batch: expected a loss that needs a gradient, got one that depends neither on a trained "
@@ -119,12 +91,12 @@ class Step:
             self.failure = error
 
     def begin_backward(self) -> None:
-        self._components.pipeline.begin_backward(engine_scaled=True)
-        self._components.boundary.note_scaled()
+        self._parts.pipeline.begin_backward(engine_scaled=True)
+        self._parts.boundary.note_scaled()
 
     def end_backward(self, complete: bool) -> None:
-        self._components.reducer.end_backward(complete=complete)
-        self._components.accumulation.on_engine_step()
+        self._parts.reducer.end_backward(complete=complete)
+        self._parts.accumulation.on_engine_step()
 
     def on_backward_of(self, chunk: int, chunks_of_bucket: Mapping[int, frozenset[int]]) -> None:
         """Count a backward of ``chunk``. After its last one, launch the reductions of the buckets to which no backward
@@ -138,7 +110,7 @@ class Step:
         if self._backwards[chunk] == len(self._batches):
             ended = {index for index, count in self._backwards.items() if count == len(self._batches)}
             due = [bucket for bucket, owners in chunks_of_bucket.items() if chunk in owners and owners <= ended]
-            self._components.reducer.launch_early(due)
+            self._parts.reducer.launch_early(due)
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:

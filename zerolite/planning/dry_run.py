@@ -8,11 +8,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerolite.activation_checkpointing.current import isolated
+from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
     Recorder,
     Topology,
@@ -25,10 +26,12 @@ from zerolite.comm import (
 )
 from zerolite.config import ZeroliteConfig
 from zerolite.data.micro_batch import MicroBatch
-from zerolite.engine.build import Arguments, build_engine, check_model
+from zerolite.engine.arguments import Arguments, check_model
+from zerolite.engine.build import build_engine
 from zerolite.engine.engine import Engine
-from zerolite.engine.parallelize_model import parallelize_model
-from zerolite.engine.pipeline_engine import PipelineEngine
+from zerolite.engine.engine_base import parts_of
+from zerolite.engine.initialize import parallelize_model
+from zerolite.engine.special_engines import PipelineEngine
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
 from zerolite.planning.rank_grid import Grid
@@ -54,7 +57,6 @@ from zerolite.zero.stage3.partitioned_parameter import handle_of, unpartitioned_
 if TYPE_CHECKING:
     from zerolite.pipe.dry_stage import DryPipeline
     from zerolite.pipe.prepare import PreparedStage
-    from zerolite.pipe.runner import PipelineRunner
 
 _one_at_a_time = threading.RLock()
 """Lock of the dry run in progress, which replaces the communicator and the memory listeners of the process."""
@@ -255,7 +257,7 @@ def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
             assert isinstance(engine, PipelineEngine)
             engines.append(engine)
         with as_plan_error("the model's forward"):
-            learn_boundaries([cast("PipelineRunner", engine.runner) for engine in engines], batches)
+            learn_boundaries([engine.runner for engine in engines], batches)
 
 
 class _DryRun:
@@ -299,7 +301,7 @@ class _DryRun:
             model_name=type(model).__name__,
             classes={name: type(module).__name__ for name, module in model.named_modules()},
             parameters=sum(map(_unsharded_numel, model.parameters())),
-            trained_parameters=sum(map(_unsharded_numel, engine.internals.reducer.parameters)),
+            trained_parameters=sum(map(_unsharded_numel, parts_of(engine).reducer.parameters)),
             tied_parameters=sum(_unsharded_numel(tie.parameter) for tie in later),
             rank_parameters=sum(map(unpartitioned_numel, model.parameters())),
             initialize=initialize,
@@ -310,7 +312,7 @@ class _DryRun:
             timeline=tracker.timeline(points),
             recorder=recorder,
             host_waits=self._platform.host_waits,
-            checkpoint=engine.checkpointer.nbytes(),
+            checkpoint=ModelState(parts_of(engine)).nbytes(),
             original_model=original_model,
             host_peak=tracker.host_peak,
             recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
@@ -350,9 +352,10 @@ class _DryRun:
                 walk_through_parameters(model)
                 staged = loss_fn = None  # without activations stages send nothing
             tracker.tag_new(OTHER)
-            engine = build_engine(model, job.config, Arguments(), topology, device, job.device, staged, loss_fn)
+            arguments = Arguments(loss_fn=loss_fn)
+            engine = build_engine(model, job.config, arguments, topology, device, job.device, staged)
         tracker.modules.name(model)
-        trained = {id(parameter) for parameter in engine.internals.reducer.parameters}
+        trained = {id(parameter) for parameter in parts_of(engine).reducer.parameters}
         tracker.claim((p for p in model.parameters() if id(p) not in trained and not hasattr(p, "ds_id")), COMPUTE)
         tracker.claim(model.buffers(), BUFFERS)
         return engine

@@ -14,8 +14,9 @@ from zerolite.comm import local_rank, record
 from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
 from zerolite.engine.engine import Engine
+from zerolite.engine.engine_base import parts_of
 from zerolite.engine.initialize import initialize
-from zerolite.engine.pipeline_engine import PipelineEngine
+from zerolite.engine.special_engines import PipelineEngine
 from zerolite.monitor.memory_report import Holding, holdings
 from zerolite.planning.dry_run import WARM_UP
 from zerolite.planning.make import ConfigLike, batch_maker, silent
@@ -146,7 +147,7 @@ class _LargestItems:
 
     def update(self, allocated: dict[int, Holding] | None = None) -> None:
         now = {location: dict.fromkeys(ITEMS, 0) for location in LOCATIONS}
-        for item, nbytes, location in (holdings(self._engine.tensor_owners) | (allocated or {})).values():
+        for item, nbytes, location in (holdings(parts_of(self._engine)) | (allocated or {})).values():
             now[location][item] += nbytes
         for location, items in self.items.items():
             items.update({item: max(nbytes, now[location][item]) for item, nbytes in items.items()})

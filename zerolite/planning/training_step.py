@@ -6,18 +6,17 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.engine.engine import Engine
-from zerolite.engine.evaluation_engine import EvaluationEngine
-from zerolite.engine.pipeline_engine import PipelineEngine
+from zerolite.engine.special_engines import EvaluationEngine, PipelineEngine
 from zerolite.utils.nested import find_tensors
 
 if TYPE_CHECKING:
-    from zerolite.pipe.runner import PipelineRunner
+    pass
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
@@ -110,7 +109,7 @@ def _evaluate(engine: Engine, batch: MakeBatch, phase: Phase) -> None:
 def _train_pipeline(engine: PipelineEngine, batch: MakeBatch, phase: Phase) -> None:
     with phase(FORWARD):
         pass  # marks the beginning of the step; forwards and backwards follow in the schedule's order
-    runner = cast("PipelineRunner", engine.runner)
+    runner = engine.runner
     runner.accumulate(micro_batches(engine, batch))
     with phase(STEP):
         runner.update()

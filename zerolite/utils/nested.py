@@ -75,7 +75,7 @@ def find_tensors(value: object, kind: type | tuple[type, ...] = torch.Tensor) ->
     """Return the tensors in ``value`` of class ``kind`` (or of one in a tuple of classes), in the order in which
     :func:`map_tensors` meets them."""
     found: list[object] = []
-    _find(value, kind, found, -1)
+    _find(value, kind, found, -1, {})
     return found
 
 
@@ -83,16 +83,21 @@ def find_in_objects(value: object, depth: int = 4) -> list[torch.Tensor]:
     """Return the tensors in ``value``, including those that plain objects, sets, iterators, closures and bound methods
     refer to, through ``depth`` objects.
 
-    The limit is needed because objects may refer to each other in a circle.
+    A tensor to which several objects refer may be in the list several times.
     """
     found: list[torch.Tensor] = []
-    _find(value, torch.Tensor, found, depth * _CONTAINERS_PER_OBJECT)
+    _find(value, torch.Tensor, found, depth * _CONTAINERS_PER_OBJECT, {})
     return found
 
 
-def _find(value: object, kind: type | tuple[type, ...], found: list[Any], levels: int) -> None:
-    """Append tensors of class ``kind`` to ``found``. ``levels``: containers to descend, objects included, which count
-    for several; below 0: all, without objects."""
+def _find(value: object, kind: type | tuple[type, ...], found: list[Any], levels: int, visited: dict[int, int]) -> None:
+    """Append tensors of class ``kind`` to ``found``.
+
+    Args:
+        levels: containers to descend, objects included, which count for several; below 0: all, without objects.
+        visited: ``levels`` at which each object was entered, by its id. Objects that refer to each other in a circle
+            would otherwise be entered again on every path between them.
+    """
     if isinstance(value, kind):
         found.append(value)
         return
@@ -107,9 +112,12 @@ def _find(value: object, kind: type | tuple[type, ...], found: list[Any], levels
     elif levels < 0:
         inside = _items(value).values()
     else:
+        if visited.get(id(value), -1) >= levels:
+            return
+        visited[id(value)] = levels
         inside, left = _attributes(value), max(0, levels - _CONTAINERS_PER_OBJECT)
     for item in inside if levels else ():
-        _find(item, kind, found, left)
+        _find(item, kind, found, left, visited)
 
 
 def named_leaves(value: object) -> list[tuple[str, Any]]:

@@ -23,6 +23,7 @@ from zerolite.offload.from_config import placements_of
 from zerolite.offload.placements import HostPlacement, Placement, Placements
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
+from zerolite.precision.dtypes import scales_of_quantized
 from zerolite.utils.accelerator import default_device
 from zerolite.zero.flat import check_has_memory
 from zerolite.zero.groups import RankGroups
@@ -148,13 +149,14 @@ class Init:
     @hidden_from_modes
     def _partition(self, modules: Iterable[torch.nn.Module]) -> None:
         for module in modules:
+            keeps = scales_of_quantized(module)
             for name, parameter in module._parameters.items():
                 if parameter is None or handle_of(parameter) is not None or is_lazy(parameter):
                     continue
                 if not parameter.is_meta:
                     check_has_memory(name, parameter)
                     broadcast_from_rank0(parameter, self._context)
-                    partition(parameter, name, self._context, self._dtype)
+                    partition(parameter, name, self._context, None if keeps(parameter) else self._dtype)
             self._unpartitioned.pop(id(module), None)
 
 

@@ -11,6 +11,7 @@ from zerolite.comm.initial_sync import broadcast_into, differing
 from zerolite.offload.placements import HostPlacement, Placements
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
+from zerolite.precision.dtypes import scales_of_quantized
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
 from zerolite.zero.flat import check_has_memory
 from zerolite.zero.groups import RankGroups
@@ -257,11 +258,12 @@ def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.d
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)
     plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
+    keeps = scales_of_quantized(model)
     different = differing(plain, context.groups.mean, context.device)
     for parameter, differs in zip(plain, different, strict=True):
         if differs:
             broadcast_from_rank0(parameter, context)
-        partition(parameter, names[id(parameter)], context, dtype)
+        partition(parameter, names[id(parameter)], context, None if keeps(parameter) else dtype)
     for name, module in _children_first(model):
         _materialise(name, module, names, context, dtype)
 

@@ -1,16 +1,56 @@
-"""Observer that learns if the program launches collectives of its own within backwards."""
+"""Observers of a step: the learning rate schedule, progress, and the program's own collectives."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
+from zerolite.activation_checkpointing import Attached
 from zerolite.comm.process_group import program_collectives
-from zerolite.engine.components import ModuleCall
+from zerolite.zero.engine_parts import EngineParts, ModuleCall
 from zerolite.zero.observers import StepObserver
 from zerolite.zero.reducer import Reducer
+from zerolite.zero.step_state import StepState
 
 logger = logging.getLogger("zerolite")
+
+
+class Progress(StepObserver):
+    """Prints a line every ``steps_per_print`` steps. Exists on rank 0 alone."""
+
+    def __init__(self, parts: EngineParts, checkpointing: Attached) -> None:
+        self._optimizer, self._pipeline = parts.optimizer, parts.pipeline
+        self._every, self._checkpointing = parts.config.steps_per_print, checkpointing
+
+    def on_settled(self, step: int, norm: float) -> None:
+        if step == 1:
+            self._checkpointing.check_used()
+        if self._every and step % self._every == 0:
+            lr = ", ".join(f"{group['lr']:.3g}" for group in self._optimizer.inner.param_groups)
+            skipped = self._pipeline.state.counters.skipped_steps
+            scale = self._pipeline.state.next_loss_scale()
+            print(f"step {step}: skipped {skipped}, lr {lr}, grad norm {norm:.4g}, loss scale {scale:g}", flush=True)
+
+
+class LearningRateSchedule(StepObserver):
+    """Schedule of learning rates, if there is one: moved after every update that was not skipped."""
+
+    def __init__(self, scheduler: Any, state: StepState) -> None:
+        self.scheduler, self._state = scheduler, state
+
+    def use(self, scheduler: object) -> None:
+        """Step ``scheduler`` from now on; None for no schedule."""
+        self.scheduler = scheduler
+
+    def settle(self) -> None:
+        """Bring the learning rates up to date: the schedule is stepped when the outcome of a step is read. Without a
+        schedule nothing is read, so a loop that steps its own schedule does not wait for the device."""
+        if self.scheduler is not None:
+            self._state.settle()
+
+    def on_updated(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
 
 
 class ProgramCollectives(StepObserver):

@@ -1,19 +1,30 @@
-"""Options of all components, derived from the config in one place."""
+"""Options of an engine's parts: every decision that depends on the config.
+
+What a part takes from one key as it is stands where the part is made, in ``build_parts.py``."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
+from difflib import get_close_matches
 
 import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig
+from zerolite.config.zero import AUTO_GRANULARITY
 from zerolite.precision.dtypes import Precision
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.dtypes import DTYPES
 from zerolite.zero.gradient_memory import ReductionOptions
+from zerolite.zero.layout import ParameterSpec, auto_bucket_numel
+from zerolite.zero.stage3.fetch_plan import FetchLimits
+from zerolite.zero.stage3.param_group import LEAST_MAX_LIVE, LeafRule, default_max_live, leaf_rule
+from zerolite.zero.stage3.partitioned_model import Stage3Options
 from zerolite.zero.stages import StagePolicy
 from zerolite.zero.step_state import StepOptions
+
+logger = logging.getLogger("zerolite")
 
 SKIPS_ON_DEVICE = {"cuda"}
 """Types of device on which the host does not wait for a step's statistics. Tests add "cpu"."""
@@ -167,3 +178,82 @@ def step_options(config: ZeroliteConfig, update_numel: int, skip_on_device: bool
         update_numel=update_numel,
         divide_plain_backward=config.divide_plain_backward,
     )
+
+
+# -------------------------------------------------------------------- buckets, and the groups of stage 3
+
+
+def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig, world_size: int) -> int:
+    """Return the elements of a bucket: from the config, or chosen by the sizes of the model and the data-parallel
+    group."""
+    zero = config.zero_optimization
+    # A bucket is reduced as one and gathered as one, so the smaller of the two sizes counts.
+    sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
+    if sizes:
+        return min(sizes)
+    total = sum(spec.numel for spec in specs)
+    # With a ratio whole buckets are on the host or on the device. At least 32 of them come close to any ratio.
+    divided = zero.offload_optimizer.enabled and 0 < zero.offload_optimizer.ratio < 1
+    numel = auto_bucket_numel(total, world_size)
+    return min(numel, -(-total // 32)) if divided else numel
+
+
+def stage3_options(config: ZeroliteConfig, model: torch.nn.Module, logs: bool) -> Stage3Options:
+    """Return the options of parameter groups and of their gathers. Raises ConfigError for leaf modules that the model
+    does not have. ``logs``: this rank logs for all."""
+    _check_leaves(model, config)
+    zero = config.zero_optimization
+    leaf, granularity = zero.leaf_module, zero.stage3_module_granularity_threshold
+    is_leaf = leaf_rule(zero.leaf_modules, leaf.classes, leaf.names, leaf.name_suffixes)
+    max_live = zero.stage3_max_live_parameters
+    if max_live is None:
+        max_live = LEAST_MAX_LIVE if granularity is not None else default_max_live(model, is_leaf, AUTO_GRANULARITY)
+        if logs and max_live > LEAST_MAX_LIVE:
+            logger.info(
+                "zero_optimization.stage3_max_live_parameters is %d: two and a half of the largest repeated block",
+                max_live,
+            )
+    return Stage3Options(
+        persistence=zero.stage3_param_persistence_threshold,
+        model_persistence=zero.stage3_model_persistence_threshold,
+        granularity=AUTO_GRANULARITY if granularity is None else granularity,
+        blocks=granularity is None,
+        is_leaf=is_leaf,
+        limits=FetchLimits(
+            prefetch_numel=0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size,
+            max_live_numel=max_live,
+            max_reuse_distance=zero.stage3_max_reuse_distance,
+            read_numel=zero.offload_param.buffer_count * zero.offload_param.buffer_size,
+        ),
+    )
+
+
+def _check_leaves(model: torch.nn.Module, config: ZeroliteConfig) -> None:
+    """Raise ConfigError for leaf modules that the model does not have.
+
+    With a misspelled name the module would be gathered in parts, and ranks might hang. DeepSpeed's block
+    ``leaf_module`` may list classes of other models, if at least one entry matches.
+    """
+    zero, leaf = config.zero_optimization, config.zero_optimization.leaf_module
+    modules = list(model.named_modules())
+
+    def lacks(rule: LeafRule) -> bool:
+        return not any(rule(name, module) for name, module in modules)
+
+    missing = {"leaf_modules": [pattern for pattern in zero.leaf_modules if lacks(leaf_rule([pattern]))]}
+    named = [*leaf.classes, *leaf.names, *leaf.name_suffixes]
+    if lacks(leaf_rule((), leaf.classes, leaf.names, leaf.name_suffixes)):
+        missing["leaf_module"] = named
+    known = [name for name, _ in modules if name] + sorted({type(module).__name__ for _, module in modules})
+    errors = []
+    for key, entries in missing.items():
+        if entries:
+            close = [match for entry in entries for match in get_close_matches(entry, known, 1)]
+            hint = f"; the closest name is '{close[0]}'" if close else ""
+            listed = ", ".join(f"'{entry}'" for entry in entries)
+            sentence = (
+                f"expected classes or qualified names of modules in the model, got {listed}, which none has{hint}"
+            )
+            errors.append((f"zero_optimization.{key}", sentence))
+    if errors:
+        raise ConfigError(errors)

@@ -1,22 +1,25 @@
-"""Engine without an optimizer, for models that are only evaluated: reference, reward and teacher models.
+"""Engines that refuse a part of the methods: without an optimizer, and of one stage of a pipeline.
 
-It is an engine whose layout has no buckets: all parameters are frozen, so there are no masters, gradients or states. At
-stage 3 they are sharded and gathered like those of any other model.
+An engine without an optimizer evaluates reference, reward and teacher models. It is an engine whose layout has no
+buckets: all parameters are frozen, so there are no masters, gradients or states. At stage 3 they are sharded and
+gathered like those of any other model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from zerolite.comm import Communicator, largest
-from zerolite.engine.components import Components
 from zerolite.engine.engine import Engine
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.zero.step import StepPipeline
 from zerolite.zero.step_observers import ScheduleAgreement
+
+if TYPE_CHECKING:
+    from zerolite.pipe.runner import PipelineRunner
 
 _REMEDY = 'To train it, give zerolite.initialize a config with an "optimizer" block, or optimizer=...'
 
@@ -63,45 +66,78 @@ class CheckBeforeForward(ModuleHook):
             check_frozen(model)
 
 
-def _refuses(call: str) -> Callable[..., NoReturn]:
+def _refuses(sentence: str) -> Callable[..., NoReturn]:
     def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            f"engine.{call}: expected an engine with an optimizer, got one without, which only evaluates its model. "
-            f"{_REMEDY}"
-        )
+        raise RuntimeError(sentence)
 
     return refuse
+
+
+def _only_evaluates(call: str) -> Callable[..., NoReturn]:
+    return _refuses(
+        f"engine.{call}: expected an engine with an optimizer, got one without, which only evaluates its model. "
+        f"{_REMEDY}"
+    )
 
 
 class EvaluationEngine(Engine):
     """Engine without an optimizer. ``optimizer`` is None, and methods that train raise RuntimeError."""
 
-    def __init__(self, components: Components) -> None:
-        super().__init__(components)
-        self.optimizer: Any = None
-        self._calls = 0
+    _calls = 0  # forwards so far
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, see :class:`Engine`."""
         # Ranks of an engine that trains compare the order of their modules in each step. Here no step follows, so stage
         # 3 compares it before calls 1, 2, 4, 8, …
-        if self.coordinator is not None:
+        if self._parts.coordinator is not None:
             self._calls += 1
             if not self._calls & (self._calls - 1):
-                self._pipeline.agree_on_schedule()  # type: ignore[attr-defined]
+                self._parts.pipeline.agree_on_schedule()  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)
 
     forward = __call__
 
-    backward = _refuses("backward")
-    step = _refuses("step")
-    train_batch = _refuses("train_batch")
-    reduce_gradients = _refuses("reduce_gradients")
-    clip_gradients = _refuses("clip_gradients")
-    update = _refuses("update")
-    publish = _refuses("publish")
-    full_optimizer_state_dict = _refuses("full_optimizer_state_dict")
+    backward = _only_evaluates("backward")
+    step = _only_evaluates("step")
+    train_batch = _only_evaluates("train_batch")
+    reduce_gradients = _only_evaluates("reduce_gradients")
+    clip_gradients = _only_evaluates("clip_gradients")
+    update = _only_evaluates("update")
+    publish = _only_evaluates("publish")
+    full_optimizer_state_dict = _only_evaluates("full_optimizer_state_dict")
 
     def get_lr(self) -> list[float]:
         """Empty: there is no param group."""
         return []
+
+
+def refuse_in_pipeline(call: str) -> NoReturn:
+    """Raise RuntimeError for ``call``, a method that belongs to a user's own training loop."""
+    raise RuntimeError(_IN_PIPELINE.format(call))
+
+
+_IN_PIPELINE = (
+    "{}: a pipeline runs forwards, backwards and updates in an order of its own; use engine.train_batch(data_iter) and "
+    "engine.eval_batch(data_iter)"
+)
+
+
+class PipelineEngine(Engine):
+    """Engine of one pipeline stage. ``train_batch`` and ``eval_batch`` run over all stages. Methods for single
+    forwards, backwards and steps raise RuntimeError."""
+
+    @property
+    def runner(self) -> PipelineRunner:
+        """The runner of steps over all stages."""
+        assert self._runner is not None, "build_engine has made it"
+        return self._runner
+
+    __call__ = forward = _refuses(_IN_PIPELINE.format("engine(...)"))
+    backward = _refuses(_IN_PIPELINE.format("engine.backward"))
+    step = _refuses(_IN_PIPELINE.format("engine.step"))
+    no_sync = _refuses(_IN_PIPELINE.format("engine.no_sync"))
+    set_gradient_accumulation_boundary = _refuses(_IN_PIPELINE.format("engine.set_gradient_accumulation_boundary"))
+
+
+class PipelineEvaluationEngine(EvaluationEngine, PipelineEngine):
+    """A stage of a pipeline without an optimizer."""

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.comm import Topology
-from zerolite.config import ZeroliteConfig
-from zerolite.engine.components import ModuleCall
 from zerolite.monitor import Monitor, StepLog, open_monitor
 from zerolite.monitor.comms_logger import CommsLogger
 from zerolite.monitor.flops_profiler import FlopsProfiler
-from zerolite.monitor.memory_report import TensorOwners, memory_report
+from zerolite.monitor.memory_report import memory_report
 from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, PhaseObserver, describe, watch_forward
-from zerolite.precision.loss_scaler import LossScaler
-from zerolite.zero.observers import Observers
-from zerolite.zero.optimizer import ShardedOptimizer
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.step_state import StepState
-
-if TYPE_CHECKING:
-    from zerolite.engine.engine import Engine
 
 _OF_THE_ALLOCATOR = ("allocated", "allocated_peak", "reserved", "reserved_peak", "resident", "resident_peak")
 
@@ -33,42 +23,36 @@ class Monitoring:
     """Opens the config's monitors as observers of one engine. Its methods are called in the order below, as the parts
     of the engine are made. Called on all ranks."""
 
-    def __init__(
-        self,
-        config: ZeroliteConfig,
-        topology: Topology,
-        device: torch.device,
-        state: StepState,
-        observers: Observers,
-        optimizer: ShardedOptimizer,
-        scaler: LossScaler | None,
-    ) -> None:
+    def __init__(self, parts: EngineParts) -> None:
+        config, topology, device, state = parts.config, parts.topology, parts.device, parts.pipeline.state
         settle = weakref.WeakMethod(state.settle)
         self.monitor = monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
-        self.log = StepLog(monitor, config.train_batch_size, optimizer, scaler)
+        self.log = StepLog(monitor, config.train_batch_size, parts.optimizer, parts.scaler)
         self.comms_logger: CommsLogger | None = None
-        self._config, self._device, self._state, self._observers = config, device, state, observers
+        self._parts, self._config = parts, config
         self._main = topology.data.main
         self._every = config.steps_per_print or DEFAULT_STEPS
         self._profiler: FlopsProfiler | None = None
         if monitor.enabled:
-            observers.add(self.log)
+            parts.observers.add(self.log)
         if config.comms_logger.enabled:
             world = topology.data.world_size
             self.comms_logger = CommsLogger(config.comms_logger, world, device, _print if self._main else None)
             self._report_every(self._report_collectives)
+        if config.memory_breakdown and self._main:
+            self._report_every(self._report_memory)
 
-    def watch_module(self, module: torch.nn.Module, call: ModuleCall) -> list[RemovableHandle]:
-        """Measure forwards if the config asks for it, and return the hooks on ``module``. ``call``: the function that
-        the engine's forward calls."""
+    def watch_module(self) -> list[RemovableHandle]:
+        """Measure forwards if the config asks for it, and return the hooks on the model."""
+        module, call = self._parts.model, self._parts.call
         if self._config.flops_profiler.enabled and self._main:
 
             def write(step: int, values: Mapping[str, float]) -> None:
                 self.log.write(step, values, "Flops")
 
             settings = self._config.flops_profiler
-            self._profiler = FlopsProfiler(settings, call, module, self._device, self._every, _print, write)
-            self._observers.on_step_end.append(self._profiler.end_step)
+            self._profiler = FlopsProfiler(settings, call, module, self._parts.device, self._every, _print, write)
+            self._parts.observers.on_step_end.append(self._profiler.end_step)
         if not self._config.wall_clock_breakdown or not self._main:
             return []
 
@@ -76,29 +60,25 @@ class Monitoring:
             _print(describe(step, means))
             self.log.write(step, {f"elapsed_time_ms_{phase}": mean for phase, mean in means.items()})
 
-        clock = PhaseClock(self._device, self._every, report)
-        self._observers.add(PhaseObserver(clock))
+        clock = PhaseClock(self._parts.device, self._every, report)
+        self._parts.observers.add(PhaseObserver(clock))
         return watch_forward(clock, module)
 
-    def watch_memory(self, owners: TensorOwners) -> None:
-        """Report this rank's memory by item, if the config asks for it."""
-        if self._config.memory_breakdown and self._main:
-            self._report_every(lambda step: self._report_memory(step, owners))
-
-    def watch_communication(self, topology: Topology, coordinator: PartitionedParameterCoordinator | None) -> None:
+    def watch_communication(self) -> None:
         """Log the collectives, if the config asks for it. Called after other watchers of collectives are installed."""
         if self.comms_logger is None:
             return
+        topology, coordinator = self._parts.topology, self._parts.coordinator
         for comm in topology.communicators().values():
             self.comms_logger.watch(comm)
         if coordinator is not None and coordinator.comm is not topology.data:
             self.comms_logger.watch(coordinator.comm)
 
-    def end_with(self, engine: Engine) -> list[weakref.finalize[..., Any]]:
+    def end_with(self, engine: object) -> list[weakref.finalize[..., Any]]:
         """Write the last step and close when ``engine`` ends, or at the end of the process."""
         finalizers: list[weakref.finalize[..., Any]] = []
         if self.monitor.enabled:
-            finalizers.append(weakref.finalize(engine, _finish, self._state, self.monitor))
+            finalizers.append(weakref.finalize(engine, _finish, self._parts.pipeline.state, self.monitor))
         if self._profiler is not None:
             finalizers.append(weakref.finalize(engine, self._profiler.close))
         return finalizers
@@ -111,14 +91,14 @@ class Monitoring:
             if step % every == 0:
                 report(step)
 
-        self._observers.on_settled.append(on_settled)
+        self._parts.observers.on_settled.append(on_settled)
 
     def _report_collectives(self, step: int) -> None:
         assert self.comms_logger is not None
         self.log.write(step, self.comms_logger.report(step), "Comms")
 
-    def _report_memory(self, step: int, owners: TensorOwners) -> None:
-        memory = memory_report(owners)
+    def _report_memory(self, step: int) -> None:
+        memory = memory_report(self._parts)
         _print(f"step {step}: {memory}")
         others = {name: getattr(memory, name) for name in _OF_THE_ALLOCATOR}
         known_ones = {name: nbytes for name, nbytes in others.items() if nbytes is not None}

@@ -16,8 +16,8 @@ import torch
 
 from zerolite.access.parameter_access import ParameterAccess
 from zerolite.checkpoint.checkpointer import directory_of
-from zerolite.checkpoint.engine_components import EngineComponents
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.full_model import FullModel, FullTensor, describe, first_names, merge_stages
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.model_state import ModelState
@@ -25,13 +25,10 @@ from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into
-from zerolite.engine.full_model import FullModel, FullTensor, describe, first_names, merge_stages
-from zerolite.precision.dtypes import Precision
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
-from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import as_plain_tensors
@@ -118,12 +115,9 @@ class FullState:
     """Full state dicts of one engine's model and optimizer, and export of the model into files. All methods are called
     on all ranks."""
 
-    def __init__(
-        self, param_gatherer: ParamGatherer, precision: Precision, components: EngineComponents, access: ParameterAccess
-    ) -> None:
-        self._param_gatherer, self._precision, self._access = param_gatherer, precision, access
-        self._states, self._pipeline, self._device = components.model, components.pipeline, components.device
-        self._topology = components.model.topology
+    def __init__(self, states: ModelState, access: ParameterAccess) -> None:
+        self._states, self._parts, self._access = states, states.parts, access
+        self._topology, self._device = states.parts.topology, states.parts.device
 
     @torch.no_grad()
     def get(self, rank0_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -145,9 +139,9 @@ class FullState:
     def load(self, state: Mapping[str, Any] | None, strict: bool) -> None:
         """See ``Engine.load_full_state_dict``. Rank 0 sends parameters and buffers one by one, then the modules' extra
         state. Raises RuntimeError on all ranks, before anything is written."""
-        self._pipeline.check_available()
-        self._param_gatherer.wait_all()
-        model, topology, device = self._states.model, self._topology, self._device
+        self._parts.pipeline.check_available()
+        self._parts.param_gatherer.wait_all()
+        model, topology, device = self._parts.model, self._topology, self._device
         own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         transient = {
             f"{prefix}.{key}" if prefix else key
@@ -175,12 +169,12 @@ class FullState:
                 if name in values:
                     module.set_extra_state(values[name])
         loaded = (tensor for name, tensor in own.items() if known[name].owner in done)
-        self._pipeline.written.on_loaded(t for t in loaded if isinstance(t, torch.nn.Parameter))
+        self._parts.pipeline.written.on_loaded(t for t in loaded if isinstance(t, torch.nn.Parameter))
 
     def get_optimizer_state(self, rank0_only: bool) -> dict[str, Any]:
         """See ``Engine.full_optimizer_state_dict``. States are gathered one by one."""
         self._check_readable()
-        self._pipeline.state.settle()
+        self._parts.pipeline.state.settle()
         return full_optimizer_state_dict(self._states, self._access, rank0_only)
 
     @torch.no_grad()
@@ -195,7 +189,7 @@ class FullState:
             ValueError: for a wrong ``max_shard_size``.
             CheckpointError: on all ranks if rank 0 cannot write.
         """
-        computes = self._precision.compute or self._precision.autocast
+        computes = self._parts.precision.compute or self._parts.precision.autocast
         dtype = computes if computes in HALF else torch.bfloat16
         assert dtype is not None
         directory = Path(directory_of(save_dir, "save_dir"))
@@ -227,14 +221,14 @@ class FullState:
 
     def _full_model(self) -> FullModel:
         self._check_readable()
-        self._param_gatherer.wait_all()
-        model = self._states.model
+        self._parts.param_gatherer.wait_all()
+        model = self._parts.model
         return FullModel(model, _local_state_dict(model), self._topology, self._device, self._access)
 
     def _check_readable(self) -> None:
-        self._pipeline.check_available()
-        self._pipeline.check_no_failed_update()
-        placements = self._states.buffer.placements
+        self._parts.pipeline.check_available()
+        self._parts.pipeline.check_no_failed_update()
+        placements = self._parts.buffer.placements
         if placements.on_disk:
             error: Exception | None = None
             try:
@@ -399,13 +393,13 @@ _NUMBER, _ELEMENTS, _OTHER = "number", "elements", "other"
 @torch.no_grad()
 def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0_only: bool) -> dict[str, Any]:
     """See :meth:`zerolite.Engine.full_optimizer_state_dict`. Called on all ranks."""
-    if states.topology.pipe.world_size > 1:
+    if states.parts.topology.pipe.world_size > 1:
         raise RuntimeError(
             "full_optimizer_state_dict: expected all layers on every rank, got a pipeline, whose stages each have the "
             "states of their own layers; save_checkpoint() writes all of them"
         )
-    here = states.topology.world.rank == 0 or not rank0_only
-    own = {p.index: (p, states.optimizer.method.state_of(p)) for p in states.optimizer.shards()}
+    here = states.parts.topology.world.rank == 0 or not rank0_only
+    own = {p.index: (p, states.parts.optimizer.method.state_of(p)) for p in states.parts.optimizer.shards()}
     described = {
         index: {name: _describe(states, shard, name, value) for name, value in state.items()}
         for index, (shard, state) in own.items()
@@ -413,13 +407,13 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
     # Each state is a collective, so all ranks walk through the same ones: the union of all ranks' states. A state has
     # the description of the first rank that has it.
     described_on: dict[int, dict[str, tuple[Any, int]]] = {}
-    host = HostGroup(states.topology.world, "whole model")  # not that of checkpoints: a save may be under way
-    for row, source in host.gather((described, states.groups.mean.rank)):
+    host = HostGroup(states.parts.topology.world, "whole model")  # not that of checkpoints: a save may be under way
+    for row, source in host.gather((described, states.parts.groups.mean.rank)):
         for index, kinds in row.items():
             for name, kind in kinds.items():
                 described_on.setdefault(index, {}).setdefault(name, (kind, source))
     full: dict[int, dict[str, Any]] = {}
-    positions = states.optimizer.positions()
+    positions = states.parts.optimizer.positions()
     for index in sorted(described_on):
         state = own[index][1] if index in own else {}
         for name, ((kind, *details), source) in described_on[index].items():
@@ -430,7 +424,7 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
                 value = _broadcast(states, state.get(name), details[0], details[1], source)
             if here:
                 full.setdefault(positions[index], {})[name] = value.cpu() if torch.is_tensor(value) else value
-    return {"state": full, "param_groups": states.optimizer.numbered_groups()} if here else {}
+    return {"state": full, "param_groups": states.parts.optimizer.numbered_groups()} if here else {}
 
 
 def _describe(states: ModelState, shard: Any, name: str, value: object) -> tuple[object, ...]:
@@ -445,7 +439,7 @@ def _describe(states: ModelState, shard: Any, name: str, value: object) -> tuple
 
 def _broadcast(states: ModelState, own: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
     """Broadcast a state that one data-parallel rank, or each of them, has in full."""
-    device = states.buffer.placements.device
+    device = states.parts.buffer.placements.device
     value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device).clone()
-    states.groups.mean.broadcast(value, "access", source)
+    states.parts.groups.mean.broadcast(value, "access", source)
     return value

@@ -1,0 +1,325 @@
+"""Construction of an engine's parts: buckets, gradients, optimizer, gathers, and the order of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerolite.access.sharded_grad import ShardedGradient
+from zerolite.comm import Topology
+from zerolite.config import ZeroliteConfig
+from zerolite.engine.arguments import OptimizerChoice, check_parameters
+from zerolite.engine.model_parallel import (
+    InputComparison,
+    ModelParallelStats,
+    ModelParallelStepPipeline,
+    SharedGradReducer,
+    counts_once,
+)
+from zerolite.engine.options import (
+    SKIPS_ON_DEVICE,
+    communication_dtypes,
+    loss_scaler,
+    precision_of,
+    reduction_options,
+    stage3_options,
+    step_options,
+)
+from zerolite.engine.special_engines import EvaluationPipeline
+from zerolite.engine.trained_params import LayoutRules, fill_buckets, launch_by_groups, synchronize_untrained
+from zerolite.offload.from_config import check_optimizer, placements_of, warn_of_few_threads
+from zerolite.offload.offloaded_gradients import GradientTransfers
+from zerolite.offload.transfers import Transfers
+from zerolite.optim.kernels import kernel_chooser
+from zerolite.precision.dtypes import GraphBoundary, scales_of_quantized
+from zerolite.precision.fp32_modules import Fp32Modules
+from zerolite.updates.staged_update import StagedSubGroups
+from zerolite.zero.accumulation import GradAccumulation
+from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.engine_parts import EngineParts, ModuleCall
+from zerolite.zero.grad_stats import StatsCollector
+from zerolite.zero.gradient_memory import GradientMemory
+from zerolite.zero.groups import RankGroups
+from zerolite.zero.layout import AUTO_BUCKET, PartitionLayout
+from zerolite.zero.observers import Observers
+from zerolite.zero.optimizer import Groups, ShardedOptimizer
+from zerolite.zero.param_gatherer import ParamGatherer
+from zerolite.zero.reducer import Reducer
+from zerolite.zero.stage3.partitioned_model import PartitionedModel
+from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks
+from zerolite.zero.stage3.partitioned_parameter import handle_of, move_shard
+from zerolite.zero.stages import STAGES
+from zerolite.zero.step import StepPipeline
+from zerolite.zero.step_state import StepState
+from zerolite.zero.step_update import StepUpdate
+
+if TYPE_CHECKING:
+    from zerolite.pipe.prepare import PreparedStage
+
+_PADDED = 1.5  # warn if buckets of whole parameters have more than 1.5 times the elements of the model
+
+logger = logging.getLogger("zerolite")
+
+
+class PartsBuilder:
+    """Makes the parts of one engine, each from earlier ones. All methods are called on all ranks.
+
+    Attributes:
+        fp32: the modules that stay in fp32.
+        device_kind: type of device whose rules of memory apply.
+        shared_grads: all-reduce of gradients over ranks that have other parts of the model; None where there are none.
+        rules: layouts of trained parameters, also of those that are trained later.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: ZeroliteConfig,
+        topology: Topology,
+        device: torch.device,
+        device_kind: str,
+        pipe_stage: PreparedStage | None,
+    ) -> None:
+        """
+        Args:
+            model: this rank's part of the full model.
+            config: resolved for the number of data ranks in ``topology``.
+            device_kind: type of device whose rules of memory apply.
+            pipe_stage: the pipeline stage, if ``model`` is one.
+        """
+        self.model, self.config, self.topology, self.device = model, config, topology, device
+        self.device_kind = device_kind
+        self.policy = STAGES[config.zero_optimization.stage]
+        precision = precision_of(config)
+        self.fp32 = Fp32Modules(model, config.fp32_modules, precision.compute, precision.autocast, device.type)
+        self.precision = dataclasses.replace(
+            precision, keeps_fp32=self.fp32.holds, keeps_dtype=scales_of_quantized(model)
+        )
+        self._ties = {} if pipe_stage is None else {id(tie.parameter): tie for tie in pipe_stage.ties}
+        self._chunks = 1 if pipe_stage is None else len(pipe_stage.chunks)  # each has its own backward
+        self._groups = RankGroups.of(topology, self.policy.shard_optimizer)
+        self._observers = Observers()
+        self.shared_grads: SharedGradReducer | None = None
+
+    def build(self, choice: OptimizerChoice, param_groups: Groups, trains: bool) -> EngineParts:
+        """Make the parts, and install the hooks through which gradients arrive.
+
+        Args:
+            choice: the user's optimizer.
+            param_groups: its param groups.
+            trains: False for an engine without an optimizer.
+        """
+        model, config, comm = self.model, self.config, self.topology.data
+        communication = communication_dtypes(model, config, self.precision, comm.world_size)
+        self._placements = placements = placements_of(config, self.device, self.device_kind, comm)
+        self._transfers = Transfers(placements)
+        if comm.main:
+            warn_of_few_threads(placements, os.environ)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        trained = self._trained(param_groups, trains)
+        owned = trained if trains else list(model.parameters())
+        check_parameters(owned, names, meta_allowed=self.policy.shard_parameters)
+        partitioned = self._partition() if self.policy.shard_parameters else None
+
+        def bucket_kind(p: torch.nn.Parameter) -> str:
+            # A tied parameter gets its own bucket, so that all stages that have it divide it in the same way.
+            tie = self._ties.get(id(p))
+            shared = "" if tie is None else f", shared as {tie.key}"
+            return f"{self.precision.compute_dtype(p)} sent as {communication(p)}{shared}"
+
+        self.rules = LayoutRules(config, self._groups.shard.world_size, bucket_kind, choice.whole, partitioned)
+        accumulation = GradAccumulation((config.gradient_accumulation_steps or 1) * self._chunks)
+        memory = self._make_gradient_memory(accumulation, communication)
+        self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)
+        synchronize_untrained(model, trained, self.precision, comm, self.device)
+        parallel = trains and not self.topology.trivial
+        collector = self._make_collector(parallel)
+        inputs = InputComparison(self._groups.mean, self.topology.model, self.device) if parallel else None
+        if inputs is not None:
+            self._observers.add(inputs)
+        if memory.offloads is not None:
+            memory.offloads.connect(collector.note)
+        self._reducer = reducer = Reducer(self._buffer, self._observers, ShardedGradient.of)
+        if parallel:
+            self.shared_grads = SharedGradReducer(self.topology, self._buffer, self._ties, reducer, self.device)
+        optimizer = self._make_optimizer(choice, param_groups)
+        gatherer = self._make_gatherer()
+        pipeline = self._make_pipeline(optimizer, gatherer, accumulation, collector, trains)
+        return EngineParts(
+            model=model,
+            config=config,
+            topology=self.topology,
+            groups=self._groups,
+            device=self.device,
+            precision=self.precision,
+            trains=trains,
+            owned=owned,
+            transfers=self._transfers,
+            buffer=self._buffer,
+            reducer=reducer,
+            optimizer=optimizer,
+            param_gatherer=gatherer,
+            accumulation=accumulation,
+            scaler=self._scaler,
+            pipeline=pipeline,
+            observers=self._observers,
+            partitioned=partitioned,
+            boundary=self._connect_backward(pipeline, gatherer),
+            call=ModuleCall(model),
+            note_inputs=None if inputs is None else inputs.note,
+        )
+
+    def _trained(self, param_groups: Groups, trains: bool) -> list[torch.nn.Parameter]:
+        """Return the parameters to train, in the model's order."""
+        chosen = {id(p) for group in param_groups for p in group["params"] if p.requires_grad}
+        trained = [p for p in self.model.parameters() if id(p) in chosen]
+        if trains and not trained:
+            raise ValueError(
+                "zerolite.initialize: no parameter to train: none of the given parameters requires a gradient"
+            )
+        return trained
+
+    def _partition(self) -> PartitionedModel:
+        gathers = self._groups.for_gathers(self.device)
+        partitioned = PartitionedModel(
+            self.model, self._groups, gathers, self.device, self._placements, self._transfers
+        )
+        partitioned.plan(stage3_options(self.config, self.model, self._groups.shard.main))
+        return partitioned
+
+    def _make_buffer(
+        self,
+        trained: list[torch.nn.Parameter],
+        layout: PartitionLayout,
+        memory: GradientMemory,
+        partitioned: PartitionedModel | None,
+    ) -> ParameterBuffer:
+        """Make the buckets, with the parameters' values: shards at stage 3, each bucket in its placement."""
+        placements = self._placements
+        if partitioned is None:
+            if self.rules.whole and self._groups.shard.main:
+                _warn_of_padding(layout)
+            buffer = ParameterBuffer(layout, trained, memory, placements)
+        else:
+            buffer = PartitionedParameterBuffer(layout, trained, memory, move_shard, placements, _is_persistent)
+        fill_buckets(buffer, self.precision, self.topology.data, self.device)
+        if partitioned is not None:
+            in_layout = {id(p) for p in trained}
+            partitioned.place_frozen(in_layout, self.precision.compute_dtype, placements, self.rules.bucket_numel)
+        return buffer
+
+    def _make_collector(self, parallel: bool) -> StatsCollector:
+        if not parallel:
+            return StatsCollector(self._groups, self.device, self._observers)
+        counts = counts_once(self.topology, self._buffer, self._ties)
+        return ModelParallelStats(self._groups, self.device, self._observers, self.topology.model, counts)
+
+    def _make_gradient_memory(
+        self, accumulation: GradAccumulation, communication: Callable[[torch.nn.Parameter], torch.dtype | None]
+    ) -> GradientMemory:
+        placements = self._placements
+        options = reduction_options(
+            self.config,
+            self.policy,
+            self.precision,
+            self._groups.mean.world_size,
+            accumulation.micro_batches,
+            communication,
+            keep_buckets=self.device_kind == "cpu",
+            alone=self.topology.world.world_size == 1,
+        )
+        is_on_device = placements.is_accessible(placements.optimizer, on_host=False)
+        offloads = None if is_on_device else GradientTransfers(placements.device, self._transfers)
+        return GradientMemory(self._groups, options, offloads)
+
+    def _make_optimizer(self, choice: OptimizerChoice, param_groups: Groups) -> ShardedOptimizer:
+        choose = kernel_chooser(self.topology.world, self.device, self._placements.update_devices())
+        update_dtype = self.precision.update_dtype
+        optimizer = ShardedOptimizer(choice.make, param_groups, self._buffer, update_dtype, choose)
+        check_optimizer(self._placements, self.device_kind, optimizer.inner)
+        return optimizer
+
+    def _make_gatherer(self) -> ParamGatherer:
+        gathers_full = self.policy.shard_optimizer and not self.policy.shard_parameters
+        overlaps = self.config.zero_optimization.overlap_comm is True and not self.policy.shard_parameters
+        return ParamGatherer(
+            self._buffer,
+            self._groups.shard,
+            gather=gathers_full,
+            overlap_forward=overlaps,
+            observers=self._observers,
+        )
+
+    def _make_pipeline(
+        self,
+        optimizer: ShardedOptimizer,
+        gatherer: ParamGatherer,
+        accumulation: GradAccumulation,
+        collector: StatsCollector,
+        trains: bool,
+    ) -> StepPipeline:
+        buffer, reducer, method = self._buffer, self._reducer, optimizer.method
+        # With many ranks, or with stage 3's small groups, shards are small. One update then takes several of them, so
+        # that there are few large calls.
+        numel, skips = min(self.rules.bucket_numel, AUTO_BUCKET), self.device_kind in SKIPS_ON_DEVICE
+        options = step_options(self.config, numel, skips, self.topology.data.main)
+        self._scaler = loss_scaler(self.config) if trains else None
+        state = StepState(accumulation, self._scaler, buffer, method, self._observers, options)
+        staged = StagedSubGroups(buffer, reducer, method, gatherer, self._transfers)
+        update = StepUpdate(buffer, reducer, method, gatherer, staged, state)
+        make: Callable[..., StepPipeline] = StepPipeline if trains else EvaluationPipeline
+        if self.shared_grads is not None:
+            make = functools.partial(ModelParallelStepPipeline, shared_grads=self.shared_grads)
+        return make(reducer, optimizer, update, collector, state)
+
+    def _connect_backward(self, pipeline: StepPipeline, gatherer: ParamGatherer) -> GraphBoundary:
+        """Install the hooks through which a backward reaches the pipeline, and return the edge of the model's graph."""
+        scales = self._scaler is not None
+        loss_scale = pipeline.state.loss_scale if scales else None
+        boundary = GraphBoundary(pipeline.begin_backward, loss_scale, self.precision)
+        if scales:
+            self._observers.on_backward_begin.append(boundary.expect_scale)
+        self._reducer.attach(
+            pipeline.begin_backward,
+            boundary.check_scaled if scales else None,
+            gatherer.on_gradient if gatherer.overlaps else None,
+        )
+        gatherer.install_hooks(self.model)
+        return boundary
+
+
+def start_stage3(parts: EngineParts) -> None:
+    """Install the hooks that gather parameters. Called when those of activation checkpointing are installed."""
+    partitioned, pipeline, reducer, observers = parts.partitioned, parts.pipeline, parts.reducer, parts.observers
+    if partitioned is None:
+        return
+    coordinator = partitioned.start(CoordinatorCallbacks(observers, pipeline.begin_backward, reducer.on_group_end))
+    observers.on_parameters_updated.append(coordinator.on_update)
+    observers.on_gradients_dropped.append(coordinator.end_failed)
+    launch_by_groups(partitioned, reducer)
+    pipeline.written.use_coordinator(coordinator)
+
+
+def _is_persistent(parameter: torch.nn.Parameter) -> bool:
+    handle = handle_of(parameter)
+    return handle is not None and handle.persistent
+
+
+def _warn_of_padding(layout: PartitionLayout) -> None:
+    """Warn if a parameter is too large to be balanced over the ranks."""
+    largest, numel = max(layout.slots, key=lambda slot: slot.numel), sum(slot.numel for slot in layout.slots)
+    if layout.numel > max(_PADDED * numel, AUTO_BUCKET):
+        logger.warning(
+            "whole parameters: buckets have %.1f times the elements of the model, because parameter '%s' alone has "
+            "%.0f %% of them and belongs to one of %d ranks; fewer ranks or an elementwise optimizer need less memory",
+            layout.numel / numel,
+            largest.name,
+            100 * largest.numel / numel,
+            layout.world_size,
+        )
