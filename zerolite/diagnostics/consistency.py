@@ -27,6 +27,7 @@ from zerolite.utils.accelerator import HostRead
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.observers import StepObserver, UpdateFacts
 from zerolite.zero.shown_gradients import InPlaceChange
+from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 logger = logging.getLogger("zerolite")
@@ -113,28 +114,29 @@ class LatestNumbers(StepObserver):
         numbers: they are; None before the first update.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, gathers: Callable[[], int]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: FetchSchedule | None) -> None:
         """
         Args:
             optimizer: its defaults say which values of its param groups it reads.
-            gathers: returns a hash of everything that stage 3 has gathered; 0 at other stages.
+            schedule: counts everything that stage 3 gathers; None at other stages, and if ranks may differ in it.
         """
         self.numbers: UpdateNumbers | None = None
-        self._optimizer, self._gathers = optimizer, gathers
+        self._optimizer, self._schedule = optimizer, schedule
         self._keys = (*optimizer.defaults, *_ONLY_KERNELS)
 
     def before_update(self, facts: UpdateFacts) -> None:
         groups = tuple(
-            {key: _copy_of(group[key]) for key in self._keys if key in group} for group in self._optimizer.param_groups
+            {key: _copied(group[key]) for key in self._keys if key in group} for group in self._optimizer.param_groups
         )
         step, backwards, divisor, max_norm, changes = facts
-        self.numbers = UpdateNumbers(step, backwards, groups, divisor, max_norm, self._gathers(), changes)
+        gathers = 0 if self._schedule is None else self._schedule.gathers
+        self.numbers = UpdateNumbers(step, backwards, groups, divisor, max_norm, gathers, changes)
 
     def before_save(self, facts: UpdateFacts) -> None:
         self.before_update(facts)
 
 
-def _copy_of(value: object) -> object:
+def _copied(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return tuple(value) if type(value) is list else value
@@ -236,6 +238,7 @@ class ConsistencyCheck(StepObserver):
         self._topology = topology
         self._device = device
         self._latest = latest
+        self.slice_size = topology.world.world_size
         self._weights = weights
         self._interval = interval
         self._late = late
@@ -246,11 +249,6 @@ class ConsistencyCheck(StepObserver):
         self._compared: _Comparison | None = None  # a comparison whose outcome has not been read
 
     # ---------------------------------------------------------------- numbers
-
-    @property
-    def slice_size(self) -> int:
-        """Number of values in the statistics: one for each rank."""
-        return self._topology.world.world_size
 
     def write_slice(self, numbers: torch.Tensor) -> UpdateNumbers | None:
         """Write this rank's hash, so that each rank then has all hashes. The host does not wait for the device."""

@@ -38,7 +38,6 @@ class UpdatedWeights(StepObserver):
         self._count = 0  # param groups in the last update
         self._numbers: UpdateNumbers | None = None  # of the last update
         self._problem = ""  # a sentence about the update that made weights non-finite
-        self._error_raised = False  # the outcome of the last update has been raised
         self._plan = SquaresPlan(
             lambda bucket: [(p.fragment.shard_start, p.fragment.numel, p.group) for p in bucket.shards]
         )
@@ -50,7 +49,7 @@ class UpdatedWeights(StepObserver):
     def on_weights_written(self, all_of_them: bool) -> None:
         """Forget the sums. If all weights are new, the outcome of the last update does not matter any more."""
         self._unchanged = False
-        if all_of_them or self._error_raised:
+        if all_of_them or self._problem:
             self._before, self._after = {}, {}
         if all_of_them:
             self._problem = ""
@@ -61,8 +60,9 @@ class UpdatedWeights(StepObserver):
         """Add the sums before and after each call; before, only if they are not known."""
         count = self._more + len(self._optimizer.param_groups)
         known = self._unchanged and count == self._count
-        self._numbers, self._error_raised, self._unchanged = self._latest.numbers, False, True
+        self._numbers, self._unchanged = self._latest.numbers, True
         self._before, self._after, self._count = self._after if known else {}, {}, count
+        self.slice_size = 2 * count  # the same on all ranks, whatever each of them has updated
 
         def watched(sub_group: Sequence[SpanTensors]) -> None:
             if not known:
@@ -84,38 +84,29 @@ class UpdatedWeights(StepObserver):
 
     # ---------------------------------------------------------------- the outcome
 
-    @property
-    def slice_size(self) -> int:
-        """Length of the slice; the same on all ranks, whatever each of them has updated."""
-        return 2 * self._count
-
     def write_slice(self, numbers: torch.Tensor) -> UpdateNumbers | None:
         for place, sums in enumerate((self._before, self._after)):
             for of_device in sums.values():
                 numbers[place * self._count : (place + 1) * self._count] += of_device.to(numbers.device)
         return self._numbers
 
-    def read_slice(self, written: UpdateNumbers | None, sums: torch.Tensor) -> None:
-        """Look for param groups whose weights the update has made non-finite."""
+    def read_slice(self, written: UpdateNumbers | None, sums: torch.Tensor) -> Exception | None:
+        """Return an error if the update has made weights of a param group non-finite."""
+        self._problem = ""
         if written is None:
-            return
+            return None
         before, after = torch.isfinite(sums).view(2, -1)
         broken = before & ~after
-        if broken.any():
-            self._problem = _describe_update([int(group) for group in torch.nonzero(broken).flatten()], written)
+        if not broken.any():
+            return None
+        self._problem = _describe_update([int(group) for group in torch.nonzero(broken).flatten()], written)
+        return FloatingPointError(
+            f"{self._problem}. These weights are lost: start again from the last checkpoint, and look at the value "
+            "that did it (a learning rate or schedule that runs away, an eps of 0, a loss scale near 0)."
+        )
 
     def explain_skip(self) -> str:
         return self._problem
-
-    def raise_errors(self) -> None:
-        """Raise FloatingPointError if an update has made weights non-finite."""
-        problem, self._problem = self._problem, ""
-        if problem:
-            self._error_raised = True  # new values clear it
-            raise FloatingPointError(
-                f"{problem}. These weights are lost: start again from the last checkpoint, and look at the value that "
-                "did it (a learning rate or schedule that runs away, an eps of 0, a loss scale near 0)."
-            )
 
 
 def _describe_update(groups: Sequence[int], numbers: UpdateNumbers) -> str:

@@ -145,10 +145,11 @@ def _make_engine(
     checkpointing = attach(model, config.activation_checkpointing, parts.device, tensor)
     parts.memory_sources.append(lambda: ((ACTIVATIONS, buffer) for buffer in checkpointing.memory()))
     if topology.world.rank == 0:
-        observers.add(Progress(parts, checkpointing))
+        if config.steps_per_print or checkpointing.checkpointing is not None:
+            observers.add(Progress(parts, checkpointing))
     monitoring = Monitoring(parts)
     hooks += monitoring.watch_module()
-    observers.add(schedule)  # after the monitors, which log the learning rates of the step
+    schedule.observe()  # after the monitors, which log the learning rates of the step
     builder.fp32.attach()
     start_stage3(parts)
     observe_steps(parts, builder.device_kind)

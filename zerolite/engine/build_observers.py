@@ -24,7 +24,7 @@ def observe_steps(parts: EngineParts, device_kind: str) -> None:
     """
     model, config, topology, observers = parts.model, parts.config, parts.topology, parts.observers
     data, coordinator = topology.data, parts.coordinator
-    gathers = _no_gathers
+    compared = None
     if coordinator is not None:
         schedule, parts_of_model = coordinator.schedule, topology.model
         agreement = ScheduleAgreement(schedule, parts_of_model.rank, parts_of_model.world_size, data.main)
@@ -32,9 +32,9 @@ def observe_steps(parts: EngineParts, device_kind: str) -> None:
         if isinstance(parts.pipeline, EvaluationPipeline):
             parts.pipeline.use_agreement(agreement, data, parts.device)
         if topology.trivial:  # a tensor shard may be small enough to stay whole on one rank and not on another
-            gathers = functools.partial(getattr, schedule, "gathers")
+            compared = schedule
     inner, interval = parts.optimizer.inner, config.consistency_check_interval
-    latest = LatestNumbers(inner, gathers)
+    latest = LatestNumbers(inner, compared)
     compares = bool(interval) and topology.world.world_size > 1
     checks_finite = parts.pipeline.state.options.check_finite
     if compares or checks_finite:
@@ -48,10 +48,6 @@ def observe_steps(parts: EngineParts, device_kind: str) -> None:
         observers.add(ConsistencyCheck(topology, parts.device, latest, weights, interval, late))
     find_removed = functools.partial(_find_removed, model, parts.buffer)
     observers.add(UnusedParameters(parts.buffer, config.zero_optimization.ignore_unused_parameters, find_removed))
-
-
-def _no_gathers() -> int:
-    return 0
 
 
 def _most_groups(parts: EngineParts, groups: int) -> int:

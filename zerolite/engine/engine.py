@@ -180,7 +180,8 @@ class Engine(EngineBase):
         # All ranks call the same backwards, so all see the same answer here, even if one got no gradients.
         if flush and accumulation.empty:
             return False
-        pipeline.check_available()  # a call that raises does not count as a micro-batch
+        if pipeline.suspended:  # a call that raises does not count as a micro-batch
+            pipeline.check_available()
         if flush:  # first, because on_engine_step counts this call as a micro-batch
             if self._step_log is not None:
                 self._step_log.close_early(accumulation.flush_factor(), pipeline.state.global_steps)

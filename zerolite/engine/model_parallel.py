@@ -97,7 +97,7 @@ class InputComparison(StepObserver):
         """
         self._data, self._model, self._device = data, model, device
         self._hash: torch.Tensor | None = None  # of the inputs of forwards since the last step
-        self._differ = False
+        self.slice_size = 2 * data.world_size  # a hash for each copy of the model, and its square
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the inputs of a forward, which the next statistics compare."""
@@ -105,11 +105,6 @@ class InputComparison(StepObserver):
             flat = tensor.detach().reshape(-1)
             own = content_hash(flat[:: max(1, flat.numel() // _COMPARED)], self._device)
             self._hash = own if self._hash is None else self._hash * 31 + own
-
-    @property
-    def slice_size(self) -> int:
-        """Length of the slice: a hash for each copy of the model, and its square."""
-        return 2 * self._data.world_size
 
     def write_slice(self, numbers: torch.Tensor) -> None:
         if self._hash is not None:
@@ -119,21 +114,15 @@ class InputComparison(StepObserver):
             numbers[self._data.rank + self._data.world_size] = own**2
         self._hash = None
 
-    def read_slice(self, written: None, sums: torch.Tensor) -> None:
+    def read_slice(self, written: None, sums: torch.Tensor) -> Exception | None:
         # n equal hashes h have the sum n h and the sum of squares n h²; different ones have a larger sum of squares.
         hashes, squares = sums.view(2, -1)
-        self._differ = bool((squares * self._model.world_size != hashes**2).any())
-
-    def raise_errors(self) -> None:
-        differ, self._differ = self._differ, False
-        if differ:
-            raise RuntimeError(
-                "expected the same batches on all ranks that hold parts of one copy of the model (tensor_parallel, "
-                f"pipeline), got different ones in this step; {SAME_BATCH}"
-            )
-
-    def on_weights_written(self, all_of_them: bool) -> None:
-        self._differ &= not all_of_them
+        if not (squares * self._model.world_size != hashes**2).any():
+            return None
+        return RuntimeError(
+            "expected the same batches on all ranks that hold parts of one copy of the model (tensor_parallel, "
+            f"pipeline), got different ones in this step; {SAME_BATCH}"
+        )
 
 
 class SharedGradReducer:

@@ -37,10 +37,18 @@ class LearningRateSchedule(StepObserver):
 
     def __init__(self, scheduler: Any, state: StepState) -> None:
         self.scheduler, self._state = scheduler, state
+        self._observes = False
+
+    def observe(self) -> None:
+        """Step the schedule, if there is one, after every update from now on."""
+        if self.scheduler is not None and not self._observes:
+            self._observes = True
+            self._state.observers.add(self)
 
     def use(self, scheduler: object) -> None:
         """Step ``scheduler`` from now on; None for no schedule."""
         self.scheduler = scheduler
+        self.observe()
 
     def settle(self) -> None:
         """Bring the learning rates up to date: the schedule is stepped when the outcome of a step is read. Without a

@@ -19,7 +19,7 @@ from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.observers import Observers, StepObserver
+from zerolite.zero.observers import Observers, WrittenSlice
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.update import Span, full_span, group_equal, segments
 
@@ -59,7 +59,7 @@ class GradStats:
     elsewhere: bool = False
     unused_elsewhere: int = 0
     bad_losses: tuple[int, ...] = ()
-    slices: tuple[Sequence[tuple[StepObserver, int, Any]], torch.Tensor] | None = None
+    slices: tuple[Sequence[WrittenSlice], torch.Tensor] | None = None
 
 
 class StatsLayout(NamedTuple):
@@ -104,12 +104,12 @@ class StatsVector:
         world_size: int,
         used: set[int],
         weight: float | None,
-        written: Sequence[tuple[StepObserver, int, Any]] = (),
+        written: Sequence[WrittenSlice] = (),
     ) -> None:
         """
         Args:
             used, weight: this rank's own, for a dry run.
-            written: what the observers have written: see :meth:`Observers.read_slices`.
+            written: what the observers have written.
         """
         self._values, self._layout, self.world_size = values, layout, world_size
         self._squares, self._uses, self._scalars = values[layout.squares], values[layout.uses], values[layout.weights]
@@ -261,6 +261,7 @@ class StatsCollector:
 
     def __init__(self, groups: RankGroups, device: torch.device, observers: Observers) -> None:
         self._groups, self._device, self._observers = groups, device, observers
+        self._is_counted = groups.is_first_replica  # the others have the same shards, and squares count once
         self.latest: StatsVector | None = None
 
     def use(self, buffer: ParameterBuffer) -> None:
@@ -329,7 +330,7 @@ class StatsCollector:
         for place, number in enumerate(numbers):
             if number:  # fill_ passes it as an argument of a kernel; a copy from the host may wait for the device
                 weights[place].fill_(number)
-        if self._groups.is_first_replica:  # the others have the same shards, and squares count once
+        if self._is_counted:
             self._plan.add(squares, self._spans, reducer.owned_shards(self.noted))
             if self._squares is not None:
                 squares += self._squares
@@ -342,23 +343,23 @@ class StatsCollector:
                 bad = (~torch.isfinite(torch.stack(list(values)))).any()
                 vector[layout.bad_ranks][mean.rank] += bad.double() * flag
         parts = vector[layout.slices].split(sizes)
-        written = [(o, n, o.write_slice(part)) for o, n, part in zip(observers, sizes, parts, strict=True)]
+        written = [WrittenSlice(o, len(part), o.write_slice(part)) for o, part in zip(observers, parts, strict=True)]
         self._reduce(vector)
         weight = accumulation.weight if accumulation.weighted else None
         self.latest = StatsVector(vector, layout, mean.world_size, reducer.used, weight, written)
         return self.latest
 
-    def exchange_slices(self) -> None:
-        """Add the observers' slices alone over all ranks of the job, and let the observers read them. Called on all
-        ranks, between steps."""
+    def exchange_slices(self) -> tuple[list[WrittenSlice], torch.Tensor]:
+        """Add the observers' slices alone over all ranks of the job: what they have written, and the sums on the host.
+        Called on all ranks, between steps."""
         observers = self._observers.slices
         sizes = [observer.slice_size for observer in observers]
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
-        if not len(sums):
-            return
-        written = [(o, n, o.write_slice(part)) for o, n, part in zip(observers, sizes, sums.split(sizes), strict=True)]
-        self._groups.agree.all_reduce(sums, tag="consistency").wait()
-        self._observers.read_slices(written, HostRead(sums).get())
+        parts = sums.split(sizes)
+        written = [WrittenSlice(o, len(part), o.write_slice(part)) for o, part in zip(observers, parts, strict=True)]
+        if sizes:
+            self._groups.agree.all_reduce(sums, tag="consistency").wait()
+        return written, HostRead(sums).get()
 
     def _reduce(self, vector: torch.Tensor) -> None:
         """Add the numbers over ranks, and fill in the sum of all squares."""

@@ -48,12 +48,12 @@ class StepObserver:
 
     Events come in the same order on all ranks, except those of gathers and reads. An exception in an observer reaches
     the user.
+
+    Attributes:
+        slice_size: length of the slice, the same on all ranks.
     """
 
-    @property
-    def slice_size(self) -> int:
-        """Length of the slice, the same on all ranks."""
-        return 0
+    slice_size = 0
 
     def write_slice(self, numbers: torch.Tensor) -> Any:
         """Write this rank's numbers into its slice, [size] float64 zeros, before they are added over ranks.
@@ -61,22 +61,25 @@ class StepObserver:
         The result comes back with the sums. It says what they belong to, since the next statistics may begin before.
         """
 
-    def read_slice(self, written: Any, sums: torch.Tensor) -> None:
-        """Read the sums, on the host. Each rank calls this when it reads a step's statistics, which may be at different
-        times, so it must neither communicate nor raise: see :meth:`raise_errors`.
+    def read_slice(self, written: Any, sums: torch.Tensor) -> Exception | None:
+        """Read the sums, on the host. Return an error for all ranks to raise together.
+
+        Each rank calls this when it reads a step's statistics, which may be at different times: it must not
+        communicate.
 
         Args:
             written: the result of :meth:`write_slice`.
-            sums: [size] float64.
+            sums: [slice_size] float64.
         """
+        return None
 
-    def on_statistics_read(self, stats: GradStats) -> None:
-        """Called when this rank reads a step's statistics, under the same conditions as :meth:`read_slice`, if the step
-        updates anything."""
+    def on_unused(self, stats: GradStats) -> Exception | None:
+        """Called like :meth:`read_slice`, for a step that updates something and lacks gradients of some parameters."""
+        return None
 
     def raise_errors(self) -> None:
-        """Raise what the statistics have shown. Called on all ranks at the same places, once all have read the same
-        statistics: so it may communicate."""
+        """Raise what the statistics have shown, with the help of the other ranks. Called on all ranks at the same
+        places, once all have read the same statistics."""
 
     def explain_skip(self) -> str:
         """Return why an update before has made this one's gradients non-finite; "" if none has."""
@@ -141,6 +144,20 @@ class StepObserver:
         """Called when there are other buckets."""
 
 
+class WrittenSlice(NamedTuple):
+    """What an observer has written into the statistics.
+
+    Attributes:
+        observer: it.
+        size: length of its slice.
+        written: the result of :meth:`StepObserver.write_slice`.
+    """
+
+    observer: StepObserver
+    size: int
+    written: Any
+
+
 class Observers:
     """Lists of callbacks by event, in the order in which they were added. The events are those of
     :class:`StepObserver`.
@@ -151,7 +168,7 @@ class Observers:
 
     def __init__(self) -> None:
         self.slices: list[StepObserver] = []
-        self.on_statistics_read: list[Callable[[GradStats], None]] = []
+        self.on_unused: list[Callable[[GradStats], Exception | None]] = []
         self.raise_errors: list[Callable[[], None]] = []
         self.explain_skip: list[Callable[[], str]] = []
         self.before_forward: list[Callable[[], None]] = []
@@ -183,18 +200,6 @@ class Observers:
                     self.slices.append(observer)
             elif getattr(type(observer), event) is not getattr(StepObserver, event):
                 listeners.append(getattr(observer, event))
-
-    def read_slices(self, written: Sequence[tuple[StepObserver, int, Any]], sums: torch.Tensor) -> None:
-        """Give each observer the sums of its slice.
-
-        Args:
-            written: observer, size, and what it has written, in the order of the slices.
-            sums: of all slices, on the host.
-        """
-        start = 0
-        for observer, size, about in written:
-            observer.read_slice(about, sums[start : start + size])
-            start += size
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:

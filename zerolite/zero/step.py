@@ -28,8 +28,7 @@ from zerolite.zero.observers import REDUCE_WAIT, STEP
 from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.step_state import StepState, mean_weight
-from zerolite.zero.step_update import StepUpdate
-from zerolite.zero.written_values import WrittenValues
+from zerolite.zero.step_update import StepUpdate, WrittenValues
 
 
 class StepPipeline:
@@ -333,7 +332,9 @@ class StepPipeline:
         facts = self.state.facts(self._max_norm, ())._replace(divisor=self.state.next_loss_scale())
         for check in self._observers.before_save:
             check(facts)
-        self._collector.exchange_slices()
+        error = self.state.read_slices(*self._collector.exchange_slices())
+        if error is not None:
+            raise error
         self.state.raise_error()
 
     def on_all_loaded(self, state: Mapping[str, Any]) -> None:

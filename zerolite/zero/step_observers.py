@@ -30,45 +30,35 @@ class UnusedParameters(StepObserver):
         """
         self._buffer, self._allowed, self._find_removed = buffer, allowed, find_removed
         self._last_used: frozenset[int] | None = None
-        self._error = ""
 
-    def on_statistics_read(self, stats: GradStats) -> None:
+    def on_unused(self, stats: GradStats) -> Exception | None:
         slots, used = self._buffer.layout.slots, stats.used
-        if len(used) < len(slots) and used != self._last_used:
+        if used != self._last_used:
             removed = self._find_removed([index for index in range(len(slots)) if index not in used])
             if removed:
-                self._error = (
+                return RuntimeError(
                     f"parameter '{slots[removed[0]].name}' is not in the model any more ({len(removed)} in all): it "
                     "was replaced after zerolite.initialize by an object that nothing trains (module.x = "
                     "nn.Parameter(), load_state_dict(assign=True), nn.utils.parametrizations); do that before "
                     "zerolite.initialize, or write the values into the parameter that is there"
                 )
-                return
         self._last_used = used
         if self._allowed:
-            return
+            return None
         unused = [slot.name for slot in slots if slot.index not in used and slot.numel]
         if unused:
-            self._error = (
+            return RuntimeError(
                 f"zero_optimization.ignore_unused_parameters is false and {len(unused)} parameters got no "
                 "gradient on any rank: "
                 f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or "
                 "set the key to true."
             )
-        elif stats.unused_elsewhere:
-            self._error = (
+        if stats.unused_elsewhere:
+            return RuntimeError(
                 f"zero_optimization.ignore_unused_parameters is false and {stats.unused_elsewhere} parameters in other "
                 "parts of the model got no gradient; the ranks that have them name them"
             )
-
-    def raise_errors(self) -> None:
-        error, self._error = self._error, ""
-        if error:
-            raise RuntimeError(error)
-
-    def on_weights_written(self, all_of_them: bool) -> None:
-        if all_of_them:
-            self._error = ""
+        return None
 
 
 class ScheduleAgreement(StepObserver):
@@ -86,14 +76,10 @@ class ScheduleAgreement(StepObserver):
             logs: True if this rank writes the warning.
         """
         self.schedule, self._logs = schedule, logs
-        self._place, self._places = 3 * place, places
+        self._place, self.slice_size = 3 * place, 3 * places
         self._collected = 0  # hash in the statistics that were collected last
         self._compared = 0  # hash in the statistics that an update has used
         self._match = True
-
-    @property
-    def slice_size(self) -> int:
-        return 3 * self._places
 
     def write_slice(self, numbers: torch.Tensor) -> None:
         """Write 1, the hash, and its square."""

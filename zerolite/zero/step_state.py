@@ -25,7 +25,7 @@ from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_stats import GradStats, StatsVector, clip_coefficient
 from zerolite.zero.layout import Slot
-from zerolite.zero.observers import Observers, UpdateFacts
+from zerolite.zero.observers import Observers, UpdateFacts, WrittenSlice
 from zerolite.zero.shown_gradients import Factor, InPlaceChange
 from zerolite.zero.update import UpdateMethod
 
@@ -250,7 +250,9 @@ class StepState:
         Raises:
             RuntimeError: on all ranks, because the weights that the host has read give no mean.
         """
-        known = self.local_divisor() * (1.0 if stats is None else mean_weight(stats))
+        known = self.local_divisor()
+        if stats is not None and (stats.mixed or stats.weight is not None):
+            known *= mean_weight(stats)
         divisor: Factor = known if stats is not None else self.device_divisor(vector)
         norm: Factor = vector.norm() if stats is None else stats.norm
         factor: Factor = (clip_coefficient(norm / divisor, max_norm) if max_norm else 1.0) / divisor * user_factor
@@ -279,7 +281,9 @@ class StepState:
         """Read the statistics before the update, and raise the errors that they show. All ranks read equal statistics
         here, so all of them raise."""
         stats = vector.get()
-        self._let_observers_read(stats)
+        error = self._let_observers_read(stats)
+        if error is not None:
+            raise error
         for raise_errors in self.observers.raise_errors:
             raise_errors()
         return stats
@@ -301,22 +305,31 @@ class StepState:
             self._method.on_update_skipped()
         elif unread.maybe_unused:
             self._method.on_left_out(unread.maybe_unused - stats.used)
-        self._let_observers_read(stats)
+        self._error, divisor = self._let_observers_read(stats), unread.divisor
         try:
-            divisor = unread.divisor * mean_weight(stats)
+            divisor *= mean_weight(stats)
         except RuntimeError as error:
-            self._error, divisor = error, unread.divisor
+            self._error = self._error or error
         try:
             self.end_step(stats, divisor)  # also after an error, because the device has applied or skipped the step
         except FloatingPointError as error:
             self._error = self._error or error
 
-    def _let_observers_read(self, stats: GradStats) -> None:
-        if stats.slices is not None:
-            self.observers.read_slices(*stats.slices)
-        if self.applies(stats):
-            for notify in self.observers.on_statistics_read:
-                notify(stats)
+    def _let_observers_read(self, stats: GradStats) -> Exception | None:
+        """Let all observers read, and return the first error that they return."""
+        error = None if stats.slices is None else self.read_slices(*stats.slices)
+        if len(stats.used) < len(self._buffer.layout.slots) and self.applies(stats):
+            for notify in self.observers.on_unused:
+                error = error or notify(stats)
+        return error
+
+    def read_slices(self, written: Sequence[WrittenSlice], sums: torch.Tensor) -> Exception | None:
+        """Let the observers read the sums of what they have written, on the host. Return the first error."""
+        errors, start = [], 0
+        for observer, size, about in written:
+            errors.append(observer.read_slice(about, sums[start : start + size]))
+            start += size
+        return next(filter(None, errors), None)
 
     def raise_error(self) -> None:
         """Settle, and raise the errors of earlier steps. Called on all ranks, which have then settled the same
@@ -351,14 +364,15 @@ class StepState:
         counters.skipped_steps += skipped
         counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if skipped else 0
         skip = self._describe_skip(stats) if skipped else ""
-        self._warn(stats, skip)
+        if skipped or stats.bad_losses or self._bad_losses:
+            self._warn(stats, skip)
         if not skipped:
             for updated in self.observers.on_updated:
                 updated()
         # Last, because it changes the scale that this step has used.
         change = self._scaler.update(skipped) if self._scaler else None
         for settled in self.observers.on_settled:
-            settled(self.global_steps, norm)
+            settled(counters.global_steps, norm)
         if skipped:
             self._check_skips(skip, change.after if change and change.at_minimum else None)
 

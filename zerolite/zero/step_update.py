@@ -1,9 +1,9 @@
-"""The update of one step: every bucket that this rank owns, and its all-gather."""
+"""The update of one step, and values that users write into parameters between two updates."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,10 +11,11 @@ import torch
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_stats import StatsVector
-from zerolite.zero.observers import Update
+from zerolite.zero.observers import Observers, Update
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.shown_gradients import Factor
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step_state import StepState
 from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups
 
@@ -219,3 +220,62 @@ class StepUpdate:
     def forget_failed_update(self) -> None:
         """Allow updates again after a failed one, because all masters have new values."""
         self.failed_update = ""
+
+
+class WrittenValues:
+    """Copy of values that the user has written into parameters to the master weights.
+
+    The step pipeline collects them before an update. Code that saves, loads or reads masters does so between steps, on
+    all ranks and in the same order.
+    """
+
+    def __init__(self, update: StepUpdate, observers: Observers) -> None:
+        self._buffer, self._param_gatherer = update.buffer, update.param_gatherer
+        self._update, self._observers = update, observers
+        self._coordinator: PartitionedParameterCoordinator | None = None
+        self._loaded: set[int] = set()  # parameters into which values have been loaded
+
+    def use_coordinator(self, coordinator: PartitionedParameterCoordinator) -> None:
+        """Collect writes through ``coordinator`` from now on, because the model is at stage 3."""
+        self._coordinator = coordinator
+
+    def on_loaded(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Note that values have been loaded into these parameters. The next update of the trained ones starts from
+        them."""
+        index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
+        self._loaded.update(index_of[id(p)] for p in parameters if id(p) in index_of)
+
+    def forget(self) -> None:
+        """Forget the loaded parameters, because masters have been loaded, which overwrite them."""
+        self._loaded.clear()
+
+    def collect(self) -> None:
+        """Copy values into the masters that were loaded into parameters or assigned by ``p.data = values``.
+
+        Raises:
+            RuntimeError: an assigned tensor has another shape or dtype than its parameter.
+        """
+        if not self._update.params_outdated:
+            if self._param_gatherer.pending:
+                self._param_gatherer.wait_all()
+            self._buffer.collect_assigned_data()
+            if self._coordinator is not None:
+                self._coordinator.collect_writes()
+        if self._loaded:
+            self._buffer.placements.drop_reads(self._buffer.copy_to_masters(self._loaded))
+            self._loaded.clear()
+            for notify in self._observers.on_weights_written:
+                notify(False)
+
+    def collect_all(self) -> None:
+        """Copy all written values into the masters, and those of frozen parameters into their shards.
+
+        An update does not need this for values that were written in place: it copies them itself.
+        """
+        self.collect()
+        if self._coordinator is not None:
+            self._coordinator.collect_frozen_writes()
+        written: list[torch.Tensor] = []
+        for bucket in () if self._update.params_outdated else self._buffer.buckets:
+            written += bucket.sync_master_from_param()
+        self._buffer.placements.drop_reads(written)
