@@ -145,7 +145,7 @@ class StepObserver:
 
 
 class WrittenSlice(NamedTuple):
-    """What an observer has written into the statistics.
+    """Numbers that an observer has written into the statistics.
 
     Attributes:
         observer: it.
