@@ -23,7 +23,7 @@ from tests.toolkit import models
 from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raised, raises, run_steps
-from zerolite.zero.stage3 import gathered_operations
+from zerolite.zero.stage3.comm_context import CommContext
 
 
 class Side:
@@ -71,37 +71,6 @@ def aliases(side: Side) -> None:
     side.see(data, row, flat, *map(zerolite.get_full_master, side.weights()))
 
 
-def swapping(side: Side) -> None:
-    """Other weights for an evaluation, and the own ones back: what was taken before stays what it was."""
-    shadow = {name: torch.ones_like(p) * 0.25 for name, p in side.module.named_parameters()}
-    for step in range(3):
-        side.train(step)
-        backup = {}
-        for name, parameter in side.module.named_parameters():
-            backup[name] = parameter.data
-            parameter.data = shadow[name]
-        with torch.no_grad():
-            side.see(side.engine(models.float_batch(9, 0, dist.get_rank())[0]), *backup.values())
-        scale = nn.Parameter(torch.ones_like(backup["first.weight"]))
-        (backup["first.weight"] * scale).square().sum().backward()  # which saves the old values
-        assert scale.grad is not None
-        side.see(scale.grad)
-        for name, parameter in side.module.named_parameters():
-            parameter.data = backup[name]
-        side.see(*side.weights())
-    rows = [side.module.first.weight.data[i] for i in range(13)]
-    torch._foreach_mul_(rows, 2)
-    with torch.no_grad():
-        torch._foreach_add_([side.module.first.bias, side.module.first.bias.data[:3]], 1.0)
-    side.see(*rows, side.module.first.bias)
-    bias = side.module.second.bias.detach()
-    zerolite.set_full_master(side.module.second.bias, torch.ones(3))
-    side.see(bias, copy.copy(bias))
-    copy.copy(bias).mul_(2)
-    side.see(side.module.second.bias)
-    side.train(4)
-
-
 def _whole(side: Side) -> list[Tensor]:
     state = side.engine.full_state_dict()
     return [state[name] for name, _ in side.module.named_parameters()]
@@ -120,19 +89,17 @@ def assert_program(program: Callable[[Side], None], settings: Sequence[str], pre
         assert not different, f"{setting}: {different} of {len(wanted.seen)}"
 
 
-@pytest.mark.fast("aliases-2")
+@pytest.mark.fast("fp32-2")
 @on_ranks(2)
-@pytest.mark.parametrize("program", [swapping, aliases])
-def test_programs_give_the_bits_of_stage_1(program: Callable[[Side], None]) -> None:
-    for precision in ("fp32", "bf16"):
-        assert_program(program, ("moving", "kept", "one unit"), precision)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_programs_give_the_bits_of_stage_1(precision: str) -> None:
+    assert_program(aliases, ("moving", "kept", "one unit"), precision)
 
 
 @pytest.mark.slow
 @on_ranks(1, 3)
 def test_programs_on_other_numbers_of_ranks() -> None:
-    for program in (swapping, aliases):
-        assert_program(program, ("moving", "defaults"), "fp32")
+    assert_program(aliases, ("moving", "defaults"), "fp32")
 
 
 @on_ranks(2)
@@ -154,17 +121,17 @@ def test_a_gather_for_each_parameter_and_no_memory_is_left() -> None:
     average = copy.deepcopy(side.module)
     side.train(0)
     storages: list[StorageWeakRef] = []
-    gathered = gathered_operations.gather_copies
+    gathered = CommContext.gather_copies
 
-    def noted(handles: Any) -> Any:
-        wholes = gathered(handles)
-        storages.extend(StorageWeakRef(whole.untyped_storage()) for whole in wholes.values())
+    def noted(context: Any, handles: Any) -> Any:
+        wholes = gathered(context, handles)
+        storages.extend(StorageWeakRef(whole.untyped_storage()) for whole in wholes)
         return wholes
 
     def sizes() -> list[int]:
         return [handle.full.untyped_storage().nbytes() for handle in side.engine._parts.coordinator.handles]
 
-    with mock.patch.object(gathered_operations, "gather_copies", noted):
+    with mock.patch.object(CommContext, "gather_copies", noted):
         with zerolite.comm.record() as record, torch.no_grad():
             for mine, other in zip(average.parameters(), side.weights(), strict=True):
                 mine.mul_(0.75).add_(other.detach(), alpha=0.25)
@@ -197,20 +164,14 @@ def test_refused() -> None:
                 function(tensor)
     with raises(RuntimeError, "'first.weight'", "torch.distributed", "clone"):
         dist.broadcast(weight.data, 0)
-    with raises(RuntimeError, "'first.weight'", "(13, 7)", "(7, 13)"):
-        weight.data = torch.zeros(7, 13)
-    with raises(RuntimeError, "'first.weight'", "float64", "before zerolite.initialize"):
-        weight.data = weight.data.double()
-    with raises(RuntimeError, "'first.weight'", "second parameter"):
-        nn.Parameter(weight)
+    for values in (torch.zeros(7, 13), weight.data * 0.5, side.module.second.weight.data, weight.data[:2]):
+        with raises(RuntimeError, "'first.weight'", "p.copy_(values)"):
+            weight.data = values
+    with raises(RuntimeError, "'first.weight'", "requires a gradient"):
+        weight.mul_(2)
     with raises(ValueError, "read-only"):
         weight.detach().numpy()[0] = 1.0
 
-    for write in (lambda w: w.data, torch.no_grad()(lambda w: w.mul_(2))):
-        handle = side.module.second.register_forward_pre_hook(lambda module, args: (write(weight), None)[1])  # noqa: B023
-        with raises(RuntimeError, "'first.weight'", "inside a forward or backward would be lost", "between steps"):
-            side.train(1)
-        handle.remove()
     for question in (torch.numel, Tensor.storage_offset, Tensor.is_inference, Tensor.retain_grad, torch.zeros_like):
         with zerolite.comm.record() as record:
             question(weight)
@@ -238,13 +199,12 @@ def test_one_rank_alone() -> None:
     side.train(0)
     data, state = side.module.first.weight.data, side.module.state_dict()
     if dist.get_rank() == 0:
-        print(side.module.first.weight, f"{data}", side.module)
+        print(side.module.first.weight, side.module)
+        assert data.shape == (13, 7) and data.dtype is torch.float32 and data[2].is_contiguous()
+        assert "first.weight" in f"{data}" and "current values are not here" in repr(data)
         torch.save(state, io.BytesIO())
-        assert float(data.norm()) > 0 and sum(p.numel() for p in side.weights()) == 146
+        assert float(state["first.weight"].norm()) > 0 and sum(p.numel() for p in side.weights()) == 146
     side.train(1)
-    if dist.get_rank() == 0:
-        assert "first.weight" in repr(data) and "current values are not here" in repr(data)
-    side.train(2)
 
 
 @on_ranks(2)
@@ -304,8 +264,8 @@ def test_odd_parameters() -> None:
             before = parameter.clone()
             parameter.add_(1)
             assert torch.equal(parameter.data, before + 1) and parameter.shape == before.shape
-            alias = parameter.data
-            alias.sub_(1)
+            parameter.data -= 1  # which sets p.data to itself
+            assert torch.equal(nn.Parameter(parameter, parameter.requires_grad), parameter)
             assert torch.equal(parameter, before + 1 - 1)
     assert torch.equal(model.head.weight.data, model.embed.weight.data)
     wanted = engine.full_state_dict()

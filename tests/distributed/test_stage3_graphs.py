@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-import zerolite
-from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, Parts, batch, loss_of
-from tests.toolkit.training import raises
 
 CASES = Cases()
 
@@ -342,29 +339,17 @@ class WritesBeforeSecondOrder(Case):
         return loss + slope.square().mean()
 
 
-@CASES.add
+@CASES.variants(leaf=True, alone=False)
 class Adjoint(Case):
-    """A function of autograd that is given a module and its parameters."""
+    """A function of autograd that is given a module and its parameters, which are released then where the module that
+    calls it is no leaf."""
 
-    zero = {"leaf_modules": ["*Solver"]}
-
-    def __init__(self) -> None:
+    def __init__(self, leaf: bool) -> None:
         super().__init__(first=nn.Linear(WIDTH, WIDTH), solver=Solver(block=Block()), last=nn.Linear(WIDTH, WIDTH))
+        self.zero = {"leaf_modules": ["*Solver"]} if leaf else {}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.solver(self.first(x)))
-
-
-@on_ranks(2)
-def test_a_function_that_is_given_released_parameters() -> None:
-    """Autograd would refuse their gradients with torch's own words."""
-    engine = zerolite.initialize(Adjoint(), at("3 moving", optimizer=ADAMW))
-    with raises(
-        RuntimeError, "'solver.block.", "torch.autograd.Function", "leaf_modules", "register_external_parameter"
-    ):
-        engine(batch(0))
-    with raises(RuntimeError, "'solver.block.", "GatheredParameters"):
-        Recomputed.apply(engine.module.solver.block, batch(0), *engine.module.solver.block.parameters())
 
 
 @pytest.mark.fast("Frozen-middle-2")

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zerolite.zero.stage3.released_parameter import ReleasedParameter
+from zerolite.zero.stage3.absent_parameter import AbsentParameter
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 11
@@ -392,6 +393,7 @@ def build(kind: Callable[..., nn.Module], seed: int = 7, **kwargs: object) -> nn
 
 
 def has_no_values(parameter: torch.Tensor) -> bool:
-    """A partitioned parameter is released: it has no memory and, to torch itself, no shape."""
+    """A partitioned parameter is released: torch itself finds one element, or the shard of a single rank."""
     with torch._C.DisableTorchFunctionSubclass():
-        return isinstance(parameter, ReleasedParameter) and parameter.shape == (0,)
+        empty = parameter.untyped_storage().nbytes() <= parameter.itemsize
+        return isinstance(parameter, AbsentParameter) and (empty or dist.get_world_size() == 1)

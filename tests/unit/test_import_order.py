@@ -28,7 +28,7 @@ PURE = (
     "zerolite.precision.loss_scaler",
     "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.stage3.launch_plan", "zerolite.zero.layout",
     "zerolite.offload.checksums", "zerolite.zero.stage3.fetch_plan",
-    "zerolite.zero.stage3.metadata_reads", "zerolite.zero.stages", "op_builder",
+    "zerolite.zero.stages", "op_builder",
 )  # fmt: skip
 
 # Beside the standard library, torch and zerolite itself. Everything else is forbidden, numpy above all.

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests.unit.test_launches import Simulated, make_engine, stack, train
 from zerolite.comm import Pending
-from zerolite.zero.stage3.released_parameter import InFlightParameter
+from zerolite.zero.stage3.absent_parameter import AbsentParameter
 
 pytestmark = pytest.mark.usefixtures("without_ranks")
 
@@ -125,9 +125,9 @@ def test_whoever_reads_weights_after_a_step_waits_for_them(read: str) -> None:
     train(engine, 2)
     assert comm.of("wait") == comm.of("launch")[:8], "nothing has waited for the second step's"
     kinds = {type(p) for p in model.parameters()}
-    assert len(kinds) == 1 and issubclass(kinds.pop(), InFlightParameter)
+    assert len(kinds) == 1 and issubclass(kinds.pop(), AbsentParameter)
     for value in READS[read](model):
-        assert value.isfinite().all() and not isinstance(value, InFlightParameter)
+        assert value.isfinite().all() and not isinstance(value, AbsentParameter)
     train(engine)
     assert sorted(comm.of("wait")) == sorted([*range(8)] * 2)
 

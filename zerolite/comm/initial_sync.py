@@ -101,6 +101,12 @@ def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.devic
     tensor.copy_(sent)
 
 
+def broadcast_flat(flat: torch.Tensor, comm: Communicator, tag: str, source: int = 0) -> None:
+    """Copy the values of rank ``source`` into ``flat`` [n], of any dtype, on all ranks. Called on all ranks."""
+    if flat.numel():
+        comm.broadcast(flat.view(torch.uint8), tag, source)
+
+
 @torch.no_grad()
 def broadcast_together(tensors: Iterable[torch.Tensor], comm: Communicator, device: torch.device, tag: str) -> None:
     """Overwrite several tensors on every rank with rank 0's values, in one collective for each dtype."""

@@ -15,9 +15,9 @@ from zerolite.utils.memory_tags import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTER
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.engine_parts import EngineParts
+from zerolite.zero.stage3.absent_parameter import NEEDS_NO_VALUES, as_plain_tensors
 from zerolite.zero.stage3.comm_context import gather
 from zerolite.zero.stage3.partitioned_parameter import handle_of
-from zerolite.zero.stage3.released_parameter import METADATA_FUNCTIONS, NUMEL_FUNCTIONS, as_plain_tensors
 
 KINDS = {
     "optim_states": STATES,
@@ -207,7 +207,7 @@ class OffloadedParameter(torch.nn.Parameter):
         cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         with as_plain_tensors():
-            if function in METADATA_FUNCTIONS or function in NUMEL_FUNCTIONS:
+            if function in NEEDS_NO_VALUES:
                 return function(*args, **(kwargs or {}))
             if function is torch.Tensor.__repr__:
                 return f"Parameter '{vars(args[0])[_NAME]}' of shape {tuple(args[0].shape)}, offloaded"

@@ -35,8 +35,8 @@ from zerolite.utils.memory_tags import (
 )
 from zerolite.utils.sizes import format_size
 from zerolite.zero.engine_parts import EngineParts
+from zerolite.zero.stage3.absent_parameter import as_plain_tensors
 from zerolite.zero.stage3.partitioned_parameter import handle_of
-from zerolite.zero.stage3.released_parameter import as_plain_tensors
 
 HELD = tuple(item for item in ITEMS if item != OTHER)
 """Items that the components of the engine can list. Activations are only the idle buffers, which wait for the next

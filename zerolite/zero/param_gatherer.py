@@ -13,11 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import Communicator, Pending
 from zerolite.utils.module_hook import WeakHook, is_compiled
+from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.utils.torch_private import untraced
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import GATHER, Observers
-from zerolite.zero.stage3.released_parameter import InFlightParameter
+from zerolite.zero.stage3.absent_parameter import AbsentParameter
 
 # These modules of torch read weights of their children, and their classes, before the children run.
 _READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
@@ -41,8 +42,8 @@ class ParamGatherer:
 
     With ``overlap_forward`` the gathers stay in flight after the step. A hook before each module's forward waits for
     the buckets of that module's own parameters. Other code can read parameters, too: a tied head called as a function,
-    a ``state_dict()``, an average of weights. So a parameter in flight is an :class:`InFlightParameter`, which waits
-    when it is read.
+    a ``state_dict()``, an average of weights. So a parameter in flight is an :class:`AbsentParameter`, which waits when
+    it is read.
 
     Attributes:
         pending: gathers in flight, by bucket.
@@ -77,18 +78,9 @@ class ParamGatherer:
         self._update_stream: torch.cuda.Stream | None = None
         self.handles: list[RemovableHandle] = []
         self._observers = observers
-        gatherer_ref = weakref.ref(self)
+        self._in_flight_class: type[nn.Parameter] = type("InFlight", (AbsentParameter,), {"source": _InFlight(self)})
         if self.overlaps:
             _overlapping.add(self)
-
-        def wait_for(parameters: Sequence[torch.Tensor]) -> None:
-            param_gatherer = gatherer_ref()
-            if param_gatherer is not None:
-                param_gatherer._wait_for(parameters)
-
-        self._in_flight_class: type[nn.Parameter] = type(
-            "InFlightParameter", (InFlightParameter,), {"wait_for": staticmethod(wait_for)}
-        )
 
     def gather_bucket(self, bucket: Bucket, rounded: bool = False) -> None:
         """Launch the all-gather of a bucket. Called on all ranks, in the same order of buckets.
@@ -165,7 +157,7 @@ class ParamGatherer:
     def wait_all(self) -> None:
         self.wait(list(self.pending))
 
-    def _wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
+    def wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
         """Wait for the gathers of these parameters. If the list is empty it is not known which parameters are read, so
         wait for all."""
         wanted = {id(parameter) for parameter in parameters}
@@ -211,6 +203,26 @@ class ParamGatherer:
                 "was given it outside the forward of the module that owns it, or this is the backward of a forward "
                 "before the step. Set zero_optimization.overlap_comm to false (or leave it out) for loops that do this."
             )
+
+
+class _InFlight:
+    """Source of parameters in flight, which waits for their gathers. References the gatherer weakly."""
+
+    def __init__(self, param_gatherer: ParamGatherer) -> None:
+        self._owner = weakref.ref(param_gatherer)
+
+    def run(self, function: Function, args: Arguments, kwargs: Keywords, absent: Sequence[torch.Tensor]) -> object:
+        """Return the result of ``function`` after a wait for ``absent``."""
+        param_gatherer = self._owner()
+        if param_gatherer is not None:
+            param_gatherer.wait_for(absent)
+        late = [parameter for parameter in absent if getattr(type(parameter), "source", None) is self]
+        if late:
+            raise RuntimeError(
+                f"the updated values of a parameter of shape {tuple(late[0].shape)} never came: the engine that "
+                "gathers them ended in the middle of a step. Call zerolite.destroy() before the engine goes out of use"
+            )
+        return function(*args, **kwargs)
 
 
 class _ForwardHook(WeakHook[ParamGatherer]):

@@ -19,7 +19,7 @@ import torch
 
 from zerolite.zero.flat import flattened
 from zerolite.zero.layout import PartitionLayout, Range, Slot
-from zerolite.zero.stage3.released_parameter import as_plain_tensors, set_grad
+from zerolite.zero.stage3.absent_parameter import as_plain_tensors
 
 Factor = float | torch.Tensor
 """Number by which gradients are multiplied: a float, or a 0-dim float64 tensor."""
@@ -170,7 +170,6 @@ class ShownGradients:
     def set_layout(self, layout: PartitionLayout, strides: Sequence[tuple[int, ...]]) -> None:
         """Set a layout that begins with the present parameters. strides: strides of all whole parameters, by index."""
         self._layout, self._strides = layout, strides
-        self._partitioned = any(bucket.rows for bucket in layout.buckets)  # parameters may be released
         more: list[None] = [None] * (len(layout.slots) - len(self._placeholders))
         self._placeholders += more
         self._shown += more
@@ -183,10 +182,7 @@ class ShownGradients:
             placeholder = self._placeholders[slot.index] = self._make(self._spec(slot, parameter), parameter)
             self._references[slot.index] = _OWN_REFERENCES
         self._shown[slot.index] = placeholder
-        if self._partitioned:
-            set_grad(parameter, placeholder)
-        else:
-            parameter.grad = placeholder
+        parameter.grad = placeholder
 
     def placeholders_of(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
         """Return the placeholders of these parameters, for a caller that puts them into ``p.grad`` itself.
@@ -215,7 +211,7 @@ class ShownGradients:
 
     def restore(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Put into ``p.grad`` again what the engine has shown there last."""
-        set_grad(parameter, self._shown[slot.index])
+        parameter.grad = self._shown[slot.index]
 
     def show(self, parameters: Sequence[torch.nn.Parameter], indices: Iterable[int]) -> None:
         """Show the gradients of these parameters that are not shown yet.
@@ -308,7 +304,7 @@ class ShownGradients:
             or gradient.spec is not shown.spec
         ):
             return False
-        set_grad(parameter, shown)
+        parameter.grad = shown
         if gradient.part is not None:
             for operation, numbers in gradient.operations:
                 self.note_change(operation, numbers)

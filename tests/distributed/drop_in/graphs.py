@@ -179,7 +179,7 @@ def called_functionally(run: Run, step: int) -> None:
     run.torch_step()
 
 
-@each_step("fast weights: `functional_call`", settings=["moving", "defaults", "kept", "tight"])
+@each_step("fast weights: `functional_call`", words=["copy.deepcopy(engine.module)"], settings=["moving", "kept"])
 def fast_weights(run: Run, step: int) -> None:
     named = dict(run.module.named_parameters())
     x, y = run.batch(step, 0)

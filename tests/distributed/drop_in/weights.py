@@ -133,9 +133,15 @@ def full_masters(run: Run, precision: str) -> None:
 
 # ---------------------------------------------------------------- writing
 
+
+def _augmented(module: Any) -> None:
+    module.first.weight.data += 0.125
+
+
 WAYS: dict[str, Callable[[Any], Any]] = {
     "mul_": torch.no_grad()(lambda module: module.first.weight.mul_(0.5)),
     "data": lambda module: module.first.weight.data.clamp_(-0.1, 0.1),
+    "data, by an operator": _augmented,
     "copy_": torch.no_grad()(lambda module: module.first.weight.copy_(torch.linspace(-1, 1, 91).reshape(13, 7))),
     "item": torch.no_grad()(lambda module: module.first.weight.__setitem__(0, 0.25)),
     "init": lambda module: nn.init.constant_(module.first.weight, 0.1),
@@ -189,7 +195,7 @@ def written(run: Run, variant: tuple[str, str], gathered: bool = False) -> None:
     run.train(2, start=1)
 
 
-@between("`p.data = tensor`", list(ASSIGN), words=WRITE, settings=["moving"])
+@between("`p.data = tensor`", list(ASSIGN), words=("'first.weight'", "p.copy_(values)"), settings=["moving"])
 def assigned(run: Run, way: str) -> None:
     ASSIGN[way](run.module)
 

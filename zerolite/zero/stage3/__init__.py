@@ -14,9 +14,6 @@ The files, in the order of a parameter's life, which is the order in which to re
                 fetch_schedule.py           decides which; fetch_plan.py precomputes it
                 launch_plan.py              decides when gradients are reduced
     updated     persistent_parameters.py    available parameters get new values where they are
-    read        released_parameter.py       p.shape, p.grad: operations that need no values
-                gathered_operations.py      p.norm(), p.data: operations that gather
-                saved_values.py             graphs whose backward comes when the values are gone
+    read        live_view.py                p.norm(), p.data: operations on released parameters gather them
                 gathered_parameters.py      zero.GatheredParameters: full values for a block of code
-                metadata_reads.py           module.weight.dtype: a read that gathers nothing
 """

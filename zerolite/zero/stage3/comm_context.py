@@ -14,6 +14,7 @@ from zerolite.offload.shard_reader import ShardReader, StagedShards
 from zerolite.utils.memory_tags import GATHERED, PERSISTENT, listeners, resize, tag_memory
 from zerolite.utils.torch_private import undispatched
 from zerolite.zero.groups import RankGroups
+from zerolite.zero.stage3.absent_parameter import restore_class
 from zerolite.zero.stage3.partitioned_parameter import (
     AVAILABLE,
     NOT_AVAILABLE,
@@ -21,10 +22,13 @@ from zerolite.zero.stage3.partitioned_parameter import (
     mark_available,
     mark_in_flight,
 )
-from zerolite.zero.stage3.released_parameter import restore_class
 
 if TYPE_CHECKING:
+    from zerolite.zero.stage3.partition_parameters import Initialising
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+initialisations: list[Initialising] = []
+"""Contexts in which models are being initialised, the innermost last."""
 
 
 class AllGather:
@@ -116,6 +120,11 @@ class CommContext:
     def coordinator(self) -> PartitionedParameterCoordinator | None:
         """The coordinator of the engine that has these parameters; None without an engine."""
         return self._coordinator()
+
+    @property
+    def initialising(self) -> Initialising | None:
+        """The context in which these parameters, without an engine, are being initialised; None outside of one."""
+        return initialisations[-1] if initialisations and self._coordinator() is None else None
 
     def set_coordinator(self, coordinator: PartitionedParameterCoordinator) -> None:
         """Set the coordinator that gathers these parameters from now on. Called by its constructor."""
@@ -280,12 +289,3 @@ def gather(members: Iterable[PartitionedParameter]) -> None:
     """Make ``members`` available, in one launch for each context. Called on all ranks, in the same order."""
     for context, of_context in group_by_context(members):
         context.gather(of_context)
-
-
-def gather_copies(members: Iterable[PartitionedParameter]) -> dict[PartitionedParameter, torch.Tensor]:
-    """Return copies of the full values of ``members``, flat, in one launch for each context. Called on all ranks, in
-    the same order."""
-    found: dict[PartitionedParameter, torch.Tensor] = {}
-    for context, of_context in group_by_context(members):
-        found.update(zip(of_context, context.gather_copies(of_context), strict=True))
-    return found

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
-from zerolite.comm.initial_sync import content_hash
+from zerolite.comm.initial_sync import broadcast_flat, content_hash
 from zerolite.utils.accelerator import address, host_values
 from zerolite.zero.stage3.comm_context import group_by_context
-from zerolite.zero.stage3.partition_parameters import broadcast_flat, register_external_parameter, repartition_all
+from zerolite.zero.stage3.live_view import save_views
+from zerolite.zero.stage3.partition_parameters import register_external_parameter
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import refresh
-from zerolite.zero.stage3.saved_values import graphs_outlive_gather, note_use_outside_groups
 
 _entered_contexts: list[GatheredParameters] = []  # the innermost last
+_WATCHED = "zerolite: a graph inside of GatheredParameters"
 _RAISED = 2  # flag of a parameter: the block has raised on the modifier_rank
 
 
@@ -56,6 +57,7 @@ class GatheredParameters:
         # Copies of full values that the context does not release at its end, to undo changes.
         self._values_before: dict[PartitionedParameter, torch.Tensor] = {}
         self._graphs = contextlib.ExitStack()  # context for graphs that are built inside
+        self._nodes: list[Any] = []  # their ends at the parameters
         self._in_graphs: list[PartitionedParameter] = []  # parameters that graphs on this rank refer to, at the end
         if not enabled:
             return
@@ -76,7 +78,6 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         with torch._C.DisableTorchFunction():
-            repartition_all(then_gather=self._handles)
             outliving = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
             with contextlib.ExitStack() as undo:
                 for context, members in group_by_context(self._handles):
@@ -90,7 +91,7 @@ class GatheredParameters:
                     if self._modifier is None:
                         self._digests = {handle: content_hash(handle.view) for handle in self._handles}
                 if torch.is_grad_enabled() and self._handles:
-                    self._in_graphs = self._graphs.enter_context(graphs_outlive_gather(self._handles))
+                    self._watch_graphs()
                 undo.pop_all()  # entered without an error, such as out of memory
             _entered_contexts.append(self)
         return self
@@ -99,7 +100,7 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with torch._C.DisableTorchFunction():
-            self._graphs.close()
+            self._find_graphs()
             _entered_contexts.remove(self)
             error_text: str | None = None
             changed: list[PartitionedParameter] = []
@@ -126,6 +127,23 @@ class GatheredParameters:
             raise RuntimeError(f"zero.GatheredParameters: {error_text}")
         if changed and not failed:
             self._report_dropped([handle.name for handle in changed])
+
+    def _watch_graphs(self) -> None:
+        """Let graphs that are built inside outlive the context, and mark their ends at the parameters."""
+        outliving = [h for h in self._handles if not h.persistent and h.coordinator is not None]
+        self._graphs.enter_context(save_views(outliving))
+        self._nodes = [_graph_end(h.parameter) for h in outliving if h.parameter.requires_grad]
+        for node in self._nodes:
+            node.metadata[_WATCHED] = True
+
+    def _find_graphs(self) -> None:
+        """Find the parameters to which graphs refer. The marked ends of others are gone."""
+        self._graphs.close()
+        watched, self._nodes = bool(self._nodes), []
+        for handle in self._handles if watched else ():
+            parameter = handle.parameter
+            if parameter.requires_grad and _WATCHED in _graph_end(parameter).metadata:
+                self._in_graphs.append(handle)
 
     def _report_dropped(self, names: Sequence[str]) -> None:
         """Report dropped changes of the parameters ``names``. Called on all ranks, with the same names."""
@@ -156,7 +174,7 @@ class GatheredParameters:
         self._handles[0].groups.mean.all_reduce_max(together, "parameters")
         *agreed, in_graphs = host_values(together)
         if in_graphs:
-            note_use_outside_groups(self._handles)
+            _note_use_outside_groups(self._handles)
         return list(map(int, agreed))
 
     @torch.no_grad()
@@ -195,7 +213,7 @@ class GatheredParameters:
         """Return the parameters that any rank has changed, the same on all ranks, and drop the changes. failed: the
         block has raised on this rank, whose changes are dropped already."""
         if not (self._check and self._handles):
-            note_use_outside_groups(self._in_graphs)
+            _note_use_outside_groups(self._in_graphs)
             return []
         flags: list[Any] = [0] * len(self._handles)
         for position, handle in enumerate(self._handles):
@@ -211,6 +229,19 @@ class GatheredParameters:
         if changed:
             self.drop_changes()
         return changed
+
+
+def _graph_end(parameter: torch.nn.Parameter) -> Any:
+    """Return the node of graphs that accumulates the parameter's gradient, a new one if no graph has one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _note_use_outside_groups(handles: Iterable[PartitionedParameter]) -> None:
+    """Note that graphs use these parameters outside of all groups. Called on all ranks, in the same step."""
+    for handle in handles:
+        if handle.coordinator is not None:
+            handle.coordinator.on_use_outside_groups()
 
 
 def check_not_gathered(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ from zerolite.utils.accelerator import default_device
 from zerolite.zero.flat import check_has_memory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.comm_context import CommContext
-from zerolite.zero.stage3.partition_parameters import GatherOnUse, broadcast_from_rank0, hidden_from_modes, partition
+from zerolite.zero.stage3.live_view import LiveView
+from zerolite.zero.stage3.partition_parameters import Initialising, broadcast_from_rank0, partition
 from zerolite.zero.stage3.partitioned_model import partition_model
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -37,7 +37,7 @@ class Init:
     """Context that partitions parameters as soon as their module has been built::
 
         with zerolite.zero.Init():
-            model = Transformer(...)          # peak memory: the shards and the largest module
+            model = Transformer(...)          # peak memory: the shards and the largest two modules
         engine = zerolite.initialize(model, config)
 
     Args:
@@ -51,11 +51,11 @@ class Init:
         dtype: dtype of the shards; None for that of the parameters, so that the master weights are exact.
         enabled: False for a context that does nothing.
 
-    All ranks take rank 0's values. The model's own initialisation code (``apply``, loops over parameters) finds full
-    values: when a torch function uses them they are gathered, on all ranks, and rank 0's result is taken. Shapes can be
-    read anywhere. A tensor taken from a parameter (``p.data``, a view) shares its values inside the context, and keeps
-    the last ones, with their memory, beyond it. Modules on the meta device are left for ``zerolite.initialize``, or for
-    ``module=``, which call their ``reset_parameters()``.
+    A module's parameters are partitioned when the next module makes its own, or when it becomes part of another one.
+    All ranks take rank 0's values. The model's own initialisation code (``apply``, loops over parameters) works: when
+    a torch function uses values they are gathered, on all ranks, and rank 0's result is taken. Shapes can be read
+    anywhere. A tensor taken from a parameter (``p.data``, a view) stays linked with it. Modules on the meta device are
+    left for ``zerolite.initialize``, or for ``module=``, which call their ``reset_parameters()``.
 
     Starts torch.distributed if it does not run. Entered and left on all ranks, which build equal models.
 
@@ -83,7 +83,7 @@ class Init:
         self._dtype = dtype
         self._unpartitioned: dict[int, torch.nn.Module] = {}  # modules with parameters that are not partitioned yet
         self._hooks: list[RemovableHandle] = []
-        self._mode: GatherOnUse | None = None
+        self._initialising = Initialising(dtype)
         if not enabled:
             return
         init_distributed()
@@ -96,68 +96,67 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             self._hooks = [
-                register_module_parameter_registration_hook(self._on_parameter),
+                register_module_parameter_registration_hook(self._on_parameter),  # type: ignore[arg-type]
                 register_module_module_registration_hook(self._on_module),
             ]
-            self._mode = GatherOnUse(self._dtype, self._partition_finished)
-            self._mode.__enter__()
+            self._initialising.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._mode is None:
+        if not self._hooks:
             return
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         try:
-            self._mode.__exit__(kind, error, trace)
             if kind is None:
-                self._partition(list(self._unpartitioned.values()))
+                self._partition(list(self._unpartitioned.values()), shared=True)
         finally:
-            self._mode = None
+            self._initialising.__exit__(kind, error, trace)
             self._unpartitioned.clear()
 
     # Global hooks of torch on registrations in modules.
 
-    @hidden_from_modes
-    def _on_parameter(self, module: torch.nn.Module, name: str, parameter: object) -> None:
-        self._unpartitioned[id(module)] = module
-        if isinstance(parameter, torch.nn.Parameter) and not is_lazy(parameter) and handle_of(parameter) is None:
-            if self._mode is not None:
-                self._mode.unshare_memory(parameter)
+    def _on_parameter(self, module: torch.nn.Module, name: str, parameter: object) -> torch.nn.Parameter | None:
+        if id(module) not in self._unpartitioned:  # the constructors of earlier modules have made their parameters
+            self._partition(list(self._unpartitioned.values()))
+            self._unpartitioned[id(module)] = module
+        sharded_param = handle_of(parameter)
+        alias = sharded_param is not None and sharded_param.ref() is not parameter
+        if isinstance(parameter, torch.nn.Parameter) and (alias or isinstance(parameter, LiveView)):
+            # torch.nn.Parameter(p) or torch.nn.Parameter(p.data) gets memory of its own.
+            return torch.nn.Parameter(parameter.clone().detach(), parameter.requires_grad)
+        return None
 
-    @hidden_from_modes
     def _on_module(self, module: torch.nn.Module, name: str, child: object) -> None:
-        if isinstance(child, torch.nn.Module) and self._mode is not None:
-            self._mode.repartition()
+        if isinstance(child, torch.nn.Module):
             self._partition(child.modules())
             for inside, parameter in child.named_parameters():
-                handle = handle_of(parameter)
-                if handle is not None and handle.context.coordinator is None:
-                    handle.rename(f"{name}.{inside}")
+                sharded_param = handle_of(parameter)
+                if sharded_param is not None and sharded_param.coordinator is None:
+                    sharded_param.rename(f"{name}.{inside}")
 
-    def _partition_finished(self) -> None:
-        """Partition the modules whose constructors have returned. Called before a tensor is created."""
-        if self._unpartitioned and self._mode is not None:
-            unfinished = _under_construction()
-            finished = [module for key, module in self._unpartitioned.items() if key not in unfinished]
-            if finished:
-                self._mode.repartition()
-                self._partition(finished)
-
-    @hidden_from_modes
-    def _partition(self, modules: Iterable[torch.nn.Module]) -> None:
+    @torch.no_grad()
+    def _partition(self, modules: Iterable[torch.nn.Module], shared: bool = False) -> None:
+        """Partition the parameters of ``modules``. shared: also those whose memory other tensors share now, which would
+        lose what is written to them later."""
         for module in modules:
-            keeps = scales_of_quantized(module)
+            keeps, left = scales_of_quantized(module), False
             for name, parameter in module._parameters.items():
-                if parameter is None or handle_of(parameter) is not None or is_lazy(parameter):
+                if parameter is None or handle_of(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
                     continue
-                if not parameter.is_meta:
-                    check_has_memory(name, parameter)
-                    broadcast_from_rank0(parameter, self._context)
-                    partition(parameter, name, self._context, None if keeps(parameter) else self._dtype)
-            self._unpartitioned.pop(id(module), None)
+                check_has_memory(name, parameter)
+                if not shared and _has_other_users(parameter):
+                    left = True
+                    continue
+                broadcast_from_rank0(parameter, self._context)
+                partition(parameter, name, self._context, None if keeps(parameter) else self._dtype)
+            if left:
+                self._unpartitioned[id(module)] = module
+            else:
+                self._unpartitioned.pop(id(module), None)
 
 
 def _make_context(
@@ -203,13 +202,7 @@ def _without_optimizer_offload(config: ZeroliteConfig) -> ZeroliteConfig:
     )
 
 
-def _under_construction() -> set[int]:
-    """Return the ids of the modules whose ``__init__`` this thread is running, read from its stack."""
-    found: set[int] = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "__init__" and code.co_argcount:
-            found.add(id(frame.f_locals.get(code.co_varnames[0])))
-        frame = frame.f_back
-    return found
+def _has_other_users(tensor: torch.Tensor) -> bool:
+    """Return True if another tensor, or a graph, shares the memory of ``tensor``."""
+    storage = tensor.untyped_storage()  # which is one user, the tensor another
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)

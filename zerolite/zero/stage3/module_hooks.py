@@ -2,25 +2,22 @@
 
 - A hook before and after the forward of each group's module reports a forward execution.
 - A hook on each output tensor reports the begin of its backward.
-- A dict in the place of ``module._parameters`` reports parameters that other modules read.
+- A hook on ``state_dict()`` puts full values there.
 """
 
 from __future__ import annotations
 
-import copy
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from zerolite.utils.module_hook import WeakHook, is_compiled
 from zerolite.utils.torch_private import untraced
-from zerolite.zero.stage3.metadata_reads import reads_metadata
+from zerolite.zero.stage3.live_view import GatheredStateDict
 from zerolite.zero.stage3.param_group import ParamGroup, groups_of_parameters, owns_released
-from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -160,61 +157,6 @@ class _InnerPostForwardHook(_GroupHook):
             coordinator.leave_forward(self._group, module, outputs)
 
 
-_GETATTR = torch.nn.Module.__getattr__.__code__
-
-
-class GatherOnReadDict(dict[str, torch.nn.Parameter | None]):
-    """A module's ``_parameters`` that gathers a released parameter when it is read inside a forward or backward.
-
-    So a tied weight that another module uses as ``F.linear(x, embedding.weight)`` has values. Reads of metadata alone,
-    such as ``module.weight.dtype``, gather nothing (see metadata_reads.py).
-    """
-
-    def __init__(
-        self, parameters: dict[str, torch.nn.Parameter | None], coordinator: PartitionedParameterCoordinator
-    ) -> None:
-        super().__init__(parameters)
-        self._coordinator = weakref.ref(coordinator)
-        self._kept_for_backward = coordinator.kept_for_backward
-
-    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
-        parameter = dict.__getitem__(self, name)
-        if parameter is None:
-            return None
-        available = getattr(parameter, "ds_status", AVAILABLE) is AVAILABLE
-        # While a graph is traced, groups are not looked at: what they keep changes from call to call.
-        kept = not is_dynamo_compiling() and self._kept_for_backward
-        if not available or (kept and handle_of(parameter) is not None):
-            coordinator, handle = self._coordinator(), vars(parameter)["_zero_handle"]
-            if coordinator is not None and (
-                coordinator.only_kept_for_backward(handle) if available else coordinator.busy
-            ):
-                frame = sys._getframe(1)
-                reader = frame.f_back if frame.f_code is _GETATTR else None
-                if reader is None or not reads_metadata(reader):
-                    coordinator.on_read(handle)
-        return parameter
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (dict(self),))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.nn.Parameter | None]:
-        return {name: copy.deepcopy(parameter, memo) for name, parameter in self.items()}
-
-
-class _PlainDictRestorer:
-    """Handle whose :meth:`remove` undoes :class:`GatherOnReadDict`."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def remove(self) -> None:
-        """Replace the module's ``_parameters`` by a plain dict."""
-        module = self._module()
-        if module is not None and isinstance(module._parameters, GatherOnReadDict):
-            module._parameters = dict(module._parameters)
-
-
 def install_hooks(
     model: torch.nn.Module, groups: Sequence[ParamGroup], coordinator: PartitionedParameterCoordinator
 ) -> list[Any]:
@@ -240,7 +182,6 @@ def install_hooks(
                 # execution around this one ends it, or the next forward does.
                 handles.append(end.install(inside.register_forward_hook))
     for module in model.modules():
-        if owns_released(module) and id(module) not in traced:
-            module._parameters = GatherOnReadDict(module._parameters, coordinator)
-            handles.append(_PlainDictRestorer(module))
+        if owns_released(module):
+            handles.append(GatheredStateDict(coordinator).install(module.register_state_dict_post_hook))
     return handles

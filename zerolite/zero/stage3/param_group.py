@@ -202,11 +202,17 @@ class _GroupPlanner:
             for child_name, child in separate.items():
                 self._walk(child_name, child, in_block=False)
         else:
-            self._add(name, module, [module])
-            repeated = _repeated(module)
-            for child_name, child in module.named_children():
-                of_block = in_block or type(child) in repeated
-                self._walk(f"{name}.{child_name}" if name else child_name, child, of_block)
+            self._add(name, module, [module, *_containers(module)])
+            self._walk_children(name, module, in_block)
+
+    def _walk_children(self, name: str, module: torch.nn.Module, in_block: bool) -> None:
+        repeated = _repeated(module)
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            walk = self._walk
+            if id(child) in self._seen and not _has_forward(child):  # its own parameters are in a group already
+                walk = self._walk_children
+            walk(path, child, in_block or type(child) in repeated)
 
     def _is_leaf_or_compiled(self, name: str, module: torch.nn.Module) -> bool:
         return self._is_leaf(name, module) or is_compiled(module)
@@ -241,6 +247,16 @@ def _subtree(module: torch.nn.Module, without: set[int]) -> Iterator[torch.nn.Mo
 
     walk(module)
     return iter(found.values())
+
+
+def _containers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules in ``module`` that cannot be called and own parameters, such as a ParameterList: who calls the
+    module uses them. Those in modules that can be called belong to these."""
+    for child in module.children():
+        if not _has_forward(child):
+            if any(parameter is not None for parameter in child._parameters.values()):
+                yield child
+            yield from _containers(child)
 
 
 def _repeated(module: torch.nn.Module) -> set[type]:

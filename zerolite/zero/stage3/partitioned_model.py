@@ -21,7 +21,7 @@ from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters, check_not_gathered
 from zerolite.zero.stage3.module_hooks import install_hooks
 from zerolite.zero.stage3.param_group import LeafRule, ParamGroup, groups_of_parameters, plan_param_groups
-from zerolite.zero.stage3.partition_parameters import GatherOnUse, broadcast_from_rank0, partition
+from zerolite.zero.stage3.partition_parameters import Initialising, broadcast_from_rank0, partition
 from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks, PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
 
@@ -309,7 +309,7 @@ def _materialise(
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=context.device)
     kept = GatheredParameters([p for p in own if handle_of(p) is not None])
-    with GatherOnUse(dtype=dtype), kept:
+    with Initialising(dtype), kept:
         reset()
         kept.drop_changes()
     for buffer in module.buffers(recurse=False):

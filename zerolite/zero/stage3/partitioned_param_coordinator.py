@@ -26,6 +26,7 @@ from zerolite.utils.memory_tags import DISK
 from zerolite.utils.nested import find_in_objects
 from zerolite.zero.backward import coordinators
 from zerolite.zero.observers import GATHER, Observers
+from zerolite.zero.stage3.absent_parameter import restore_class, set_absent_class
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
@@ -33,8 +34,6 @@ from zerolite.zero.stage3.module_hooks import ModuleExecution
 from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import AvailableParameters, refresh
-from zerolite.zero.stage3.released_parameter import restore_class, set_released_class
-from zerolite.zero.stage3.saved_values import check_graphs
 
 _current_graph_task = torch._C._current_graph_task_id
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
@@ -66,7 +65,6 @@ class PartitionedParameterCoordinator:
         groups: group ``g`` of the schedule is ``groups[g]``.
         thread: thread of the last forward.
         engine_calls: calls of the engine under way. The user's hooks on the root module run outside of its execution.
-        kept_for_backward: parameters of groups whose forward has ended and that keep some of them gathered.
     """
 
     def __init__(
@@ -87,15 +85,11 @@ class PartitionedParameterCoordinator:
         self._group_of = {id(module): group for group in groups for module in (group.module, *group.inside)}
         self._forward: list[ModuleExecution] = []  # forwards under way, the outermost first
         self._backward: list[ModuleExecution] = []  # backwards under way
-        self._recomputed: list[ModuleExecution] = []  # forwards that ended inside a backward and are still needed
         self._clock = 0
         self._tasks: list[int] = []  # autograd's graph tasks under way, the outermost first
         self._step_open = False
-        self._in_function = True  # a forward without gradients may be that of a torch.autograd.Function
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
-        self.kept_for_backward: set[int] = set()
-        self._shown_released: list[PartitionedParameter] = []  # those of them that look released to the user
-        self._shape_only: list[PartitionedParameter] = []  # released, with their full shape for a gradient to come
+        self._hidden: set[int] = set()  # parameters of no open forward that stay gathered for their backward
         self._held_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
         self._trained: set[int] = set()  # parameters to which updates give new values
         self._trained_persistent = AvailableParameters(context, ())
@@ -153,6 +147,23 @@ class PartitionedParameterCoordinator:
         self._forward.append(ModuleExecution(self.weak_self, group, self._clock))
         group.open_executions += 1
         self._execute(self.schedule.enter(group.index))
+        if self._hidden:
+            self._show(self.schedule.groups[group.index])
+        if not self.schedule.following:
+            self._check_functional(group)
+
+    @staticmethod
+    def _check_functional(group: ParamGroup) -> None:
+        """Raise RuntimeError for tensors in the places of parameters (torch.func.functional_call), because a gradient
+        through them would reach the parameters outside of their group's backward."""
+        for module in (group.module, *group.inside):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, torch.nn.Parameter):
+                    raise RuntimeError(
+                        f"module '{group.name}' is called with a tensor in the place of its parameter '{name}', which "
+                        "stage 3 does not support (functional_call with fast weights); call a full copy of the model: "
+                        "copy.deepcopy(engine.module)"
+                    )
 
     def leave_forward(self, group: ParamGroup, module: torch.nn.Module, outputs: object) -> None:
         """End a forward execution of ``group``, whose ``module`` has returned ``outputs``; None if it raised."""
@@ -162,8 +173,6 @@ class PartitionedParameterCoordinator:
                 return  # `reset` has ended it
             while forward[-1].group is not group:  # an exception has skipped their hooks
                 self._end_forward(forward.pop())
-        if self._in_function and not torch.is_grad_enabled() and not self.schedule.following:
-            self._check_graph(group)
         execution = forward.pop()
         hooked = False
         if torch.is_grad_enabled():
@@ -171,19 +180,9 @@ class PartitionedParameterCoordinator:
         else:
             for tensor in find_in_objects(outputs):
                 self._hold_if_returned(group, tensor)
-        if self._tasks and any(self.handles[i].frozen for i in self.schedule.groups[group.index]):
-            # A recomputation. After it torch.utils.checkpoint compares the shapes of all saved tensors. Of a frozen
-            # weight autograd saves the parameter itself, which must keep its shape until the backward has ended.
-            self._clock += 1
-            execution.end_forward(self._clock)
-            self._recomputed.append(execution)
-        else:
-            self._end_forward(execution)
-        if not forward and not self._tasks:
-            if not hooked:
-                self._end_step()
-            elif self.kept_for_backward:
-                self._show_released()
+        self._end_forward(execution)
+        if not forward and not self._tasks and not hooked:
+            self._end_step()
 
     def _end_forward(self, execution: ModuleExecution) -> None:
         """End a forward and release the parameters that are not kept for its backward."""
@@ -194,20 +193,24 @@ class PartitionedParameterCoordinator:
         if released:
             self.release(released)
         if len(released) < len(self.schedule.groups[index]):
-            self.kept_for_backward.update(self.schedule.groups[index])
+            self._hide(self.schedule.groups[index])
 
-    def _show_released(self) -> None:
-        """Between forward and backward, give the parameters that stay gathered the class of released ones. A user who
-        reads values then gets a copy, because the backward will release this memory."""
-        kept = [self.handles[index] for index in self.kept_for_backward]
-        self._shown_released = [handle for handle in kept if handle.status is AVAILABLE and not handle.holds]
-        for handle in self._shown_released:
-            if (parameter := handle.ref()) is not None:
-                set_released_class(parameter)
+    def _hide(self, indices: Iterable[int]) -> None:
+        """Give parameters that stay gathered for their backward, when no forward uses them, the class of absent ones.
+        A use by another module then needs them in a backward of its own, and an operation elsewhere gets a copy."""
+        used = {index for execution in self._forward for index in self.schedule.groups[execution.group.index]}
+        for index in indices:
+            handle = self.handles[index]
+            if handle.status is AVAILABLE and not handle.holds and index not in used:
+                self._hidden.add(index)
+                if (parameter := handle.ref()) is not None:
+                    set_absent_class(parameter)
 
-    def _show_available(self) -> None:
-        shown, self._shown_released = self._shown_released, []
-        for handle in shown:
+    def _show(self, indices: Iterable[int]) -> None:
+        """Undo :meth:`_hide`."""
+        for index in self._hidden.intersection(indices):
+            self._hidden.discard(index)
+            handle = self.handles[index]
             if handle.status is AVAILABLE and (parameter := handle.ref()) is not None:
                 restore_class(parameter)
 
@@ -217,14 +220,12 @@ class PartitionedParameterCoordinator:
             if _current_graph_task() != -1:
                 return  # a recomputation inside backward
             self.reset()  # that backward ended with an exception
-        if self._shown_released:
-            self._show_available()
         self.thread = threading.get_ident()
         if not self._step_open:
             if torch.is_grad_enabled():
                 for notify in self._observers.before_forward:
                     notify()
-            self._step_open = self._in_function = True
+            self._step_open = True
             self.schedule.begin_step("train" if torch.is_grad_enabled() else "eval")
 
     @contextlib.contextmanager
@@ -264,14 +265,6 @@ class PartitionedParameterCoordinator:
                 execution.hook(tensor)
         return hooked
 
-    def _check_graph(self, group: ParamGroup) -> None:
-        """Raise RuntimeError if a torch.autograd.Function, in whose forward ``group`` has run, was given a released
-        parameter. An evaluation is checked once: where one parameter was given, all were."""
-        trained = [index for index in self.schedule.groups[group.index] if index in self._trained]
-        if trained and not self._tasks:
-            check_graphs([self.handles[trained[0]]])
-            self._in_function = self.schedule.kind == "train"
-
     def _hold_if_returned(self, group: ParamGroup, tensor: torch.Tensor) -> None:
         """Keep a parameter gathered that the module of ``group`` returns, or a view of one: its caller will use it."""
         handle = handle_of(tensor) or handle_of(tensor._base)
@@ -304,17 +297,15 @@ class PartitionedParameterCoordinator:
                 self._end_backward(last)
         backward.insert(position, execution)
         group = execution.group
-        if group.is_embedding:  # its backward needs the shape of the weight and not the values
-            for index in self.schedule.groups[group.index]:
-                self.show_full_shape(self.handles[index])
-        else:
-            group.open_executions += 1
-            self._execute(self.schedule.enter(group.index))
+        if group.is_embedding:
+            return  # its backward needs the shape of the weight and not the values
+        group.open_executions += 1
+        self._execute(self.schedule.enter(group.index))
+        if self._hidden:
+            self._show(self.schedule.groups[group.index])
 
     def _end_backward(self, execution: ModuleExecution) -> None:
         group = execution.group
-        if self._recomputed:
-            self._end_recomputed(group)
         if not group.is_embedding:
             group.open_executions -= 1
             if not self._second_order:
@@ -325,24 +316,8 @@ class PartitionedParameterCoordinator:
         """Note that a graph uses a parameter outside of all groups, so that its gradient may come at any time."""
         self._used_outside = True
 
-    def show_full_shape(self, handle: PartitionedParameter) -> None:
-        """Give a released parameter, for which a gradient comes, its full shape until the backward ends."""
-        handle.show_full_shape()
-        self._shape_only.append(handle)
-
-    def _end_recomputed(self, group: ParamGroup | None) -> None:
-        """End the recomputed forwards of ``group``; None for those of all groups."""
-        recomputed, self._recomputed = self._recomputed, []
-        for execution in recomputed:
-            if group is None or execution.group is group:
-                self.release(self.schedule.leave(execution.group.index))
-            else:
-                self._recomputed.append(execution)
-
     def _begin_task(self, task: int) -> None:
         """Begin a backward, which may run inside another one (reentrant checkpointing)."""
-        if self._shown_released:
-            self._show_available()
         if not self._tasks and not self._step_open:
             self._step_open = True
             self.schedule.begin_step("backward")
@@ -362,8 +337,6 @@ class PartitionedParameterCoordinator:
             return
         while self._backward:
             self._end_backward(self._backward.pop())
-        if self._recomputed:
-            self._end_recomputed(None)
         if not self._forward and not self._second_order:
             self._end_step()
 
@@ -375,12 +348,8 @@ class PartitionedParameterCoordinator:
         self._end_unscheduled()
 
     def _end_unscheduled(self) -> None:
-        """End the step's holds, shapes and reads, of which the schedule does not know."""
-        self.kept_for_backward.clear()
-        shown, self._shape_only = self._shape_only, []
-        for handle in shown:
-            if handle.status is NOT_AVAILABLE:
-                handle.free_full_values()
+        """End the step's holds and reads, of which the schedule does not know."""
+        self._hidden.clear()
         if self._held_for_step:
             self._unhold_after_step()
         if self.context.reader is not None:
@@ -394,7 +363,6 @@ class PartitionedParameterCoordinator:
             execution.group.reset()
         self._forward.clear()
         self._backward.clear()
-        self._recomputed.clear()
         self._tasks.clear()
         self.release(self.schedule.forget())
         self._end_unscheduled()
@@ -440,29 +408,15 @@ class PartitionedParameterCoordinator:
 
     # ---------------------------------------------------------------- uses that no hook sees
 
-    def on_read(self, handle: PartitionedParameter) -> None:
-        """Gather a released parameter that was read from its module, or used by an operation, inside a forward or
-        backward, and add it to the group under way. Called on all ranks: all of them read it, whatever they do with it
-        then."""
-        task = _current_graph_task()
-        if task != -1 and not self._tasks:  # in a hook of the user, which runs before those on outputs
-            self._begin_task(task)
-        if handle.context is self.context:
-            self._hold_for_step(handle)
-        else:
-            handle.context.gather([handle])
+    def on_use(self, handle: PartitionedParameter) -> None:
+        """Gather a parameter that an operation uses inside a forward of another module, and add it to the group under
+        way. Called on all ranks, which run the same operations."""
+        self._hold_for_step(handle)
 
-    def only_kept_for_backward(self, handle: PartitionedParameter) -> bool:
-        """True in a forward for a parameter that is available only because its own group keeps it for its backward.
-        Another module that reads it now needs it in its own backward too, whose step may have released it by then."""
-        if handle.index not in self.kept_for_backward or handle.context is not self.context or handle.holds:
-            return False
-        return bool(self._forward) and not self._tasks and not self.is_executing(handle)
-
-    def is_executing(self, handle: PartitionedParameter) -> bool:
-        """Return True inside a forward of a group of this parameter."""
-        groups = self.schedule.groups
-        return any(handle.index in groups[execution.group.index] for execution in self._forward)
+    @property
+    def in_forward(self) -> bool:
+        """True inside a forward, also one that a backward repeats."""
+        return bool(self._forward)
 
     @property
     def busy(self) -> bool:

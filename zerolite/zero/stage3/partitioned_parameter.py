@@ -8,12 +8,15 @@
 
     NOT_AVAILABLE ── issue_all_gather ──▶ INFLIGHT ── AllGather.wait ──▶ AVAILABLE
           ▲          storage.resize_(n)                 p.data = view        │
-          └────── release: p.data = empty(0), storage.resize_(0) ────────────┘
+          └────── release: p.data = absent, storage.resize_(0) ──────────────┘
 
 The storage of ``full`` is resized and never replaced, because autograd saves *views* of a weight (for ``x @ w.t()``,
 for example). A saved view holds the storage, not the parameter. Replacing ``p.data`` alone would not free that memory,
-and the backward would not find the values that are gathered again. There is one exception: if a user may hold aliases,
-they keep the old storage and the parameter gets a new ``full``.
+and the backward would not find the values that are gathered again. There is one exception: if a user may hold aliases
+from ``GatheredParameters``, they keep the old storage and the parameter gets a new ``full``.
+
+``absent`` is one element, not a number, expanded to the parameter's shape. So what autograd remembers of a released
+parameter is right, and what reads it past torch's functions computes NaN.
 
 Only this module writes the fields of a :class:`PartitionedParameter`. Its :class:`CommContext` launches the gathers.
 """
@@ -28,18 +31,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from zerolite.comm.initial_sync import broadcast_flat
 from zerolite.offload.placements import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
+from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.zero.flat import dense_strides, flattened
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import shard_numel
-from zerolite.zero.stage3.released_parameter import class_of, no_gather_error, restore_class, set_released_class
+from zerolite.zero.stage3.absent_parameter import as_plain_tensors, present_class, restore_class, set_absent_class
+from zerolite.zero.stage3.live_view import LiveView, assignment_error, no_gather_error, run_released
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.comm_context import AllGather, CommContext
+    from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 _ids = itertools.count()
 
@@ -66,21 +72,18 @@ class PartitionedParameter:
         holds: number of open gather contexts, such as :class:`zero.GatheredParameters`; above 0 it is not released.
         persistent: True for a parameter that is never released.
         may_have_aliases: True if a user may hold tensors that share memory with ``full``.
-        left_storage: the storage that the last release left to such tensors; does not keep it alive.
         writes: number of times that the user has written new values.
-        replaced_at: ``version`` at each ``p.data = values``.
         seen_version: the parameter's own version counter when its values were gathered, or a gather context ended. If
             the counter has grown, the model has written values in place. None while it is not available.
     """
 
     __slots__ = (
         "__weakref__",
+        "absent",
         "context",
-        "empty",
         "full",
         "holds",
         "index",
-        "left_storage",
         "may_have_aliases",
         "name",
         "nbytes",
@@ -89,7 +92,6 @@ class PartitionedParameter:
         "persistent",
         "placement",
         "ref",
-        "replaced_at",
         "seen_version",
         "shape",
         "shard",
@@ -119,12 +121,10 @@ class PartitionedParameter:
         self.strides = dense_strides(parameter.data)
         self.pending: AllGather | None = None
         self.may_have_aliases = False
-        self.left_storage: StorageWeakRef | None = None
         self.persistent = False
         self.holds = 0
         self.writes = 0
         self.seen_version: int | None = None
-        self.replaced_at: list[tuple[int, int]] = []
         ranks, part = context.groups.shard, shard_numel(self.numel, context.groups.shard.world_size)
         placement = placement or context.placement_of(part)
         values = flattened(parameter.data)
@@ -141,7 +141,7 @@ class PartitionedParameter:
             partition=self.partition,
             all_gather=self.all_gather,
             partition_numel=self.partition_numel,
-            _zero_handle=self,
+            _sharded_param=self,
         )
 
     def __reduce__(self) -> Any:
@@ -159,11 +159,11 @@ class PartitionedParameter:
             self.context.reader.drop_reads()  # it may have read the old shard ahead
         self.shard = tag_memory(shard, COMPUTE, placement.location)
         self.placement = placement
-        self.empty = torch.empty(0, dtype=shard.dtype, device=self.context.device)
+        self.absent = _not_a_number(shard.dtype, self.context.device).expand(self.shape)
         self._create_full()
-        restore_class(parameter)  # ReleasedParameter would take the assignment for new values
-        parameter.data = self.empty
-        set_released_class(parameter)
+        restore_class(parameter)  # an absent one would refuse the assignment
+        parameter.data = self.absent if self.storage is not None else self.view
+        set_absent_class(parameter)
         vars(parameter).update(ds_tensor=shard, ds_status=NOT_AVAILABLE)
         self.status = NOT_AVAILABLE
 
@@ -172,7 +172,7 @@ class PartitionedParameter:
         """Create ``full`` with an empty storage. On one rank ``full`` is the shard itself if that is on the device."""
         self.may_have_aliases = False
         self.context.on_allocation()
-        self.full = self.view = self.empty  # free the old memory before there is new
+        self.full = self.view = self.absent  # free the old memory before there is new
         self.storage: torch.UntypedStorage | None = None
         shard, world_size = self.shard, self.context.groups.shard.world_size
         if world_size == 1 and self.placement.location == DEVICE:
@@ -198,18 +198,6 @@ class PartitionedParameter:
     def allow_aliases(self) -> None:
         """Let tensors that a user may take from the full values from now on keep their memory after a release."""
         self.may_have_aliases = True
-
-    @torch.inference_mode(False)
-    def take_back_storage(self) -> None:
-        """Make the storage that the last release left to tensors of a user the memory of ``full`` again, if one of them
-        is alive. Then the next gather brings its values there. The parameter is not available."""
-        left, self.left_storage = self.left_storage, None
-        storage = None if left is None else torch.UntypedStorage._new_with_weak_ptr(left.cdata)
-        if storage is None or storage.nbytes() != self.nbytes or self.status is not NOT_AVAILABLE:
-            return
-        self.full = self.empty.new_empty(0).set_(storage, 0, self.full.shape, (1,))
-        self.view = self.full.as_strided(self.shape, self.strides)
-        self.storage = self.full.untyped_storage()
 
     def copy_assigned_data(self) -> None:
         """Copy the values that a user has set by ``p.data = values`` into ``full``, and point the parameter back to
@@ -314,11 +302,46 @@ class PartitionedParameter:
         """Count a write that the caller has made in the shard, and in ``full`` if that has values."""
         self.writes += 1
 
-    def replace_values(self, full: torch.Tensor) -> None:
-        """Take over the full values of ``p.data = values``, the same on all ranks. Tensors that a user took from the
-        parameter before keep the old values."""
-        self.replaced_at.append(self.version)
-        self.write(full)
+    @property
+    def coordinator(self) -> PartitionedParameterCoordinator | None:
+        """The coordinator of the engine that has the parameter; None without an engine."""
+        return self.context.coordinator
+
+    # ---------------------------------------------------------------- operations of users on a released parameter
+
+    def run(self, function: Function, args: Arguments, kwargs: Keywords, absent: Sequence[torch.Tensor]) -> Any:
+        """Return the result of ``function``, which touches the values of ``absent``, with the values."""
+        return run_released(function, args, kwargs, absent)
+
+    def gather_for_forward(self) -> None:
+        """Gather the parameter for the module that is executing, and its backward, inside a forward of the model."""
+        coordinator = self.coordinator
+        if coordinator is not None and coordinator.in_forward:
+            coordinator.on_use(self)
+
+    def on_written(self, full: torch.Tensor) -> None:
+        """Take over values that an operation has written into ``full``, the same on all ranks. While ``zero.Init``
+        builds a model they are rank 0's."""
+        parameter = self.ref()
+        if parameter is not None and not parameter.is_inference():
+            torch.autograd.graph.increment_version(parameter)  # a graph may have saved it
+        if self.context.initialising:
+            broadcast_flat(full[: self.numel], self.groups.mean, "initial_sync", 0)
+        if not self.holds:  # otherwise the end of the gather context looks for changes
+            self.write(full)
+            self.mark_seen()
+
+    def assign(self, values: torch.Tensor) -> None:
+        """Take over ``p.data = values``, where they are the parameter's own, as after ``p.data += 1``.
+
+        Raises:
+            RuntimeError: for other values.
+        """
+        if values is self.ref() or (isinstance(values, LiveView) and values.shows_all_of(self)):
+            return
+        if not self.context.initialising:
+            raise assignment_error(self.name)
+        self.context.initialising.replace_values(self, values)
 
     # ---------------------------------------------------------------- called by users, as methods of the parameter
 
@@ -366,6 +389,18 @@ class PartitionedParameter:
         for name in vars(parameter).keys() - user_attributes(parameter).keys():
             delattr(parameter, name)
 
+    def abandon(self, values: torch.Tensor) -> torch.nn.Parameter:
+        """Turn the parameter into an ordinary one with other values. This record and its shard stay for the views that
+        were taken from it."""
+        parameter = self.parameter
+        self.release()
+        restore_class(parameter)
+        parameter.data = values
+        for name in vars(parameter).keys() - user_attributes(parameter).keys():
+            delattr(parameter, name)
+        self.ref = _no_parameter  # type: ignore[assignment]
+        return parameter
+
     # ---------------------------------------------------------------- states
 
     def hold(self) -> bool:
@@ -400,36 +435,34 @@ class PartitionedParameter:
         self.status = NOT_AVAILABLE
         parameter = self.ref()
         if parameter is not None:
-            if type(parameter) is not torch.nn.Parameter:  # ReleasedParameter, or a class of the user
+            if type(parameter) is not torch.nn.Parameter:  # an absent one, or a class of the user
                 restore_class(parameter)
-            parameter.data = self.empty
+            if self.storage is not None:
+                parameter.data = self.absent
             parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
-            set_released_class(parameter)
+            set_absent_class(parameter)
         if self.storage is None:
             return
         if self.may_have_aliases:  # they keep the old storage
-            self.left_storage = StorageWeakRef(self.storage)
             self._create_full()
         else:
             resize(self.storage, 0)
 
-    def show_full_shape(self) -> None:
-        """Give a released parameter its full shape, without memory, until :meth:`free_full_values` or a gather.
 
-        Autograd compares the shape of a gradient with that of its parameter.
-        """
-        parameter = self.ref()
-        if self.status is not AVAILABLE and parameter is not None:
-            restore_class(parameter)
-            parameter.data = self.empty.new_empty(()).expand(self.shape)  # strides of 0: one element of memory
-            set_released_class(parameter)
+def _no_parameter() -> None:
+    """Stand in for the weak reference to a parameter that has got another record."""
+
+
+def _not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a 0-dim tensor of which all bits are 1: NaN in every floating dtype."""
+    return torch.full((dtype.itemsize,), 255, dtype=torch.uint8, device=device).view(dtype).reshape(())
 
 
 def _version_of(parameter: torch.nn.Parameter) -> int:
     """Return torch's count of writes in place. A class that intercepts functions would intercept this one too."""
     if type(parameter) is torch.nn.Parameter:
         return parameter._version
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain_tensors():
         return parameter._version
 
 
@@ -458,7 +491,7 @@ def mark_available(members: Sequence[PartitionedParameter]) -> None:
             parameter.ds_status = AVAILABLE  # type: ignore[attr-defined]
 
 
-_OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_zero_handle")
+_OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_sharded_param")
 
 
 def user_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
@@ -469,7 +502,7 @@ def user_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
 def copy_with_values(parameter: torch.nn.Parameter, values: torch.Tensor, memo: dict[int, Any]) -> torch.nn.Parameter:
     """Return an ordinary parameter with the memory of ``values`` and the class and attributes of ``parameter``, for
     ``copy.deepcopy``."""
-    own = class_of(parameter)
+    own = present_class(parameter)
     attributes = user_attributes(parameter)
     if own is not torch.nn.Parameter:  # the attributes may say how to read the values
         attributes = copy.deepcopy(attributes, memo)
@@ -481,7 +514,7 @@ def copy_with_values(parameter: torch.nn.Parameter, values: torch.Tensor, memo: 
 
 def handle_of(tensor: object) -> PartitionedParameter | None:
     """Return the handle of a partitioned parameter; None for any other object."""
-    return getattr(tensor, "_zero_handle", None)
+    return getattr(tensor, "_sharded_param", None)
 
 
 def move_shard(parameter: torch.nn.Parameter, target: torch.Tensor, placement: Placement) -> None:

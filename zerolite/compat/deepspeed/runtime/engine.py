@@ -14,7 +14,7 @@ from zerolite.compat.deepspeed.runtime import checkpoints
 from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, make_optimizer
 from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
 from zerolite.engine.engine import Engine
-from zerolite.zero.stage3.gathered_operations import refuse_operations
+from zerolite.zero.stage3.live_view import refuse_operations
 
 _ABSENT = {
     "set_train_batch_size": "the batch size is that of the config for the engine's whole life",
