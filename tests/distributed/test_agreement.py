@@ -377,3 +377,17 @@ def test_the_check_waits_for_nobody_at_a_launch() -> None:
         total = sum(range(world))
         assert sorted(float(one.wait()[0]) for one in pending) == [total, 10.0 * total]
         first.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_states_that_one_rank_alone_has_loaded_are_refused_on_both(stage: int) -> None:
+    """The last rank has a part of a state, which it would take for the whole; the other has none."""
+    model = Small()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    if is_last():
+        optimizer.state[model.head.weight] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(7)}
+    made = {key: value for key, value in small(stage).items() if key != "optimizer"}
+    said = raised(lambda: zerolite.initialize(model, made, optimizer=optimizer))
+    assert said.startswith("ValueError: zerolite.initialize: ") and ("rank 1" in said) == (not is_last()), said
+    assert "'exp_avg' of parameter 'head.weight'" in said or not is_last()

@@ -401,7 +401,7 @@ class Conv1D(nn.Module):
 
 
 def _plain(layer: ColumnParallelLinear, x: Tensor, comm: Communicator) -> Tensor:
-    """What a layer computes, by F.linear and with the sum where autograd comes to it."""
+    """Compute a layer's output by F.linear, with the sum over ranks where autograd comes to it."""
     return F.linear(functions.shared_copy(x, comm), layer.weight.t() if layer.transposed else layer.weight, layer.bias)
 
 

@@ -52,7 +52,7 @@ def test_each_pass_is_shuffled_anew_and_alike_on_all_ranks():
 
 
 class Noise(Dataset):
-    """What a worker draws."""
+    """Random numbers of the worker that loads the sample."""
 
     def __len__(self):
         return 8
@@ -62,7 +62,7 @@ class Noise(Dataset):
 
 
 def drawn(rank, make):
-    """What the workers of a rank draw for their first samples, where the script has seeded all ranks alike."""
+    """Return the numbers that a rank's workers draw for their first samples. The script seeds all ranks alike."""
     torch.manual_seed(0)
     return [list(sample) for sample in zip(*[[int(x) for x in part] for part in next(iter(make(rank)))], strict=True)]
 

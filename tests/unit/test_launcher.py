@@ -250,3 +250,12 @@ def test_a_marker_finds_what_is_no_descendant() -> None:
         assert pids[0] not in JobProcesses("feed-0", spare=[pids[0]]).find()
     finally:
         subprocess.run(["kill", "-9", *map(str, pids)], check=True)
+
+
+def test_a_thread_that_has_failed_is_told_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(rank.time, "monotonic", lambda: now)
+    monkeypatch.setattr(rank, "_thread_failures", [(97.0, "loader", ["KeyError: 'batch'\n"])])
+    assert rank.thread_failure()[0] == "Exception in thread loader, 3 s before the script's own:\n"
+    now = 1000.0
+    assert rank.thread_failure() == []

@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 import types
 from typing import Any, NoReturn
@@ -62,22 +63,32 @@ def script_traceback(tb: types.TracebackType | None) -> types.TracebackType | No
     return part
 
 
-_thread_failures: list[str] = []
-"""Report of the latest uncaught exception in another thread than the main one."""
+_thread_failures: list[tuple[float, str, list[str]]] = []
+"""The latest uncaught exception in another thread than the main one: its time, the thread's name, its traceback."""
+_RELATED_S = 600.0  # an exception that is older than this, in seconds, is most likely not why the script fails
 
 
 def note_thread_failures() -> None:
-    """Keep the report of an exception that ends a thread, which may be why the script fails later."""
+    """Keep the report of an exception that ends a thread, which may be why the script fails soon after."""
     before = threading.excepthook
 
     def hook(failure: Any) -> None:
         if failure.exc_type is not SystemExit:
             name = failure.thread.name if failure.thread is not None else "unknown"
             lines = traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
-            _thread_failures[:] = [f"Exception in thread {name}, before the script's own:\n", *lines, "\n"]
+            _thread_failures[:] = [(time.monotonic(), name, lines)]
         before(failure)
 
     threading.excepthook = hook
+
+
+def thread_failure() -> list[str]:
+    """Return the report of a thread that has ended a short time ago; an empty list if there is none."""
+    for failed_at, name, lines in _thread_failures:
+        seconds = time.monotonic() - failed_at
+        if seconds <= _RELATED_S:
+            return [f"Exception in thread {name}, {seconds:.0f} s before the script's own:\n", *lines, "\n"]
+    return []
 
 
 def report(error: BaseException) -> int:
@@ -92,7 +103,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, SyntaxError):  # the first line of its text is the place, not the error
         message = f"{type(error).__name__}: {error}"
     interrupted = isinstance(error, KeyboardInterrupt)
-    failure_record.write(message, "".join([*_thread_failures, *lines]), is_consequence(error))
+    failure_record.write(message, "".join([*thread_failure(), *lines]), is_consequence(error))
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
     if not interrupted or getattr(sys.excepthook, "__module__", "") not in _PRINTERS:
         sys.excepthook(type(error), error, tb)
