@@ -10,6 +10,7 @@ import sys
 from unittest import mock
 
 import pytest
+import torch
 
 from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, plan_step
 from zerolite.zero.step_observers import ScheduleAgreement
@@ -343,18 +344,19 @@ def test_an_order_is_adopted_only_if_it_is_the_one_that_was_compared():
     """The hash travels with statistics that a call before the update collects; then another order waits."""
     schedule = mock.Mock(gathers=0, candidate_hash=7)
     agreement = ScheduleAgreement(schedule, 0, 1, logs=False)
-    agreement.collect()  # of a step before
+    numbers = torch.zeros(3)
+    agreement.write_slice(numbers)  # of a step before
     agreement.on_collected()
-    agreement.collect()  # this step's statistics
+    agreement.write_slice(numbers)  # this step's statistics
     schedule.candidate_hash = 9
     agreement.before_update()
     agreement.on_collected()
-    agreement.note(True)
+    agreement.read_slice(None, numbers)
     agreement.before_update()
     assert schedule.adopt.call_count == 0
-    agreement.collect()
+    agreement.write_slice(numbers)
     agreement.on_collected()
-    agreement.note(True)
+    agreement.read_slice(None, numbers)
     agreement.before_update()
     assert schedule.adopt.call_count == 1 and schedule.reject.call_count == 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from zerolite.engine.arguments import OptimizerChoice, check_parameters
 from zerolite.engine.model_parallel import (
     InputComparison,
     ModelParallelStats,
-    ModelParallelStepPipeline,
     SharedGradReducer,
     counts_once,
 )
@@ -148,6 +146,7 @@ class PartsBuilder:
         self._reducer = reducer = Reducer(self._buffer, self._observers, ShardedGradient.of)
         if parallel:
             self.shared_grads = SharedGradReducer(self.topology, self._buffer, self._ties, reducer, self.device)
+            self._observers.add(self.shared_grads)
         optimizer = self._make_optimizer(choice, param_groups)
         gatherer = self._make_gatherer()
         pipeline = self._make_pipeline(optimizer, gatherer, accumulation, collector, trains)
@@ -268,14 +267,12 @@ class PartsBuilder:
         # With many ranks, or with stage 3's small groups, shards are small. One update then takes several of them, so
         # that there are few large calls.
         numel, skips = min(self.rules.bucket_numel, AUTO_BUCKET), self.device_kind in SKIPS_ON_DEVICE
-        options = step_options(self.config, numel, skips, self.topology.data.main)
+        options = step_options(self.config, numel, skips, self.topology)
         self._scaler = loss_scaler(self.config) if trains else None
         state = StepState(accumulation, self._scaler, buffer, method, self._observers, options)
         staged = StagedSubGroups(buffer, reducer, method, gatherer, self._transfers)
         update = StepUpdate(buffer, reducer, method, gatherer, staged, state)
-        make: Callable[..., StepPipeline] = StepPipeline if trains else EvaluationPipeline
-        if self.shared_grads is not None:
-            make = functools.partial(ModelParallelStepPipeline, shared_grads=self.shared_grads)
+        make = StepPipeline if trains else EvaluationPipeline
         return make(reducer, optimizer, update, collector, state)
 
     def _connect_backward(self, pipeline: StepPipeline, gatherer: ParamGatherer) -> GraphBoundary:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,9 +24,8 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_stats import LOCAL, SAME_BATCH, StatsCollector
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import Fragment
-from zerolite.zero.observers import REDUCE_WAIT, Observers, StepObserver
+from zerolite.zero.observers import Observers, StepObserver
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.step import StepPipeline
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import TiedParam
@@ -125,7 +124,7 @@ class InputComparison(StepObserver):
         )
 
 
-class SharedGradReducer:
+class SharedGradReducer(StepObserver):
     """All-reduce of the gradients of shared parameters. All methods are called on all ranks, in the same order."""
 
     def __init__(
@@ -145,7 +144,7 @@ class SharedGradReducer:
         self._shared: dict[str, Communicator] = {}  # by the key of a tie
         self._summed = False
 
-    def use_layout(self) -> None:
+    def on_layout_changed(self) -> None:
         """Find the shared parameters in the layout as it is now.
 
         The first call makes the communicators, a collective, for frozen parameters too. When such a parameter is
@@ -183,8 +182,8 @@ class SharedGradReducer:
         return [group.comm for group in self._groups]
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Sum the gradients after :meth:`Reducer.finish`. Later calls do nothing until new gradients come."""
+    def on_reduced(self) -> None:
+        """Sum the gradients. Later calls do nothing until new gradients come."""
         if self._summed:
             return
         self._summed = True
@@ -208,7 +207,7 @@ class SharedGradReducer:
                 self._reducer.used.update(index for index, users in known if users)
 
     @torch.no_grad()
-    def reopen(self) -> None:
+    def before_backward(self) -> None:
         """Prepare for more gradients of the same step. Only the first rank of each group keeps the sum, so that the
         next sum counts it once."""
         if self._summed:
@@ -217,8 +216,7 @@ class SharedGradReducer:
                     part.zero_()
         self._summed = False
 
-    def clear(self) -> None:
-        """Forget the sum, after the gradients have been used or dropped."""
+    def on_gradients_dropped(self) -> None:
         self._summed = False
 
     def _local_gradients(self, group: SharedParams) -> list[torch.Tensor]:
@@ -235,40 +233,6 @@ class SharedGradReducer:
         order = {index: place for place, index in enumerate(group.indices)}
         fragments = layout.fragments(self._topology.shard.rank) if sharded else layout.full_fragments()
         return sorted((f for f in fragments if f.slot.index in order), key=lambda f: order[f.slot.index])
-
-
-class ModelParallelStepPipeline(StepPipeline):
-    """Step pipeline whose gradients and statistics are those of all ranks that hold parts of the model."""
-
-    def __init__(self, *args: Any, shared_grads: SharedGradReducer, **kwargs: Any) -> None:
-        self._shared_grads = shared_grads
-        super().__init__(*args, **kwargs)
-
-    def use_layout(self) -> None:
-        super().use_layout()
-        self._shared_grads.use_layout()
-
-    def _begin_accumulation(self) -> None:
-        self._shared_grads.clear()
-        super()._begin_accumulation()
-
-    def _begin(self, *args: Any, **kwargs: Any) -> None:
-        self._shared_grads.reopen()
-        super()._begin(*args, **kwargs)
-
-    def finish_reductions(self) -> None:
-        with self._observers.phase(REDUCE_WAIT):
-            super().finish_reductions()
-            self._shared_grads.run()
-
-    def _adopt_changes(self, found: Mapping[int, torch.Tensor | None], before_update: bool) -> None:
-        if not self.changes.all_dropped(found):
-            name = self._buffer.layout.slots[next(iter(found))].name
-            raise RuntimeError(
-                f"p.grad of parameter '{name}' was replaced, where tensor_parallel or a pipeline leaves parts of the "
-                "model on other ranks; use zerolite.set_full_grad(p, value) on all ranks"
-            )
-        super()._adopt_changes(found, before_update=False)  # begin anew: sums over parts have been added
 
 
 def counts_once(topology: Topology, buffer: ParameterBuffer, ties: Mapping[int, TiedParam]) -> Callable[[int], bool]:

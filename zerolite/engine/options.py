@@ -11,6 +11,7 @@ from difflib import get_close_matches
 
 import torch
 
+from zerolite.comm import Topology
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.config.zero import AUTO_GRANULARITY
 from zerolite.precision.dtypes import Precision
@@ -168,15 +169,16 @@ def reduction_options(
     )
 
 
-def step_options(config: ZeroliteConfig, update_numel: int, skip_on_device: bool, logs: bool) -> StepOptions:
+def step_options(config: ZeroliteConfig, update_numel: int, skip_on_device: bool, topology: Topology) -> StepOptions:
     return StepOptions(
         max_norm=config.gradient_clipping,
         check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
         max_skipped_in_a_row=config.max_consecutive_skipped_steps,
-        logs=logs,
+        logs=topology.data.main,
         skip_on_device=skip_on_device,
         update_numel=update_numel,
         divide_plain_backward=config.divide_plain_backward,
+        has_parts=not topology.trivial,
     )
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from zerolite.comm import Communicator, largest
+from zerolite.comm import Communicator
 from zerolite.engine.engine import Engine
+from zerolite.utils.accelerator import HostRead
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.zero.step import StepPipeline
 from zerolite.zero.step_observers import ScheduleAgreement
@@ -40,10 +41,11 @@ class EvaluationPipeline(StepPipeline):
     def agree_on_schedule(self) -> None:
         """Let stage 3 follow its recorded schedule if all ranks have the same; the host waits for the answer. Called on
         all ranks."""
-        own = self._agreement.collect()
-        highest, lowest = largest([own, -own], self._comm, self._device, "stats")
+        numbers = torch.zeros(self._agreement.slice_size, dtype=torch.float64, device=self._device)
+        self._agreement.write_slice(numbers)
+        self._comm.all_reduce(numbers, tag="stats").wait()
         self._agreement.on_collected()
-        self._agreement.note(lowest == -highest)
+        self._agreement.read_slice(None, HostRead(numbers).get())
         self._agreement.before_update()
 
 

@@ -97,6 +97,9 @@ class StepObserver:
     def on_backward_end(self) -> None:
         """Called when the backward has ended or raised, and its reductions have been launched."""
 
+    def on_reduced(self) -> None:
+        """Called when the gradients are reduced, maybe several times for the same ones. It may communicate."""
+
     def on_phase_begin(self, phase: str) -> None:
         """Called when a phase begins."""
 
@@ -175,6 +178,7 @@ class Observers:
         self.before_backward: list[Callable[[], None]] = []
         self.on_backward_begin: list[Callable[[], None]] = []
         self.on_backward_end: list[Callable[[], None]] = []
+        self.on_reduced: list[Callable[[], None]] = []
         self.on_phase_begin: list[Callable[[str], None]] = []
         self.on_phase_end: list[Callable[[str], None]] = []
         self.before_update: list[Callable[[UpdateFacts], None]] = []

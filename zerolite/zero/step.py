@@ -54,9 +54,9 @@ class StepPipeline:
         self._buffer, self._param_gatherer = update.buffer, update.param_gatherer
         self.written = WrittenValues(update, state.observers)
         self.suspended = ""
+        self._max_norm, self._updated = state.options.max_norm, False
         self.use_layout()
         self.changes = GradientChanges(self._buffer, reducer, collector)
-        self._begin_accumulation()
 
     def use_layout(self) -> None:
         """Rebuild the parts that depend on the buckets. Called between steps, after the layout has changed."""
@@ -65,11 +65,94 @@ class StepPipeline:
         for notify in self._observers.on_layout_changed:
             notify()
 
-    def _begin_accumulation(self) -> None:
+    # ---------------------------------------------------------------- a step
+
+    def step(self) -> None:
+        """Run all phases. Afterwards there are no gradients."""
+        self.look_at_grads(before_update=True)
+        self._apply(gather=True)
+        self.zero_grad()
+
+    def update(self, gather: bool = False) -> None:
+        """Update the shards that this rank owns, or skip the step on all ranks; then settle counters, learning rates
+        and the loss scale."""
+        self.look_at_grads(before_update=True)
+        self._apply(gather)
+
+    def _apply(self, gather: bool) -> None:
+        """Run :meth:`update` after the caller has called :meth:`look_at_grads`."""
+        for begins in self._observers.on_phase_begin:
+            begins(STEP)
+        try:
+            if self._step_update.failed_update:
+                self.check_no_failed_update()
+            if self._updated:
+                raise RuntimeError(
+                    "engine.update() was called twice for the same gradients; call engine.zero_grad() first"
+                )
+            if self._step_update.params_outdated:
+                raise RuntimeError("engine.update() was called twice without engine.publish() between")
+            if self._optimizer.run_hooks("pre"):
+                self.look_at_grads()
+            self._update(gather)
+            if gather:
+                self._optimizer.run_hooks("post")
+        finally:
+            for phase_ended in self._observers.on_phase_end:
+                phase_ended(STEP)
+            for ended in self._observers.on_step_end:
+                ended(self.state.global_steps)
+
+    def _update(self, gather: bool) -> None:
+        state, observers, update = self.state, self._observers, self._step_update
+        state.raise_error()
+        self.written.collect()
+        facts = state.facts(self._max_norm, self._reducer.shown.changes)
+        for check in observers.before_update:
+            check(facts)
+        if self.changes.exposed:
+            self.changes.refresh_stats()
+        vector = self._collected()  # reduce, statistics
+        for notify in observers.on_collected:
+            notify()
+        user_factor = self.changes.common_factor(vector) if self._reducer.shown.factors else 1.0
+        self._updated = True  # set before the update: after an exception in it, nothing is applied twice
+        self.changes.clear()  # nothing corrects the statistics from here on
+        # Where the host reads the statistics, all ranks read equal ones: all raise, launch the all-gathers, or skip.
+        stats = None if update.device_decides else state.read(vector)
+        factor, divisor = state.update_factor(vector, stats, self._max_norm, user_factor)  # clip
+        if stats is None:  # the device decides on a skip
+            used, maybe_unused = update.used_somewhere(vector)
+            skips = vector.skips(state.options.check_finite, bool(self._accumulation.weighted))
+            update.run(gather, factor, used, skips, maybe_unused, vector.uses())  # update, gather
+            state.read_later(vector, divisor, maybe_unused)
+            return
+        if state.applies(stats):
+            update.run(gather, factor, stats.used)
+        else:
+            update.skip(gather)
+        state.end_step(stats, divisor)  # outcome
+
+    def all_gather_params(self) -> None:
+        """All-gather the updated values into the compute parameters of all ranks."""
+        self.check_available()
+        with self._observers.phase(STEP):
+            for bucket in reversed(self._reducer.order):
+                self._param_gatherer.gather_bucket(bucket)
+            self._param_gatherer.end_step()
+            if self._step_update.params_outdated:
+                self._optimizer.run_hooks("post")
+        self._step_update.on_params_gathered()
+
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradients, with their clipping and loss scale."""
+        for notify in self._observers.on_gradients_dropped:
+            notify()
+        self.changes.clear()  # first: the reducer checks which gradients the user still refers to
+        self._reducer.clear()
         self._collector.clear()
         self.state.begin_accumulation()
-        self._max_norm = self.state.options.max_norm
-        self._updated = False
+        self._max_norm, self._updated = self.state.options.max_norm, False
 
     # ---------------------------------------------------------------- backward
 
@@ -93,25 +176,20 @@ class StepPipeline:
         self.look_at_grads(before_backward=True)
         if self._reducer.shown.factors:
             self.changes.apply_factors()
+        self._accumulation.check_weight(weighted)
         for notify in self._observers.before_backward:
             notify()
-        self._accumulation.check_weight(weighted)
         # This depends on counters, which are equal on all ranks, and not on gradients: all ranks must launch the same
         # collectives.
         reducing = self._reducer.reduces_each_backward or self._accumulation.next_backward_closes()
         divided = engine_scaled is None and self.state.options.divide_plain_backward
-        self._begin(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
-        for notify in self._observers.on_backward_begin:
-            notify()
-
-    def _begin(
-        self, scaled: bool, weight: float | None, reducing: bool, divided: bool, end_with_backward: bool
-    ) -> None:
         if self._collector.latest is not None:
             self._collector.discard()
         self.state.on_backward(scaled, weight, divided)
         divisor = self._accumulation.micro_batches if divided else 1
-        self._reducer.begin_backward(reducing, end_with_backward, weight, divisor)
+        self._reducer.begin_backward(reducing, engine_scaled is None, weight, divisor)
+        for notify in self._observers.on_backward_begin:
+            notify()
 
     def end_failed_backward(self) -> None:
         """End a backward that has raised. The next step compares if it has on all ranks."""
@@ -123,7 +201,7 @@ class StepPipeline:
         self._reducer.end_backward(complete=False)
         self._reducer.wait()
 
-    # ---------------------------------------------------------------- phases
+    # ---------------------------------------------------------------- gradients
 
     def reduce(self) -> None:
         """Finish the mean of the gradients over ranks. Each rank then has the shard that it updates."""
@@ -136,6 +214,8 @@ class StepPipeline:
             begins(REDUCE_WAIT)
         try:
             self._reducer.finish()
+            for notify in self._observers.on_reduced:
+                notify()
         finally:
             for ended in self._observers.on_phase_end:
                 ended(REDUCE_WAIT)
@@ -178,13 +258,20 @@ class StepPipeline:
             self.changes.store_assigned(stats, self.state.device_divisor(stats))
 
     def _adopt_changes(self, found: Mapping[int, torch.Tensor | None], before_update: bool) -> None:
+        has_parts = self.state.options.has_parts
         if self.changes.all_dropped(found):
-            if not before_update:
+            if not before_update or has_parts:  # begin anew: sums over the parts of the model may have been added
                 EVENTS.append(f"set p.grad of all parameters to None in step {self.state.global_steps + 1}")
                 self.zero_grad()
                 return
             self._reducer.losses.clear()
             self._reducer.bucket_sums.clear()
+        elif has_parts:
+            name = self._buffer.layout.slots[min(found)].name
+            raise RuntimeError(
+                f"p.grad of parameter '{name}' was replaced, where tensor_parallel or a pipeline leaves parts of the "
+                "model on other ranks; use zerolite.set_full_grad(p, value) on all ranks"
+            )
         self.changes.adopt(found)
 
     def stats(self) -> StatsVector:
@@ -212,66 +299,6 @@ class StepPipeline:
         self.changes.apply_factors()
         return self.stats().get().norm / self.divisor()
 
-    def update(self, gather: bool = False) -> None:
-        """Update the shards that this rank owns, or skip the step on all ranks; then settle counters, learning rates
-        and the loss scale."""
-        self.look_at_grads(before_update=True)
-        self._apply(gather)
-
-    def _apply(self, gather: bool) -> None:
-        """Run :meth:`update` after the caller has called :meth:`look_at_grads`."""
-        for begins in self._observers.on_phase_begin:
-            begins(STEP)
-        try:
-            if self._step_update.failed_update:
-                self.check_no_failed_update()
-            if self._updated:
-                raise RuntimeError(
-                    "engine.update() was called twice for the same gradients; call engine.zero_grad() first"
-                )
-            if self._step_update.params_outdated:
-                raise RuntimeError("engine.update() was called twice without engine.publish() between")
-            if self._optimizer.run_hooks("pre"):
-                self.look_at_grads()
-            self._update(gather)
-            if gather:
-                self._optimizer.run_hooks("post")
-        finally:
-            for phase_ended in self._observers.on_phase_end:
-                phase_ended(STEP)
-            for ended in self._observers.on_step_end:
-                ended(self.state.global_steps)
-
-    def _update(self, gather: bool) -> None:
-        state, observers, update = self.state, self._observers, self._step_update
-        state.raise_error()
-        self.written.collect()
-        facts = state.facts(self._max_norm, self._reducer.shown.changes)
-        for check in observers.before_update:
-            check(facts)
-        if self.changes.exposed:
-            self.changes.refresh_stats()
-        vector = self._collected()
-        for notify in observers.on_collected:
-            notify()
-        user_factor = self.changes.common_factor(vector) if self._reducer.shown.factors else 1.0
-        self._updated = True  # set before the update: after an exception in it, nothing is applied twice
-        self.changes.clear()  # nothing corrects the statistics from here on
-        # Where the host reads the statistics, all ranks read equal ones: all raise, launch the all-gathers, or skip.
-        stats = None if update.device_decides else state.read(vector)
-        factor, divisor = state.update_factor(vector, stats, self._max_norm, user_factor)
-        if stats is None:
-            used, maybe_unused = update.used_somewhere(vector)
-            skips = vector.skips(state.options.check_finite, bool(self._accumulation.weighted))
-            update.run(gather, factor, used, skips, maybe_unused, vector.uses())
-            state.read_later(vector, divisor, maybe_unused)
-            return
-        if state.applies(stats):
-            update.run(gather, factor, stats.used)
-        else:
-            update.skip(gather)
-        state.end_step(stats, divisor)
-
     def on_masters_loaded(self) -> None:
         """Copy loaded masters into the parameters, over values that were loaded into the parameters before."""
         self.written.forget()
@@ -280,32 +307,6 @@ class StepPipeline:
         self._step_update.forget_failed_update()
         self.zero_grad()
         self.all_gather_params()
-
-    def all_gather_params(self) -> None:
-        """All-gather the updated values into the compute parameters of all ranks."""
-        self.check_available()
-        with self._observers.phase(STEP):
-            for bucket in reversed(self._reducer.order):
-                self._param_gatherer.gather_bucket(bucket)
-            self._param_gatherer.end_step()
-            if self._step_update.params_outdated:
-                self._optimizer.run_hooks("post")
-        self._step_update.on_params_gathered()
-
-    def zero_grad(self) -> None:
-        """Drop the accumulated gradients, with their clipping and loss scale."""
-        for notify in self._observers.on_gradients_dropped:
-            notify()
-        self.changes.clear()  # first: the reducer checks which gradients the user still refers to
-        self._reducer.clear()
-        self._accumulation.reset()
-        self._begin_accumulation()
-
-    def step(self) -> None:
-        """Run all phases. Afterwards there are no gradients."""
-        self.look_at_grads(before_update=True)
-        self._apply(gather=True)
-        self.zero_grad()
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -83,7 +83,7 @@ class ScheduleAgreement(StepObserver):
 
     def write_slice(self, numbers: torch.Tensor) -> None:
         """Write 1, the hash, and its square."""
-        own = self.collect()
+        own = self._collected = self.schedule.candidate_hash
         for place, number in enumerate((1, own, own**2), self._place):
             if number:  # fill_ passes it as an argument of a kernel; a copy from the host may wait for the device
                 numbers[place].fill_(number)
@@ -92,16 +92,7 @@ class ScheduleAgreement(StepObserver):
         count, first, second = sums[self._place : self._place + 3].tolist()
         # n equal hashes h have the sum n h and the sum of squares n h². Different ones have a larger sum of squares
         # (Cauchy and Schwarz), so one sum over ranks compares them all. In integers, which are exact.
-        self.note(int(count) * int(second) == int(first) ** 2)
-
-    def collect(self) -> int:
-        """Return the hash for the statistics that are being collected: from 1 to 2^20, 0 for none."""
-        self._collected = self.schedule.candidate_hash
-        return self._collected
-
-    def note(self, schedules_match: bool) -> None:
-        """Note the result of a comparison."""
-        self._match &= schedules_match
+        self._match &= int(count) * int(second) == int(first) ** 2
 
     def before_update(self, facts: UpdateFacts | None = None) -> None:
         """Adopt or reject the orders that the previous update has compared. Called before the update's statistics are

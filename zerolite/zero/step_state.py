@@ -46,6 +46,7 @@ class StepOptions:
         update_numel: number of master elements that torch's optimizer updates on the device in one call; a larger
             bucket is a call of its own.
         divide_plain_backward: divide the gradients of a backward that the user calls by the number of micro-batches.
+        has_parts: other ranks have other parts of the model, so ``p.grad`` is not the whole gradient.
     """
 
     max_norm: float
@@ -55,6 +56,7 @@ class StepOptions:
     skip_on_device: bool = False
     update_numel: int = 0
     divide_plain_backward: bool = False
+    has_parts: bool = False
 
 
 @dataclass
@@ -139,7 +141,8 @@ class StepState:
         self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
 
     def begin_accumulation(self) -> None:
-        """Forget the scale and the divisor of the last step."""
+        """Forget the backwards, the scale and the divisor of the last step."""
+        self.accumulation.reset()
         self._captured = self._mean_weight = None
         self._flush = (0, 1.0)
 
