@@ -196,7 +196,7 @@ class KernelUpdate(UpdateMethod):
     def state_of(self, shard: OptimParamShard) -> State:
         state = super().state_of(shard)
         if "step" in state:  # shards share it, and another optimizer that loads it would count once for each of them
-            state["step"] = _counter(int(state["step"]))
+            state["step"] = state["step"].clone()
         return state
 
     def memory(self) -> Iterable[torch.Tensor]:
