@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from zerolite.utils.memory_tags import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, resize, tag_memory
-from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
+from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.engine_parts import EngineParts
-from zerolite.zero.stage3.absent_parameter import NEEDS_NO_VALUES, as_plain_tensors
+from zerolite.zero.stage3.absent_parameter import AbsentParameter
 from zerolite.zero.stage3.comm_context import gather
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -42,20 +42,21 @@ class StateOffload:
         self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # emptied storages, and their bytes on the host
         self._items: list[str] = []  # memory items of ``_out``
         self._persistent: list[Any] = []  # handles of stage 3's persistent parameters
+        self._class: type = type("OffloadedParameter", (AbsentParameter,), {"source": _OnHost(parts.model)})
         self._copied: torch.cuda.Event | None = None  # end of copies to the host that the host has not waited for
 
     @torch.no_grad()
     def offload(self, include: Iterable[object] | None, device: object, pin_memory: bool, non_blocking: bool) -> None:
         """See :meth:`Engine.offload_states`. All memory on the host is allocated before anything is changed."""
-        kinds = _kinds(include)
+        kinds, pipeline = _kinds(include), self._parts.pipeline
         if str(getattr(device, "value", device)) != "cpu":
             raise ValueError(f'engine.offload_states: expected device to be "cpu", got {device!r}')
-        if self._parts.pipeline.suspended:
+        if pipeline.suspended:
             raise RuntimeError("engine.offload_states: states are on the host already; call engine.reload_states()")
-        self._parts.pipeline.check_between_steps()
-        self._parts.pipeline.state.settle()
-        self._parts.pipeline.wait_for_reductions()
-        self._parts.pipeline.written.collect()
+        pipeline.check_between_steps()
+        pipeline.state.settle()
+        pipeline.wait_for_reductions()
+        pipeline.written.collect()
         if self._parts.coordinator is not None:
             self._parts.coordinator.collect_frozen_writes()
         parameters = list(self._parts.model.named_parameters()) if "lp_params" in kinds else []
@@ -73,11 +74,11 @@ class StateOffload:
             self._let_go()
         for storage, _ in out:
             resize(storage, 0)
-        for name, parameter in parameters:
+        for _, parameter in parameters:
             if handle_of(parameter) is None:
-                _forbid_use(parameter, name)
+                parameter.__class__ = self._class
         self._out, self._items = out, [item for item, _ in chosen]
-        self._parts.pipeline.suspend(_SUSPENDED)
+        pipeline.suspend(_SUSPENDED)
 
     def reload(self) -> None:
         """See :meth:`Engine.reload_states`."""
@@ -103,7 +104,8 @@ class StateOffload:
         if self._parts.coordinator is not None:
             self._parts.coordinator.context.suspend("")
         for parameter in self._parts.model.parameters():
-            _allow_use(parameter)
+            if type(parameter) is self._class:
+                parameter.__class__ = torch.nn.Parameter
 
     def memory(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that are on the host now, each with its memory item."""
@@ -199,36 +201,18 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class OffloadedParameter(torch.nn.Parameter):
-    """Class of a parameter whose memory is on the host for a time. Its storage is empty, so reading it raises."""
+class _OnHost:
+    """Source of parameters whose values are on the host for a time: it refuses what touches them."""
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
-    ) -> object:
-        with as_plain_tensors():
-            if function in NEEDS_NO_VALUES:
-                return function(*args, **(kwargs or {}))
-            if function is torch.Tensor.__repr__:
-                return f"Parameter '{vars(args[0])[_NAME]}' of shape {tuple(args[0].shape)}, offloaded"
-        moved = find_tensors((args, kwargs), OffloadedParameter)
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def run(self, function: Function, args: Arguments, kwargs: Keywords, absent: Sequence[torch.Tensor]) -> Any:
+        """Raise RuntimeError, which says what to do."""
+        name = next((name for name, parameter in self._model.named_parameters() if parameter is absent[0]), "?")
+        if function is torch.Tensor.__repr__:
+            return f"Parameter '{name}' of shape {tuple(absent[0].shape)}, offloaded"
         raise RuntimeError(
-            f"parameter '{vars(moved[0])[_NAME] if moved else '?'}' is on the host, where engine.offload_states() "
-            "has brought it; call engine.reload_states() before it is used"
+            f"parameter '{name}' is on the host, where engine.offload_states() has brought it; call "
+            "engine.reload_states() before it is used"
         )
-
-
-_NAME = "_offloaded_name"
-
-
-def _forbid_use(parameter: object, name: str) -> None:
-    """Let every use of ``parameter``, of torch's own class, raise RuntimeError from here on."""
-    vars(parameter)[_NAME] = name
-    parameter.__class__ = OffloadedParameter
-
-
-def _allow_use(parameter: object) -> None:
-    """Undo :func:`_forbid_use`, if it was done."""
-    if type(parameter) is OffloadedParameter:
-        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
-        del vars(parameter)[_NAME]
