@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import time
-import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tests.checkpoint import faults
 from tests.checkpoint.recipes import Recipe
 from tests.checkpoint.runs import assert_equal, assert_reloads, facts, make_engine, on_rank_0, tags_in, train, trained
 from tests.toolkit import models
@@ -24,8 +22,7 @@ from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import expect_words, raised
 from zerolite.checkpoint import reader
-from zerolite.checkpoint.directory import find
-from zerolite.checkpoint.reader import CheckpointReader, Target
+from zerolite.checkpoint.reader import CheckpointReader
 
 
 @pytest.mark.slow
@@ -195,21 +192,6 @@ def test_a_rank_that_comes_too_late(directory: str, missing: int) -> None:
     engine.reduce(0)
     engine.save_checkpoint(directory)
     assert_reloads(facts(engine), directory, Recipe(), stage)
-
-
-@on_ranks(2)
-def test_one_process_of_several_needs_no_other(directory: str) -> None:
-    """Rank 1 writes and reads a checkpoint by itself, without a warning."""
-    if torch.distributed.get_rank() == 0:
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        faults.save(Path(directory), 1)
-        stored = CheckpointReader(find(Path(directory)))
-        weight = torch.zeros(4, 700)
-        stored.load([Target("parameters/weight", ((0, 0), (4, 700)), weight)])
-    assert faults.load(Path(directory)) == 1
-    assert torch.equal(weight, faults.values(1)["parameters/weight"])
 
 
 @on_ranks(3)

@@ -78,13 +78,6 @@ def test_a_checkpoint_is_exported(checkpoint: Path, tmp_path: Path, dtype: str |
         assert index["metadata"] == {"total_size": exported.nbytes}
 
 
-def test_only_what_trains_is_exported(checkpoint: Path, tmp_path: Path) -> None:
-    export.export_checkpoint(checkpoint, tmp_path / "out", exclude_frozen=True)
-    got, aliases = read_model(tmp_path / "out")
-    assert got.keys() == {"embed.weight", "gain", "empty", "norm.weight", "norm.mean", "norm.calls"}
-    assert aliases.keys() == {"head.weight", "again.weight"}
-
-
 def test_frozen_parameters_that_were_not_saved_are_asked_about(tmp_path: Path) -> None:
     stored = {key: value for key, value in contents().items() if key != "parameters/frozen.weight"}
     make_checkpoint(tmp_path / "c", stored, PARAMETERS, BUFFERS, exclude_frozen_parameters=True)

@@ -20,9 +20,7 @@ from tests.toolkit import models
 from tests.toolkit.configs import SGD
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import expect_words, raised
-from zerolite.checkpoint.matching import match_groups
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.state import GroupState
 
 
 def reversed_groups(model: nn.Module) -> dict[str, Any]:
@@ -283,27 +281,6 @@ def test_what_does_not_fit_is_refused(directory: str, source: str) -> None:
         train(engine, recipe, 1, 2)
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_entries_that_both_have(directory: str) -> None:
-    """They are loaded, the rest stays."""
-    stage = 3
-    own = saved_by(f"{directory}/mlp", Recipe(), stage)
-    engine = trained(DEEPER, stage, 1, seed=5)
-    before = facts(engine)
-    engine.load_checkpoint(f"{directory}/mlp", load_module_strict=False)
-    after = facts(engine)
-    new = {name for name in after["masters"] if name.startswith("third")}
-    for key in ("masters", "parameters"):
-        assert_equal({n: before[key][n] for n in new}, {n: after[key].pop(n) for n in new}, key)
-        assert_equal(own[key], after[key], key)
-    assert_equal(before["buffers"], after["buffers"])
-    assert_equal(own["exp_avg"], after["exp_avg"])
-    engine.save_checkpoint(f"{directory}/deeper")
-    engine = loaded(f"{directory}/deeper", Recipe(), 3 - stage, load_module_strict=False)
-    assert_equal(states(own), states(facts(engine)))
-
-
 @on_ranks(2)
 @pytest.mark.fast("3-2")
 @pytest.mark.parametrize("stage", [3, 1])
@@ -339,9 +316,3 @@ def test_states_go_into_another_implementation_and_back(directory: str) -> None:
 
 
 IMPLEMENTATIONS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
-
-
-def test_groups_of_frozen_parameters_match_by_place() -> None:
-    stored = [GroupState(names=names, values={}) for names in (["a"], ["frozen"], [])]
-    assert match_groups([["a"], ["frozen"], []], stored, {"a": "a"}) == [0, 1, 2]
-    assert match_groups([["frozen"], ["a"]], stored, {"a": "a"}) == [None, 0]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.cli.helpers import ROOT, job_environment, start_command, wait_until
+from tests.cli.helpers import ROOT
 from tests.unit.plan_examples import GB, make_comparison, make_plan
 from zerolite.planning import command
 from zerolite.planning.report import Screen, render
@@ -112,31 +108,6 @@ def test_json_in_a_file_and_on_the_output(ask: Ask, made: list[Any]) -> None:
     assert Comparison.model_validate_json(ask("--json", "-")[1]) == made[-1]
 
 
-@pytest.mark.slow
-def test_a_picture(ask: Ask, made: list[Any]) -> None:
-    pytest.importorskip("matplotlib")
-    assert ask("--png", "plan.png")[0] == 0
-    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_output_without_unicode(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    made.append(make_plan(notes=["α"]))
-    with open("out.txt", "w", encoding="ascii") as file, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", file)
-        assert command.main(["--model", "m:f", "--config", "zero2.json", "--world-size", "8"]) == 0
-    assert Path("out.txt").read_bytes().endswith(b"- ?\n")
-
-
-def test_check_is_asked_for(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    check = ModuleType("zerolite.planning.check")
-    check.run_check = lambda *args: asked.append(args) or 1  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "zerolite.planning.check", check)
-    assert ask("--check", "--input-spec", "float32[2]", "--device", "cpu")[0] == 1
-    request = {"model": "plan_models:build", "config": "zero2.json", "loss": None, "batch": "float32[2]"}
-    assert asked == [(request, "cpu", made[0])]
-
-
 # -------------------------------------------------------------------- mistakes
 
 
@@ -210,29 +181,3 @@ def test_every_option_is_documented() -> None:
 
 
 # -------------------------------------------------------------------- for real
-
-
-@pytest.mark.slow
-def test_an_interrupt_while_the_model_is_made(tmp_path: Path) -> None:
-    (tmp_path / "slow_models.py").write_text(
-        "import time\nfrom pathlib import Path\ndef build():\n    Path('started').touch()\n    time.sleep(60)\n"
-    )
-    (tmp_path / "zero2.json").write_text(json.dumps(CONFIG))
-    options = ("--model", "slow_models:build", "--config", "zero2.json", "--world-size", "8")
-    process = start_command("plan", *options, cwd=tmp_path)
-    wait_until((tmp_path / "started").exists, process)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "", "\n")
-
-
-def test_a_reader_that_has_seen_enough() -> None:
-    """The output is a pipe without a reader: silence, and the status of a process that SIGPIPE has ended."""
-    program = "import sys; from zerolite.planning import command; sys.exit(command.main(['--help']))"
-    reading, writing = os.pipe()
-    os.close(reading)
-    env = job_environment(PYTHONUNBUFFERED=None)
-    argv = [sys.executable, "-c", program]
-    done = subprocess.run(argv, cwd=ROOT, env=env, stdout=writing, stderr=subprocess.PIPE, text=True)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")

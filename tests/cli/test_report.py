@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.helpers import run_command
 from zerolite.diagnostics import report
 from zerolite.version import __version__
 
@@ -85,18 +84,3 @@ def test_the_report_says_why_not(ask: Callable[..., str], monkeypatch: pytest.Mo
         assert "GPU" in op(answer, "cuda_kernels")["reason"]
     monkeypatch.setenv("ZEROLITE_KERNELS", "0")
     assert re.search(r"compatible +no\n +built +no\n +why not +ZEROLITE_KERNELS=0", ask())
-
-
-@pytest.mark.slow
-def test_torch_that_does_not_import(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')\n")
-    result = run_command("report", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    answer = json.loads(result.stdout)
-    assert answer["versions"]["torch"] == "cannot be imported: OSError: libtorch.so: cannot open"
-    assert answer["process groups"]["backends"] == "unknown"
-
-
-def test_a_mistake_is_named(tmp_path: Path) -> None:
-    result = run_command("report", "--jsn", cwd=tmp_path)
-    assert result.returncode == 2 and "--jsn" in result.stderr

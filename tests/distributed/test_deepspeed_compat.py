@@ -13,7 +13,7 @@ from torch import nn
 
 import zerolite.compat.deepspeed as deepspeed
 from tests.checkpoint.deepspeed_fakes import Fake
-from tests.toolkit import models, pipes
+from tests.toolkit import pipes
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.ranks import on_ranks
 from zerolite.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -255,11 +255,6 @@ def test_parts_of_parameters_are_read_and_set_by_rank() -> None:
     assert torch.equal(gathered, utils.safe_get_full_fp32_param(engine.module.first.weight))
 
 
-def test_parts_are_refused_where_parameters_are_whole() -> None:
-    with pytest.raises(ValueError, match="that stage 3 has partitioned, got one of shape .* that is whole"):
-        deepspeed.utils.safe_get_local_fp32_param(nn.Parameter(torch.ones(2), requires_grad=False))
-
-
 # -------------------------------------------------------------------- released parameters
 
 
@@ -345,20 +340,3 @@ def test_a_pipeline_trains_as_its_layers_in_one_process(stage: int) -> None:
         engine.eval_batch(iter(batches[0]), num_micro_batches=0)
     with pytest.raises(ValueError, match='expected reduce_output="avg", got None'):
         engine.eval_batch(iter(batches[0]), reduce_output=None)
-
-
-@on_ranks(2)
-def test_marked_modules_are_gathered_where_ranks_use_different_parts() -> None:
-    model, plain = models.build(models.MixtureOfExperts), models.build(models.MixtureOfExperts)
-    assert deepspeed.utils.set_z3_leaf_modules(model, [models.MoeBlock]) == list(model.blocks)
-    config = {
-        "train_micro_batch_size_per_gpu": 5,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    engine.backward(models.square_loss(engine, models.expert_batch(0, 0, dist.get_rank())))
-    engine.step()
-    torch.stack([models.square_loss(plain, models.expert_batch(0, 0, rank)) for rank in range(2)]).mean().backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    torch.testing.assert_close(engine.zerolite.full_state_dict(), dict(plain.state_dict()), rtol=0, atol=1e-6)

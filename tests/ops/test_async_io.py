@@ -302,18 +302,3 @@ def test_trouble_with_io_uring(tmp_path: Path) -> None:
     assert run({"thread_count": 3}, "SHIM_TROUBLE") == "io_uring True"
     refused = run({"backend": "io_uring"}, "SHIM_NO_RING")
     assert "cannot have io_uring: Operation not permitted. Containers often forbid" in refused
-
-
-@pytest.mark.slow
-def test_a_program_that_ends_in_the_middle(tmp_path: Path) -> None:
-    """Requests that were begun are finished."""
-    code = f"""
-import os, sys, torch
-from zerolite.ops.async_io import AsyncIO
-io = AsyncIO(block_size=4096, queue_depth=2, backend=sys.argv[1])
-fd = os.open({str(tmp_path / "file")!r}, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-requests = [io.write(fd, torch.full((100_000,), 5, dtype=torch.uint8), 100_000 * i) for i in range(50)]
-"""
-    for backend in ("threads", "io_uring", "python"):
-        subprocess.run([sys.executable, "-c", code, backend], check=True, timeout=60)
-        assert (tmp_path / "file").read_bytes() == b"\5" * 5_000_000

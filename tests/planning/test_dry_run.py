@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +14,8 @@ from torch import Tensor, nn
 import zerolite
 from tests.planning.jobs import NUMEL, stack
 from tests.toolkit.configs import PARTITIONED
-from zerolite.comm import dry_communicator, use_communicator
-from zerolite.config import ConfigError
-from zerolite.planning.dry_run import DrySkeleton
 from zerolite.planning.errors import PlanError
 from zerolite.planning.make import plan
-from zerolite.planning.result import Plan
 from zerolite.planning.settings import compare
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 
@@ -63,41 +58,6 @@ def test_models_however_they_are_made(kind: str) -> None:
     assert ready(batch()).isfinite().all()
     for name, parameter in ready.named_parameters():
         assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
-
-
-def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:
-    model = stack()
-    model[1].weight = model[0].weight
-    model.register_buffer("kept", torch.ones(3))
-    model[2].register_forward_hook(lambda *args: pytest.fail("the model's hooks are not run"))
-    model[3].weight.requires_grad_(False)
-    model.eval()
-    with use_communicator(functools.partial(dry_communicator, "gloo")):
-        copied = DrySkeleton(model).model
-    assert [name for name, _ in copied.named_modules()] == [name for name, _ in model.named_modules()]
-    assert [(n, p.shape, p.requires_grad) for n, p in copied.named_parameters()] == [
-        (n, p.shape, p.requires_grad) for n, p in model.named_parameters()
-    ]
-    assert copied[1].weight is copied[0].weight and not copied.training
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    assert not own & {id(tensor) for tensor in (*copied.parameters(), *copied.buffers())}
-    copied(torch.ones(2, 64))
-
-
-def test_the_plan_is_a_function_of_the_package() -> None:
-    import zerolite.planning.result  # binds no name that hides it
-
-    assert (zerolite.plan, zerolite.Plan, zerolite.PlanError) == (plan, Plan, PlanError)
-
-
-@pytest.mark.slow
-def test_two_runs_give_the_same_plan_and_every_rank_the_same_states() -> None:
-    first, again, *others = (
-        plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch, rank=rank) for rank in (None, None, 1, 2, 3)
-    )
-    assert again == first
-    for other in others:
-        assert (other.states, other.peak.bytes, other.traffic) == (first.states, first.peak.bytes, first.traffic)
 
 
 @pytest.mark.slow
@@ -216,15 +176,3 @@ def test_an_optimizer_may_read_its_counts_and_may_need_whole_parameters() -> Non
     assert any("stage 3" in line and "the engine refuses this job" in line for line in compared.left_out)
     with pytest.raises(PlanError, match="constructor"):
         compare(needs_values_here, config(), 2)
-
-
-@pytest.mark.slow
-def test_bad_numbers_and_configs() -> None:
-    with pytest.raises(ValueError, match="nodes that divide world_size 6 evenly, got 4"):
-        plan(stack, config(), 6, nodes=4)
-    with pytest.raises(ValueError, match="rank from 0 to 1"):
-        plan(stack, config(), 2, rank=2)
-    with pytest.raises(ConfigError, match="train_batch_size"):
-        plan(stack, config(train_batch_size=7), 4)
-    with pytest.raises(ConfigError, match="scheduler"):
-        plan(stack, {"train_micro_batch_size_per_gpu": 1, "scheduler": {"type": "WarmupLR"}}, 4)

@@ -102,24 +102,6 @@ def test_experts_count_for_the_rows_that_they_get(bf16: bool) -> None:
     assert (made.flops, made.recomputed_flops) == (3 * 3 * EXPERTS, 3 * EXPERTS)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(8, WIDTH, num_layers=2, bidirectional=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[0].square().mean()  # type: ignore[no-any-return]
-
-
-@pytest.mark.slow
-def test_recurrent_layers_that_run_as_one_kernel() -> None:
-    length, size = 5, 3
-    fp32 = {"bf16": {"enabled": False}}  # some CPUs have no kernel for 16 bits
-    made = planned(Recurrent, lambda: torch.zeros(length, size, 8, requires_grad=True), **fp32)
-    weights = 2 * 4 * WIDTH * ((8 + WIDTH) + (2 * WIDTH + WIDTH))  # two directions of two layers, four gates
-    assert made.flops == 3 * 2 * length * size * weights
-
-
 @torch.library.custom_op("zerolite_tests::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
     return 2 * x

@@ -15,7 +15,7 @@ from tests.planning.test_plan_is_right import MEASURED, assert_right
 from tests.toolkit.pool import Pools
 from zerolite.config import ConfigError
 from zerolite.pipe.schedule_actions import rank_actions
-from zerolite.pipe.schedules import ONE_CHUNK, available_schedules
+from zerolite.pipe.schedules import available_schedules
 from zerolite.planning.bubble import bubble
 from zerolite.planning.errors import PlanError
 from zerolite.planning.grids import Speeds, compare_grids
@@ -42,21 +42,6 @@ def test_more_parts_make_the_bubble_smaller() -> None:
     names = [name for name in ("zero_bubble", "zbv", "dualpipev") if name in available_schedules()]
     least = [bubble(rank_actions(name, 4, 2, 8)) for name in names]
     assert max(least) < 0.1 < bubble(rank_actions("interleaved_1f1b", 4, 2, 8))
-
-
-def test_every_computation_is_in_the_order_once() -> None:
-    for schedule in available_schedules():
-        chunks = 1 if schedule in ONE_CHUNK else 2
-        done = [action for order in rank_actions(schedule, 2, chunks, 4) for action in order]
-        forwards = {(a.part, a.micro_batch) for a in done if a.kind == "forward"}
-        assert len(done) == len(set(done))
-        assert forwards == {(part, index) for part in range(2 * chunks) for index in range(4)}
-
-
-def test_orders_that_never_end() -> None:
-    action = SimpleNamespace(kind="backward", part=0, micro_batch=0)
-    with pytest.raises(ValueError, match="wait for ever"):
-        bubble([[action]])
 
 
 def test_which_part_of_a_ring_leaves_the_node() -> None:
@@ -177,12 +162,6 @@ def test_a_plan_has_every_stage() -> None:
     text = render(made, Screen())
     assert "pipe 2 × data 2" in text and "20.0 % of a step" in text and "1 (rank 2)" in text
     assert Plan.model_validate_json(made.model_dump_json()) == made
-
-
-@pytest.mark.slow
-def test_without_a_batch_a_pipeline_has_its_states() -> None:
-    made, with_batch = (plan(stack, small(**pipeline()), 2, device="cpu", batch=batch) for batch in (None, rows))
-    assert [stage.states for stage in made.stages] == [stage.states for stage in with_batch.stages]
 
 
 @pytest.mark.slow

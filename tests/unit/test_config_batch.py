@@ -81,13 +81,6 @@ def test_resolve_fills_in_a_copy() -> None:
         resolved.resolve(3)
 
 
-def test_without_sizes_the_loader_decides() -> None:
-    for given, steps in (({}, 1), ({ACCUMULATION: 3}, 3), ({ACCUMULATION: "auto"}, 1)):
-        sizes = load_config(given).resolve(2)
-        assert sizes.train_batch_size is sizes.train_micro_batch_size_per_gpu is None
-        assert sizes.gradient_accumulation_steps == steps
-
-
 @pytest.mark.parametrize(
     ("given", "wrong"),
     [
@@ -113,10 +106,3 @@ def test_auto_that_can_be_derived() -> None:
     resolved = load_config({TRAIN: 6, MICRO: "auto"}).resolve(2)
     assert resolved.train_micro_batch_size_per_gpu == 3
     assert resolved.resolve(2) == resolved == load_config({TRAIN: 6, MICRO: 3, ACCUMULATION: 1}).resolve(2)
-
-
-def test_a_wrong_world_size_is_refused() -> None:
-    wrong: Any
-    for wrong in (0, -1, 1.0, True, None, "2"):
-        with pytest.raises(ValueError, match="world_size"):
-            load_config({}).resolve(wrong)

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from zerolite.config import ConfigError
 from zerolite.precision.dtypes import Precision
@@ -130,28 +129,6 @@ def test_autocast_is_off_inside(half):
             model["m"](torch.ones(1))
         assert torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_inside_and_around(reentrant):
-    """Recomputation calls what is inside without what is around it."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.inner = nn.Embedding(5, 4), nn.Linear(4, 4)
-
-        def forward(self, ids):
-            return checkpoint(self.inner, self.embed(ids), use_reentrant=reentrant)
-
-    model = nn.ModuleDict({"around": nn.LayerNorm(4), "m": Checkpointed()})
-    kept(model, "*")
-    plain = copy.deepcopy(model).float()
-    ids = torch.arange(5)
-    out = checkpoint(model["around"], model["m"](ids), use_reentrant=reentrant)
-    assert out.dtype is torch.bfloat16
-    wanted = plain["around"](plain["m"](ids).bfloat16().float()).bfloat16()
-    check_equal(out, wanted, model, plain)
 
 
 def test_copies_cast_for_themselves_and_are_free_to_change():

@@ -203,29 +203,6 @@ def test_the_last_lines_name_rank_host_and_cause() -> None:
     assert silent[1:4] == ["zerolite: the last lines of rank 1's standard error:", "a", "b"]
 
 
-def test_what_the_terminal_has_is_not_repeated() -> None:
-    """All ranks end with one message, of several lines; rank 0 has no files, since it writes to the terminal."""
-    record = record_of("ranks parted\nat module x", 1.0)
-    ranks = [failure_of(n, 1.0, record=record, exitcode=76, output=["o"] if n else []) for n in (2, 0, 1)]
-    ranks[0] = dataclasses.replace(ranks[0], by_itself=False, exitcode=-15)
-    assert failures.exit_status(ranks) == 76, "that of a rank that ended by itself"
-    lines = failures.describe(NodeOutcome(ranks), "node7")
-    assert lines[0].endswith("failed: an error, ranks parted (see above)")
-    assert lines[2] == "zerolite: 2 other ranks ended with the same message"
-    elsewhere = failures.describe(NodeOutcome([ranks[2]]), "node1")
-    assert elsewhere[1:3] == ["at module x", "zerolite: all output of rank 1 on host node7: o"]
-
-
-def test_what_only_says_that_a_peer_has_gone() -> None:
-    lost, peer_lost = (type(name, (RuntimeError,), {}) for name in ("DistNetworkError", "PeerLost"))
-    gone = "[pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by a remote worker"
-    assert rank.is_consequence(RuntimeError(gone))
-    assert rank.is_consequence(lost("failed to recv, got 0 bytes. Connection was likely closed."))
-    assert rank.is_consequence(peer_lost("rank 1 has ended"))
-    assert not rank.is_consequence(RuntimeError("shapes differ"))
-    assert not rank.is_consequence(ValueError(gone)), "a sentence of the user's own"
-
-
 def test_a_kill_for_memory_is_counted(tmp_path: Path) -> None:
     (tmp_path / "membership").write_text("0::/a/b\n")
     (tmp_path / "a" / "b").mkdir(parents=True)

@@ -315,34 +315,3 @@ def test_inner_phases_are_taken_from_outer_ones(device: Device) -> None:
     for number in range(1, 6):
         one_step(clock, device, number)
     assert reports == [(2, STEP_TIMES), (4, STEP_TIMES)]
-
-
-def test_moments_are_read_when_the_device_has_passed_them(device: Device) -> None:
-    clock, reports = clock_of(1)
-    device.done = 0.0
-    one_step(clock, device, 1)
-    device.done = device.now - 1  # all but the end
-    one_step(clock, device, 2)
-    assert reports == []
-    device.done = device.now
-    one_step(clock, device, 3)
-    assert reports == [(1, STEP_TIMES), (2, STEP_TIMES)]
-    made = device.events
-    for number in range(4, 50):
-        device.done = device.now
-        one_step(clock, device, number)
-    assert device.events == made, "events that were read are used again"
-    assert reports[-1] == (48, STEP_TIMES)
-
-
-def test_what_an_exception_left_open_ends_with_what_holds_it(device: Device) -> None:
-    clock, reports = clock_of(1)
-    clock.enter(STEP)
-    clock.enter(REDUCE_WAIT)
-    device.now += 3
-    clock.leave(STEP)
-    assert not clock.is_open(STEP) and not clock.is_open(REDUCE_WAIT)
-    device.now += 1
-    clock.end_step(1)
-    clock.end_step(1)  # an update that raised: no step has ended
-    assert reports == [(1, {**dict.fromkeys(STEP_TIMES, 0.0), REDUCE_WAIT: 3.0, OTHER: 1.0})]

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import op_builder
-from op_builder import OpUnavailable, build, cache, tools
+from op_builder import OpUnavailable, build, tools
 from op_builder import load as load_function
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,51 +197,6 @@ def test_a_killed_builder_blocks_nobody(place: Place) -> None:
             os.kill(int(pid), signal.SIGKILL)
 
 
-HOLDER = """\
-import os, sys, time
-from pathlib import Path
-from op_builder.cache import build_lock
-with build_lock(Path(sys.argv[1]), 10):
-    pid = os.fork()
-    if pid:
-        print(pid, flush=True)
-    time.sleep(30)
-"""
-
-
-@pytest.mark.slow
-def test_a_lock_dies_with_its_holder_and_is_not_waited_for_forever(tmp_path: Path) -> None:
-    """Not forever: its holder may be stopped, or on a lost machine that shares the file system. A fork of the holder,
-    which lives on, does not hold it."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as holder:
-        assert holder.stdout is not None
-        fork = int(holder.stdout.readline())
-        try:
-            start = time.monotonic()
-            with cache.build_lock(tmp_path / "lock", 0.5):
-                assert time.monotonic() - start >= 0.5
-            holder.kill()
-            holder.wait()
-            start = time.monotonic()
-            with cache.build_lock(tmp_path / "lock", 10.0):
-                assert time.monotonic() - start < 5
-        finally:
-            holder.kill()
-            os.kill(fork, signal.SIGKILL)
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_those_who_waited_for_a_failure_fail_with_it(place: Place) -> None:
-    (place.csrc / "cpu" / "dispatch.cpp").write_text("#error not like this\n")
-    (place.here / "hang").write_text("1")
-    processes = [place.start() for _ in range(4)]
-    errors = [finish(process)["error"] for process in processes]
-    assert all("not like this" in error for error in errors)
-    assert len(place.calls("dispatch.cpp")) == 1
-
-
 @pytest.mark.fast("writable by the group", "no home")
 @needs_compiler
 @pytest.mark.parametrize(
@@ -403,15 +358,6 @@ def test_no_nvcc_and_no_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tools.shutil, "which", lambda name, path=None: None)
     reason = op_builder.status("cuda_kernels", capability=(9, 0)).reason
     assert "no CUDA compiler" in reason and "ZEROLITE_KERNELS=0" in reason
-
-
-def test_cuda_commands_name_the_architecture(place: Place) -> None:
-    op = op_builder.OPS["cuda_kernels"]
-    plans = [build.make_recipe("cuda_kernels", capability, None) for capability in ((9, 0), (12, 0))]
-    assert plans[0].file_name != plans[1].file_name
-    command = plans[1].compile_command(op.sources[0], (("/cuda/bin/nvcc",), ("g++",)))
-    assert command[0] == "/cuda/bin/nvcc" and "--fmad=false" in command
-    assert command[command.index("-gencode") + 1] == "arch=compute_120,code=sm_120"
 
 
 @pytest.mark.slow

@@ -59,15 +59,6 @@ def test_sruns_names():
     assert find_local_rank(SRUN) == 1
 
 
-def test_jobs_and_steps_get_different_ports():
-    ports = [
-        read_environment({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
-        for job in range(5000, 6000)
-        for step in range(3)
-    ]
-    assert len(set(ports)) == len(ports) and min(ports) >= 20000 and max(ports) < 32768
-
-
 @pytest.mark.parametrize(
     "nodes,host",
     [("node1", "node1"), ("a,b,c", "a"), ("node[03-05,9],login", "node03"), ("n[1,2]", "n1"),
@@ -102,23 +93,6 @@ def test_two_mpichs_on_a_host_get_different_ports(monkeypatch):
         ports.add(read_environment({**MPICH, "MPI_LOCALNRANKS": "2"}).master_port)
         assert read_environment({**MPICH, "MASTER_ADDR": "h"}).master_port == 29500, "it says nothing to other hosts"
     assert len(ports) == 3 and min(ports) >= 20000 and max(ports) < 32768
-
-
-def test_an_mpirun_is_found_among_the_processes_above(tmp_path, monkeypatch):
-    def process(pid, name, parent, start):
-        (tmp_path / pid).mkdir()
-        numbers = [parent, *["0"] * 17, start, "0"]
-        (tmp_path / pid / "stat").write_text(f"{pid} ({name}) S {' '.join(numbers)}\n")
-
-    monkeypatch.setattr(environment, "Path", lambda path: tmp_path / path.removeprefix("/proc/"))
-    assert environment._launching_process() is None, "not Linux"
-    process("self", "python) S 7 (x", "20", "900")
-    process("20", "bash", "10", "800")
-    process("10", "hydra_pmi_proxy", "1", "700")
-    process("1", "init", "0", "1")
-    assert environment._launching_process() == "10 700"
-    (tmp_path / "10" / "stat").write_text((tmp_path / "20" / "stat").read_text().replace(" 10 ", " 1 "))
-    assert environment._launching_process() is None
 
 
 @pytest.mark.parametrize("inner", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
@@ -191,21 +165,6 @@ def test_gloo_is_told_the_interface_that_leads_to_rank_0(monkeypatch, host, rank
     process_group._keep_gloo_here(host, 8)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-
-
-# As Kubeflow's PyTorchJob sets them in the second of three pods; PET_... are for torchrun.
-POD = {
-    "KUBERNETES_SERVICE_HOST": "10.96.0.1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PET_NNODES": "3",
-    "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456", "PET_NODE_RANK": "1", "RANK": "1", "WORLD_SIZE": "3",
-}  # fmt: skip
-
-
-def test_a_pod():
-    """With one process no variable says the local rank: devices are counted modulo those that the pod has, so that any
-    will do. torchrun gives its processes variables of their own, which replace those of the pod."""
-    assert read_environment(POD) == Rendezvous(1, 3, 1, "job-master-0", 23456)
-    inside = {**POD, "RANK": "5", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert read_environment(inside) == Rendezvous(5, 12, 1, "job-master-0", 23456)
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -13,14 +13,12 @@ import pytest
 from zerolite.launcher import node_main, remote
 from zerolite.launcher.hosts import Host, HostsError
 from zerolite.launcher.job import NodeJob, module_arguments
-from zerolite.launcher.node_main import node_index
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import check_reachable, first_addresses, make_node_jobs, make_plan, own_node_job
 from zerolite.launcher.remote_commands import (
     NODE_MODULE,
     Route,
     exported_variables,
-    pack,
     ssh_commands,
     tool_command,
     unpack,
@@ -67,24 +65,6 @@ def test_one_command_for_all_hosts(launcher: str, start: list[str], node: str) -
     assert command.argv[-1] == f"cd {cwd}; exec /opt/python {shlex.join(module_arguments(NODE_MODULE))} PAYLOAD {node}"
     assert any("host1:1,host2:1,host3:1" in word for word in command.argv) == (launcher == "openmpi")
     assert ("--nodelist=host1,host2,host3" in command.argv) == (launcher == "slurm")
-
-
-def test_what_is_packed_comes_back_without_characters_that_shells_know() -> None:
-    value = {"jobs": ["{\"a\": '$x'}"], "hosts": NAMES}
-    text = pack(value)
-    assert unpack(text) == value and shlex.quote(text) == text and "%" not in text
-    known = {"NCCL_DEBUG": "INFO", "GLOO_X": "1", "TORCH_X": "2"}
-    assert exported_variables({**known, "ZEROLITE_JOB_ID": "3", "HOME": "/root", "RANK": "0"}) == known
-
-
-def test_a_process_learns_which_node_it_is() -> None:
-    assert node_index("2", NAMES, {}) == 2
-    assert node_index("host2", NAMES, {}) == 1
-    assert node_index("SLURMD_NODENAME", NAMES, {"SLURMD_NODENAME": "host3"}) == 2
-    assert node_index("OMPI_COMM_WORLD_RANK", NAMES, {"OMPI_COMM_WORLD_RANK": "1"}) == 1
-    for value in ("3", "host9", "OMPI_COMM_WORLD_RANK"):
-        with pytest.raises(ValueError, match=f"started on '{value}', which is none of the hosts: host1, host2, host3"):
-            node_index(value, NAMES, {})
 
 
 def test_launchers_that_cannot_name_a_host() -> None:
@@ -214,10 +194,3 @@ def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFi
     assert [NodeJob.from_json(job).nproc for job in unpack(packed)["jobs"]] == [2, 4, 4]
     assert remote.run(LaunchRequest(["t.py"], hostfile=hostfile, include="host7")) == 2
     assert "zerolite: --include 'host7' names the host 'host7'" in capsys.readouterr().err
-
-
-def test_this_host_is_known_by_its_names_and_addresses() -> None:
-    assert network.is_this_host("localhost") and network.is_this_host("127.0.1.1")
-    assert network.is_this_host(socket.gethostname()) and not network.is_this_host("192.0.2.77")
-    assert network.interface_of("127.0.0.1") is None and network.interface_of("::ffff:127.0.0.1") is None
-    assert network.plain_address("::ffff:10.0.0.1") == "10.0.0.1"
