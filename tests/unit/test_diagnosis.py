@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+import pytest
+
+from zerolite.comm import flight_recorder
 from zerolite.diagnostics.diagnosis import Absent, diagnose, first_difference
 from zerolite.diagnostics.stack_report import StackReport
 
@@ -126,3 +131,28 @@ def test_ranks_that_do_not_answer() -> None:
 def test_an_exception_explains_more_than_a_normal_end() -> None:
     absent = {1: Absent("ended with ValueError: bad data after step 3"), 2: Absent("ended normally after step 3")}
     assert "rank 1 ended with an exception" in diagnose("Why.", [at(0)], absent)
+
+
+def test_a_marked_function_is_itself() -> None:
+    def gather() -> int:
+        return 7
+
+    assert flight_recorder.collective(gather) is gather
+    assert gather.is_collective  # type: ignore[attr-defined]
+
+
+def test_a_debug_run_says_in_which_call_the_ranks_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "_RECORDS_CALLS", True)
+    monkeypatch.setattr(flight_recorder, "_calls", deque(maxlen=4))
+
+    @flight_recorder.collective
+    def save(step: int) -> int:
+        return step
+
+    assert [save(step) for step in range(6)] == list(range(6))
+    calls = flight_recorder.latest_calls()
+    name = "tests.unit.test_diagnosis.test_a_debug_run_says_in_which_call_the_ranks_part.<locals>.save"
+    assert calls == [(number, name) for number in (3, 4, 5, 6)]
+    reports = [at(0, calls=calls), at(1, calls=[*calls[:-1], (6, "engine.engine.Engine.step")])]
+    text = diagnose("Why.", [StackReport.from_json(report.to_json()) for report in reports], {})
+    assert f"They diverge at call number 6 that all ranks make: rank 0: {name}; rank 1: engine.engine" in text

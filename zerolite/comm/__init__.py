@@ -9,7 +9,7 @@ from zerolite.comm.communicator import Communicator, Pending, Watcher
 from zerolite.comm.control import HostMaximum, largest
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.environment import ranks_of_job
-from zerolite.comm.flight_recorder import wait_for_result
+from zerolite.comm.flight_recorder import collective, wait_for_result
 from zerolite.comm.host_group import HostGroup, HostLinks
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.objects import read_objects_without_numpy
@@ -42,6 +42,7 @@ __all__ = [
     "Topology",
     "Watcher",
     "check_is_enabled",
+    "collective",
     "create_communicator",
     "create_topology",
     "data_topology",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 import zlib
@@ -14,12 +13,11 @@ import torch.distributed as dist
 
 from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator, Pending
-from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, Raw, wait_for
+from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, Raw, is_debug_run, wait_for
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
 from zerolite.comm.transport import Work
 
-VARIABLE = "ZEROLITE_CHECK_COLLECTIVES"
 TAG = "check"
 
 NamesOf = Callable[[bool, int], Sequence[str]]
@@ -36,7 +34,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 
 def check_is_enabled(config_value: bool) -> bool:
     """Return True if the config or the environment enables the check."""
-    return config_value or os.environ.get(VARIABLE, "0") not in ("", "0")
+    return config_value or is_debug_run()
 
 
 class _Launched(NamedTuple):

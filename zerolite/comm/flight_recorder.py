@@ -7,11 +7,13 @@ without a lock, because it is on the path of every collective.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,54 @@ BRANCH_ADVICE = (
 EVENTS: deque[str] = deque(maxlen=16)
 """What this process has done lately that all ranks must do alike, such as "set p.grad of all parameters to None in step
 3". The diagnosis of a hang names what only some ranks have done."""
+
+
+CHECK_VARIABLE = "ZEROLITE_CHECK_COLLECTIVES"
+_calls: deque[tuple[int, str]] = deque(maxlen=CAPACITY)  # of marked functions in a debug run: numbers from 1, names
+
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+
+
+def is_debug_run() -> bool:
+    """Return True if the environment asks for the comparison of all collectives."""
+    return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
+
+
+def collective(function: Marked) -> Marked:
+    """Mark a function that all ranks of its group call, in the same order: it launches collectives, or may do so.
+
+    The diagnosis of a hang in a debug run (``ZEROLITE_CHECK_COLLECTIVES=1``, when zerolite is imported) says in which
+    call the ranks have parted. Otherwise the function itself is returned, and a call costs nothing.
+    """
+    function.is_collective = True  # type: ignore[attr-defined]
+    return _recorded(function) if _RECORDS_CALLS else function
+
+
+def _recorded(function: Any) -> Any:
+    name = f"{function.__module__.removeprefix('zerolite.')}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        _calls.append((_calls[-1][0] + 1 if _calls else 1, name))
+        return function(*args, **kwargs)
+
+    return recorded
+
+
+_RECORDS_CALLS = is_debug_run()
+
+
+def latest_calls() -> list[tuple[int, str]]:
+    """Return number and name of the latest calls of marked functions, in a debug run. May be called by another
+    thread."""
+    return _copied(_calls)
+
+
+def _copied(entries: deque[Any]) -> list[Any]:
+    for _ in range(8):  # a deque cannot be copied while it grows
+        with contextlib.suppress(RuntimeError):
+            return list(entries)
+    return []
 
 
 class CollectiveFailed(RuntimeError):

@@ -63,7 +63,9 @@ def diagnose(reason: str, reports: Sequence[StackReport], absent: Mapping[int, A
     """
     divergences = first_difference(reports)
     cause, remedy = _cause(reports, absent, divergences)
-    parts = [reason, "Where the ranks are:\n" + _table(reports, absent), "\n".join(one.sentence for one in divergences)]
+    calls = _first_divergence({r.rank: r.calls for r in reports}, "call", "that all ranks make")
+    parted = "\n".join(one.sentence for one in (*calls, *divergences))
+    parts = [reason, "Where the ranks are:\n" + _table(reports, absent), parted]
     parts += [f"Likely cause: {cause}", f"What to do: {remedy}", _stacks(reports)]
     return "\n\n".join(part for part in parts if part)
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from zerolite.comm import Communicator, HostGroup, largest
-from zerolite.comm.collective_check import VARIABLE as CHECK_VARIABLE
+from zerolite.comm.flight_recorder import CHECK_VARIABLE
 from zerolite.comm.ranks import name_ranks
 from zerolite.config import ZeroliteConfig
 from zerolite.version import __version__

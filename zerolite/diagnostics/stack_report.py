@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerolite.comm import HostGroup
-from zerolite.comm.flight_recorder import EVENTS, WAIT, Entry
+from zerolite.comm.flight_recorder import EVENTS, WAIT, Entry, latest_calls
 from zerolite.comm.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class StackReport:
         stack: stack of the main thread, innermost call last.
         engine: the engine that was called, such as "engine 2"; "" if there is only one.
         events: what this rank has done that all ranks must do alike, latest last.
+        calls: in a debug run, (number, name) of its latest calls that all ranks make.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class StackReport:
     stack: str = ""
     engine: str = ""
     events: Sequence[str] = ()
+    calls: Entries = ()
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -141,6 +143,7 @@ def make_stack_report(rank: int, engines: Mapping[int, EngineParts], thread: int
         stack=stacks(main),
         engine=f"engine {under_way}" if under_way and len(engines) > 1 else "",
         events=list(EVENTS),
+        calls=latest_calls() if engine is None or engine.topology.trivial else [],  # stages of a model make other calls
     )
 
 
