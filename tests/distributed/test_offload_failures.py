@@ -183,17 +183,6 @@ def test_a_path_that_is_not_there_on_one_rank_is_said_on_all(what: str, tmp_path
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_on_one_rank_is_said_on_all(pools: Pools, tmp_path: Path) -> None:
-    for rank in ("0", "1"):
-        (tmp_path / rank / "swap").mkdir(parents=True)
-    with small_disk(tmp_path / "1" / "swap", "300k"):
-        for phase, error in pools(2).run(begin, {"directory": tmp_path, "name": "wide", "steps": 1}):
-            assert phase == "initialize"
-            for word in ("zero_optimization.offload_optimizer.nvme_path", "KB are free", "rank 1"):
-                assert word in error
-
-
-@pytest.mark.slow
 def test_a_full_disk_shows_at_the_start(pools: Pools, tmp_path: Path) -> None:
     """However little there is; it was not checked before."""
     (tmp_path / "0" / "swap").mkdir(parents=True)

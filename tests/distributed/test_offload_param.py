@@ -26,7 +26,7 @@ from tests.toolkit.memory import tagged, two_memories
 from tests.toolkit.partitioned import whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import KINDS, raises, run_steps, snapshot
-from zerolite.offload.placements import Transfer
+from zerolite.offload.placement import Transfer
 from zerolite.offload.swap_file import SwapFile
 from zerolite.utils.memory_tags import COMPUTE, GATHERED, HOST, STAGING
 from zerolite.zero import GatheredParameters, ZeroParamStatus

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zerolite.offload.placements import Placements
+from zerolite.offload.placement import Placements
 from zerolite.utils.memory_tags import listeners
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The folders of zerolite/, lowest first. Each imports itself and those before it, under TYPE_CHECKING too.
 FOLDERS = """
     version utils config comm ops optim precision offload zero
-    updates tensor_parallel access activation_checkpointing checkpointing data pipe
+    tensor_parallel access activation_checkpointing checkpointing data pipe
     checkpoint monitor diagnostics engine planning compat launcher
 """.split()
 
@@ -27,7 +27,7 @@ PURE = (
     "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
     "zerolite.precision.loss_scaler",
     "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.stage3.launch_plan", "zerolite.zero.layout",
-    "zerolite.offload.checksums", "zerolite.zero.stage3.fetch_plan",
+    "zerolite.zero.stage3.fetch_plan",
     "zerolite.zero.stages", "op_builder",
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zerolite.offload.from_config import warn_of_few_threads
-from zerolite.offload.placements import HostPlacement, Placement, Placements
+from zerolite.offload.placement import HostPlacement, Placement, Placements
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from zerolite.offload.placements import SPAN_ALIGNMENT
-from zerolite.offload.shard_reader import tensor_spans
+from zerolite.offload.placement import SPAN_ALIGNMENT
+from zerolite.zero.stage3.shard_reader import tensor_spans
 
 CPU = torch.device("cpu")
 

@@ -32,12 +32,10 @@ from zerolite.engine.options import (
 from zerolite.engine.special_engines import EvaluationPipeline
 from zerolite.engine.trained_params import LayoutRules, fill_buckets, launch_by_groups, synchronize_untrained
 from zerolite.offload.from_config import check_optimizer, placements_of, warn_of_few_threads
-from zerolite.offload.offloaded_gradients import GradientTransfers
 from zerolite.offload.transfers import Transfers
 from zerolite.optim.kernels import kernel_chooser
 from zerolite.precision.dtypes import GraphBoundary, scales_of_quantized
 from zerolite.precision.fp32_modules import Fp32Modules
-from zerolite.updates.staged_update import StagedSubGroups
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts, ModuleCall
@@ -46,6 +44,7 @@ from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import AUTO_BUCKET, PartitionLayout
 from zerolite.zero.observers import Observers
+from zerolite.zero.offload import GradientTransfers, OffloadUpdate
 from zerolite.zero.optimizer import Groups, ShardedOptimizer
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
@@ -270,8 +269,8 @@ class PartsBuilder:
         options = step_options(self.config, numel, skips, self.topology)
         self._scaler = loss_scaler(self.config) if trains else None
         state = StepState(accumulation, self._scaler, buffer, method, self._observers, options)
-        staged = StagedSubGroups(buffer, reducer, method, gatherer, self._transfers)
-        update = StepUpdate(buffer, reducer, method, gatherer, staged, state)
+        offload = OffloadUpdate(buffer, method, gatherer, self._transfers)
+        update = StepUpdate(buffer, reducer, method, gatherer, offload, state)
         make = StepPipeline if trains else EvaluationPipeline
         return make(reducer, optimizer, update, collector, state)
 

@@ -14,7 +14,7 @@ import torch
 from zerolite.comm import Communicator, HostGroup, RaiseTogether
 from zerolite.config import ZeroliteConfig
 from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
-from zerolite.offload.placements import DiskPlacement, HostPlacement, Placement, Placements
+from zerolite.offload.placement import DiskPlacement, HostPlacement, Placement, Placements
 from zerolite.offload.swap_file import SwapFile
 from zerolite.ops.async_io import AsyncIO
 from zerolite.utils.accelerator import current_platform

@@ -20,6 +20,7 @@ import os
 import tempfile
 import threading
 import weakref
+import zlib
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,8 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.offload.checksums import BLOCK, Checksums, compare, whole_blocks
-from zerolite.offload.placements import Transfer
+from zerolite.offload.placement import BLOCK, Transfer, whole_blocks
 from zerolite.utils.c_functions import declare
 from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.utils.pinned_memory import host_memory
@@ -42,6 +42,9 @@ logger = logging.getLogger("zerolite")
 _MAP_ALIGNMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)
 _VERIFIED_BYTES = 8 << 20  # read at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
+_UNKNOWN = -1  # checksum of a block that was not written
+
+Bytes = ctypes.Array[ctypes.c_ubyte]
 
 
 class SwapFile:
@@ -77,7 +80,7 @@ class SwapFile:
         self._end = self._used = 0  # bytes of the file, and bytes of its tensors
         self._offsets: dict[int, tuple[int, int]] = {}  # (position in the file, bytes) by address of the mapping
         self._pending: weakref.WeakSet[SwapTransfer] = weakref.WeakSet()
-        self._sums = Checksums() if checksums else None
+        self._sums = _Checksums() if checksums else None
         self._read_errors: list[str] = []  # since all tensors were written anew
         self._fd = _open_nameless(self.directory, rank, key)
         self._direct: int | None = None
@@ -195,8 +198,11 @@ class SwapFile:
                 if self._read_errors:
                     break
                 padded = min(_VERIFIED_BYTES, whole_blocks(nbytes) - start)
+                with self._lock:
+                    self._check_open()
+                    read = self._read(offset + start, buffer, padded, buffer, [])
                 try:
-                    self._read(offset + start, buffer, padded, buffer, []).wait()
+                    read.wait()
                 except OSError as error:
                     if address in self._offsets:  # otherwise the tensor was deleted meanwhile
                         self._read_errors.append(error.strerror or str(error))
@@ -259,7 +265,7 @@ class SwapFile:
         self._pending.add(transfer)
         return transfer
 
-    def _record(self, sums: Checksums, written: Iterable[torch.Tensor] | None) -> None:
+    def _record(self, sums: _Checksums, written: Iterable[torch.Tensor] | None) -> None:
         """Record the checksums of the blocks of parts of tensors that were written; None for all tensors."""
         if written is None:
             for address, (offset, nbytes) in self._offsets.items():
@@ -341,6 +347,32 @@ class SwapFile:
             raise ValueError(f"{self.name} is closed")
 
 
+class _Checksums:
+    """Checksums of one file: a CRC-32 for each block, in eight bytes of memory. For one thread at a time.
+
+    Whole blocks are written and read, so every block that is read was written by one write.
+    """
+
+    def __init__(self) -> None:
+        self._sums = array("q")
+
+    def record(self, offset: int, content: Bytes) -> None:
+        """Record the checksums of ``content``, whole blocks that are written at ``offset``, where a block begins."""
+        first, view = offset // BLOCK, memoryview(content)
+        sums = array("q", (zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(content), BLOCK)))
+        self._grow(first + len(sums))
+        self._sums[first : first + len(sums)] = sums
+
+    def expected(self, offset: int, nbytes: int) -> array[int]:
+        """Return the checksums of the blocks in a range of bytes, as :func:`_compare` takes them."""
+        first, end = offset // BLOCK, -(-(offset + nbytes) // BLOCK)
+        self._grow(end)
+        return self._sums[first:end]
+
+    def _grow(self, blocks: int) -> None:
+        self._sums.extend(array("q", [_UNKNOWN]) * max(0, blocks - len(self._sums)))
+
+
 class SwapTransfer(Transfer):
     """Read or write under way, which keeps both of its tensors alive."""
 
@@ -418,9 +450,26 @@ def _bytes_of(tensor: torch.Tensor, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]
     return (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
 
 
-def _compare(sums: array[int], offset: int, memory: torch.Tensor, nbytes: int, name: str) -> None:
-    """Compare the checksums of what has been read into ``memory``. A partial of this keeps the tensor alive."""
-    compare(sums, offset, _bytes_of(memory, nbytes), name)
+def _compare(expected: array[int], offset: int, memory: torch.Tensor, nbytes: int, file: str) -> None:
+    """Raise OSError if what was read into ``memory`` is not what was written to the file. A partial of this keeps the
+    tensor alive.
+
+    Args:
+        expected: checksums from :meth:`_Checksums.expected`.
+        offset: position in the file, in bytes.
+        memory: tensor of whole blocks.
+        nbytes: their bytes.
+        file: name of the file, for the error.
+    """
+    view = memoryview(_bytes_of(memory, nbytes))
+    for number, crc in enumerate(expected):
+        actual = zlib.crc32(view[number * BLOCK : (number + 1) * BLOCK])
+        if crc not in (_UNKNOWN, actual):
+            raise OSError(
+                errno.EIO,
+                f"{BLOCK} bytes at byte {offset + number * BLOCK} of {file} are not those that were written there: "
+                f"their CRC-32 is {actual:08x}, expected {crc:08x}. The disk or the memory of this host may be failing",
+            )
 
 
 def _map(fd: int, offset: int, nbytes: int) -> int:

@@ -13,17 +13,13 @@ from collections.abc import Callable
 
 import torch
 
-from zerolite.offload.checksums import BLOCK, whole_blocks
-from zerolite.offload.placements import DiskPlacement, Placement, Placements, Transfer
+from zerolite.offload.placement import BLOCK, DONE, DiskPlacement, Placement, Placements, Transfer, whole_blocks
 from zerolite.utils.accelerator import current_platform
 from zerolite.utils.memory_tags import HOST, STAGING, tag_memory
 
 # A free buffer is used for a shorter tensor if it is at most so many times longer, or has at most so many bytes.
 _MAX_RATIO = 4
 _MAX_SMALL = 1 << 20
-
-
-DONE = Transfer()
 
 
 class _StreamCopy(Transfer):
@@ -183,7 +179,7 @@ class Transfers:
 
         Args:
             offloaded: range of a flat tensor. On disk it begins at a multiple of
-                :data:`~zerolite.offload.placements.SPAN_ALIGNMENT` elements.
+                :data:`~zerolite.offload.placement.SPAN_ALIGNMENT` elements.
             placement: placement of ``offloaded``.
             into: target of the same length and dtype.
             longest: bytes of the longest range that the caller copies.

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-from zerolite.offload.placements import Transfer
+from zerolite.offload.placement import Transfer
 from zerolite.planning import shape_cache
 from zerolite.utils.accelerator import FakeMode, Platform, is_fake
 from zerolite.zero.stage3.partitioned_parameter import handle_of

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerolite.comm import Pending
-from zerolite.offload.offloaded_gradients import OffloadedGradient
-from zerolite.offload.placements import Placement
+from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
-from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, MASTERS, tag_memory
+from zerolite.utils.memory_tags import BUCKETS, DEVICE, GRADIENTS, MASTERS, tag_memory
 from zerolite.utils.rounding import sync_master_from_param_
 from zerolite.zero.flat import copy_assigned_data, dense_strides, destinations, zero_gap, zero_slot
 from zerolite.zero.gradient_memory import GradientDtypes
 from zerolite.zero.layout import BucketLayout, Fragment, Slot
+from zerolite.zero.offload import OffloadedGradient
 from zerolite.zero.small_gradients import BucketFiller, Segment, gaps_to_clear, many_small, plan_segments
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -126,7 +126,7 @@ class Bucket:
         self.fragments = list(buffer.layout.bucket_fragments(layout, rank))
         self._fragment_of = {fragment.slot.index: fragment for fragment in self.fragments}
         self.placement, self.compute_placement = placements.optimizer_placement(layout.index), compute_placement
-        self.updates_on_host = placements.updates_on_host(layout.index)
+        self.updates_on_host = self.placement.location != DEVICE
         self.compute, self.device = compute, placements.device
         self.owned = compute if layout.rows else buffer.owned_range(layout, compute)
         self.separate = master_dtype != compute.dtype

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from zerolite.offload.placements import Placement, Placements
+from zerolite.offload.placement import Placement, Placements
 from zerolite.utils.accelerator import addresses
 from zerolite.utils.memory_tags import COMPUTE, tag_memory
 from zerolite.zero.bucket import Bucket

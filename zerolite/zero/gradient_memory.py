@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.offload.offloaded_gradients import GradientTransfers
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 from zerolite.zero.backward import Backward
@@ -16,6 +15,7 @@ from zerolite.zero.groups import RankGroups
 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
+    from zerolite.zero.offload import GradientTransfers
 
 IN_FLIGHT = 2
 """Most reductions in flight at once, if each holds a full bucket of memory that would otherwise be free."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -12,42 +11,13 @@ from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_stats import StatsVector
 from zerolite.zero.observers import Observers, Update
+from zerolite.zero.offload import OffloadUpdate
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step_state import StepState
 from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups
-
-
-class StagedUpdate(Protocol):
-    """Update of the buckets that need staging copies, sub-group by sub-group.
-
-    Attributes:
-        groups: spans of each sub-group.
-    """
-
-    groups: list[list[Span]]
-
-    def plan(self, buckets: Mapping[bool, Sequence[tuple[Bucket, int]]]) -> None:
-        """Divide the buckets into sub-groups.
-
-        Args:
-            buckets: (bucket, elements of its master) in the order of the updates; True: of buckets that the host
-                updates, False: of the others.
-        """
-
-    def run(self, gather: bool, update: Update, on_updated: Callable[[Sequence[SpanTensors], bool], None]) -> None:
-        """Update all sub-groups.
-
-        Args:
-            gather: the update all-gathers the updated parameters.
-            update: updates one sub-group.
-            on_updated: called with each sub-group and ``gather`` when its results are being written back.
-
-        Raises:
-            OSError: the disk failed. Then some masters are ahead of others.
-        """
 
 
 class StepUpdate:
@@ -67,11 +37,11 @@ class StepUpdate:
         reducer: Reducer,
         method: UpdateMethod,
         param_gatherer: ParamGatherer,
-        staged: StagedUpdate,
+        offload: OffloadUpdate,
         state: StepState,
     ) -> None:
         self.buffer, self.param_gatherer = buffer, param_gatherer
-        self._reducer, self._method, self._staged = reducer, method, staged
+        self._reducer, self._method, self._offload = reducer, method, offload
         self._observers, self._options = state.observers, state.options
         self.failed_update = ""
         self.params_outdated = False
@@ -87,7 +57,7 @@ class StepUpdate:
         placements = self.buffer.placements
         self._order = self._reducer.order
         in_place: list[tuple[Bucket, int]] = []
-        staged: dict[bool, list[tuple[Bucket, int]]] = {False: [], True: []}  # True: the host updates them
+        offloaded: dict[bool, list[tuple[Bucket, int]]] = {False: [], True: []}  # True: the host updates them
         self._all_on_device = True
         for bucket in reversed(self._order):
             on_host = bucket.updates_on_host
@@ -95,11 +65,11 @@ class StepUpdate:
                 placements.is_accessible(placement, on_host)
                 for placement in (bucket.master_placement, bucket.compute_placement, bucket.placement)
             )
-            (in_place if accessible else staged[on_host]).append((bucket, bucket.master.numel()))
+            (in_place if accessible else offloaded[on_host]).append((bucket, bucket.master.numel()))
             self._all_on_device &= accessible and not on_host
         total = sum(numel for _, numel in in_place)
         self._in_place = sub_groups(in_place, total if self._method.one_launch else self._options.update_numel, 0)
-        self._staged.plan(staged)
+        self._offload.plan(offloaded)
 
     # ---------------------------------------------------------------- one step
 
@@ -186,8 +156,8 @@ class StepUpdate:
             sub_group = [self._stored_tensors(span, syncs) for span in spans]
             update(sub_group)
             self._on_updated(sub_group, gather)
-        if self._staged.groups:
-            self._staged.run(gather, update, self._on_updated)
+        if self._offload.groups:
+            self._offload.run(gather, update, self._on_updated)
         if gather:
             gatherer.end_step()
 

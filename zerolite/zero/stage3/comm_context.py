@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerolite.comm import Pending
-from zerolite.offload.placements import Placement
-from zerolite.offload.shard_reader import ShardReader, StagedShards
+from zerolite.offload.placement import Placement
 from zerolite.utils.memory_tags import GATHERED, PERSISTENT, listeners, resize, tag_memory
 from zerolite.utils.torch_private import undispatched
 from zerolite.zero.groups import RankGroups
@@ -22,6 +21,7 @@ from zerolite.zero.stage3.partitioned_parameter import (
     mark_available,
     mark_in_flight,
 )
+from zerolite.zero.stage3.shard_reader import ShardReader, StagedShards
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.partition_parameters import Initialising

@@ -19,8 +19,7 @@ from zerolite.comm import Communicator, create_communicator, init_distributed, l
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.offload import OffloadOptimizerConfig
 from zerolite.offload.from_config import placements_of
-from zerolite.offload.placements import HostPlacement, Placement, Placements
-from zerolite.offload.shard_reader import ShardReader
+from zerolite.offload.placement import HostPlacement, Placement, Placements
 from zerolite.offload.transfers import Transfers
 from zerolite.precision.dtypes import scales_of_quantized
 from zerolite.utils.accelerator import default_device
@@ -31,6 +30,7 @@ from zerolite.zero.stage3.live_view import LiveView
 from zerolite.zero.stage3.partition_parameters import Initialising, broadcast_from_rank0, partition
 from zerolite.zero.stage3.partitioned_model import partition_model
 from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.shard_reader import ShardReader
 
 
 class Init:

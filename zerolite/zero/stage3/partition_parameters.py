@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerolite.comm.initial_sync import broadcast_flat, broadcast_into
-from zerolite.offload.placements import Placement
+from zerolite.offload.placement import Placement
 from zerolite.utils.dtypes import is_castable
 from zerolite.zero.flat import dense_strides, flattened
 from zerolite.zero.stage3.comm_context import CommContext, initialisations

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zerolite.comm.initial_sync import broadcast_into, differing
-from zerolite.offload.placements import HostPlacement, Placements
-from zerolite.offload.shard_reader import ShardReader
+from zerolite.offload.placement import HostPlacement, Placements
 from zerolite.offload.transfers import Transfers
 from zerolite.precision.dtypes import scales_of_quantized
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
@@ -24,6 +23,7 @@ from zerolite.zero.stage3.param_group import LeafRule, ParamGroup, groups_of_par
 from zerolite.zero.stage3.partition_parameters import Initialising, broadcast_from_rank0, partition
 from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks, PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
+from zerolite.zero.stage3.shard_reader import ShardReader
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.comm.initial_sync import broadcast_flat
-from zerolite.offload.placements import Placement
+from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
 from zerolite.utils.nested import Arguments, Function, Keywords

@@ -12,21 +12,17 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zerolite.offload.placements import SPAN_ALIGNMENT, DiskPlacement, Placement, Placements, Transfer
+from zerolite.offload.placement import SPAN_ALIGNMENT, DiskPlacement, Placements, Transfer
 from zerolite.offload.transfers import StagedTransfer, StagingPool, Transfers
 from zerolite.utils.memory_tags import DEVICE, DISK, STAGING, tag_memory
 from zerolite.utils.torch_private import undispatched
 
-
-class OffloadedTensor(Protocol):
-    """The part of :class:`zerolite.zero.stage3.partitioned_parameter.PartitionedParameter` that the reader uses."""
-
-    shard: torch.Tensor
-    placement: Placement
+if TYPE_CHECKING:
+    from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 
 
 class TensorSpan(NamedTuple):
@@ -67,20 +63,20 @@ def tensor_spans(tensors: Sequence[torch.Tensor], alignment: int) -> list[Tensor
     for index, tensor in enumerate(tensors):
         if tensor.numel():
             by_memory.setdefault(id(tensor.untyped_storage()), []).append(index)
-    found: list[TensorSpan] = []
+    spans: list[TensorSpan] = []
     for indices in by_memory.values():
         members: list[int] = []
         start = end = 0
         for offset, index in sorted((int(tensors[index].storage_offset()), index) for index in indices):
             if members and offset - end >= SPAN_ALIGNMENT:
-                found.append(TensorSpan(members, start, end - start))
+                spans.append(TensorSpan(members, start, end - start))
                 members = []
             if not members:
                 start = offset // alignment * alignment
             members = [*members, index]
             end = offset + tensors[index].numel()
-        found.append(TensorSpan(members, start, end - start))
-    return found
+        spans.append(TensorSpan(members, start, end - start))
+    return spans
 
 
 class _SpanRead(StagedTransfer):
@@ -104,14 +100,14 @@ class _ShardRead(NamedTuple):
 
     read: _SpanRead
     shard: torch.Tensor
-    member: OffloadedTensor  # kept alive, because reads are found by its id
+    sharded_param: PartitionedParameter  # kept alive, because reads are found by its id
 
 
 class StagedShards:
     """The shards of one gather while they are staged in.
 
     Attributes:
-        shards: the tensors that the collective sends, in the order of the gather's members.
+        shards: the tensors that the collective sends, in the order of the gather.
         copies: copies to the device.
         reads: reads from disk into the buffers that the copies read.
     """
@@ -150,7 +146,7 @@ class ShardReader:
     def __init__(self, placements: Placements, transfers: Transfers) -> None:
         self._device, self._separate_memory = placements.device, placements.separate_memory
         self.transfers = transfers
-        self._ahead: dict[int, deque[_ShardRead]] = {}  # by id of the member, in the order of its gathers
+        self._ahead: dict[int, deque[_ShardRead]] = {}  # by id of the sharded_param, in the order of its gathers
         # Buffers from which a copy to the device may still read.
         self._retired: deque[tuple[list[Transfer], list[_SpanRead]]] = deque()
         reader_ref = weakref.ref(self)  # the placements may outlive this reader
@@ -158,50 +154,50 @@ class ShardReader:
 
     # ---------------------------------------------------------------- from disk
 
-    def read_ahead(self, members: Iterable[OffloadedTensor]) -> None:
+    def read_ahead(self, sharded_params: Iterable[PartitionedParameter]) -> None:
         """Begin to read the shards that are on disk, each for a later gather.
 
         A shard that no gather takes stays in memory until :meth:`drop_reads`.
 
         Args:
-            members: owners of the shards, in the order of the gathers.
+            sharded_params: owners of the shards, in the order of the gathers.
         """
-        wanted = [m for m in members if m.placement.location == DISK and m.shard.numel()]
-        if wanted:
+        on_disk = [p for p in sharded_params if p.placement.location == DISK and p.shard.numel()]
+        if on_disk:
             with undispatched():
                 self._release_retired()
-                self._read(wanted)
+                self._read(on_disk)
 
-    def _read(self, wanted: Sequence[OffloadedTensor]) -> None:
-        shards = [member.shard for member in wanted]
+    def _read(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        shards = [sharded_param.shard for sharded_param in sharded_params]
         for span in tensor_spans(shards, SPAN_ALIGNMENT):
-            offloaded, placement = span.memory(shards), wanted[span.indices[0]].placement
+            offloaded, placement = span.memory(shards), sharded_params[span.indices[0]].placement
             buffer = self.transfers.pool.acquire(offloaded.numel(), offloaded.dtype, like=offloaded)
             transfer = self.transfers.stage_in(offloaded, placement, buffer)
             read = _SpanRead(self.transfers.pool, buffer, transfer, len(span.indices))
             for index, shard in span.views(shards, buffer).items():
-                member = wanted[index]
-                self._ahead.setdefault(id(member), deque()).append(_ShardRead(read, shard, member))
+                sharded_param = sharded_params[index]
+                self._ahead.setdefault(id(sharded_param), deque()).append(_ShardRead(read, shard, sharded_param))
 
     def drop_reads(self) -> None:
         """Drop the reads ahead, because they are outdated or not needed."""
         if self._ahead:
-            found = [shard_read for several in self._ahead.values() for shard_read in several]
+            shard_reads = [shard_read for queue in self._ahead.values() for shard_read in queue]
             self._ahead.clear()
             with undispatched():
-                for shard_read in found:
+                for shard_read in shard_reads:
                     shard_read.read.release()
 
-    def on_written(self, member: OffloadedTensor) -> None:
+    def on_written(self, sharded_param: PartitionedParameter) -> None:
         """Drop the reads ahead, because a stored shard has been written as a tensor. Raises OSError if the disk
         fails."""
         self.drop_reads()
-        if isinstance(member.placement, DiskPlacement):
-            member.placement.file.drop_page_cache([member.shard])
+        if isinstance(sharded_param.placement, DiskPlacement):
+            sharded_param.placement.file.drop_page_cache([sharded_param.shard])
 
-    def is_read_ahead(self, member: OffloadedTensor) -> bool:
+    def is_read_ahead(self, sharded_param: PartitionedParameter) -> bool:
         """Return True if the shard has been read for its next gather, or is being read."""
-        return id(member) in self._ahead
+        return id(sharded_param) in self._ahead
 
     def _release_retired(self) -> None:
         """Release the buffers of all gathers but the last: by now the copies from them have ended."""
@@ -214,25 +210,29 @@ class ShardReader:
 
     # ---------------------------------------------------------------- to a gather
 
-    def stage_in(self, members: Sequence[OffloadedTensor], fulls: Sequence[torch.Tensor] | None = None) -> StagedShards:
+    def stage_in(
+        self, sharded_params: Sequence[PartitionedParameter], fulls: Sequence[torch.Tensor] | None = None
+    ) -> StagedShards:
         """Start to stage in the shards of a gather: onto the device, or into host memory if the CPU computes.
 
         Args:
-            members: owners of the shards.
+            sharded_params: owners of the shards.
             fulls: memory of the full values, given if there is one rank. Its shards are copied there at once.
 
         Raises:
             OSError: the disk failed.
         """
-        staged = StagedShards(self, [member.shard for member in members])
+        staged = StagedShards(self, [sharded_param.shard for sharded_param in sharded_params])
         shards, copies = staged.shards, staged.copies
         try:
-            self.read_ahead([member for member in members if not self.is_read_ahead(member)])
-            for index, member in enumerate(members):
-                if self.is_read_ahead(member):
-                    shard_read = self._ahead[id(member)].popleft()
-                    if not self._ahead[id(member)]:
-                        del self._ahead[id(member)]
+            self.read_ahead(
+                [sharded_param for sharded_param in sharded_params if not self.is_read_ahead(sharded_param)]
+            )
+            for index, sharded_param in enumerate(sharded_params):
+                if self.is_read_ahead(sharded_param):
+                    shard_read = self._ahead[id(sharded_param)].popleft()
+                    if not self._ahead[id(sharded_param)]:
+                        del self._ahead[id(sharded_param)]
                     staged.reads.append(shard_read.read)
                     shards[index] = shard_read.shard
             for read in staged.reads:
@@ -243,7 +243,7 @@ class ShardReader:
                         copies.append(self.transfers.copy(shards[index], full))
                     shards[index] = full
             elif self._separate_memory:
-                self._to_device(shards, members, copies)
+                self._to_device(shards, sharded_params, copies)
         except BaseException:  # no copy may write into memory that is freed now
             for copy in copies:
                 copy.finish()
@@ -252,10 +252,12 @@ class ShardReader:
         return staged
 
     def _to_device(
-        self, shards: list[torch.Tensor], members: Sequence[OffloadedTensor], copies: list[Transfer]
+        self, shards: list[torch.Tensor], sharded_params: Sequence[PartitionedParameter], copies: list[Transfer]
     ) -> None:
         """Replace offloaded ``shards`` by copies on the device, and add the transfers to ``copies``."""
-        offloaded = [index for index, member in enumerate(members) if member.placement.location != DEVICE]
+        offloaded = [
+            index for index, sharded_param in enumerate(sharded_params) if sharded_param.placement.location != DEVICE
+        ]
         sources = [shards[index] for index in offloaded]
         for index in offloaded:
             if not shards[index].numel():

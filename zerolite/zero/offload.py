@@ -1,7 +1,11 @@
-"""Staged update: offloaded tensors are staged in by sub-groups, updated and written back.
+"""Offloaded buckets: mean gradients that wait off the device, and the update of tensors that need staging.
 
-A sub-group goes through three stages that overlap. Its masters, states, gradients and compute parameters are staged in
-while the sub-group before it is updated. Its results are written back while the next one is updated.
+In a backward each mean gradient is written back as soon as it is reduced. Before that, the device computes the step's
+statistics of it (its squares). To add the gradient of a later backward, the sum is staged in and added on the device.
+So it has the same bits as without offload.
+
+An update takes sub-groups. Masters, states, gradients and compute parameters of one are staged in while the one before
+is updated. Its results are written back while the next one is updated.
 
     sub-group 0   stage in   update     write back
     sub-group 1              stage in   update       write back
@@ -19,21 +23,132 @@ from typing import NamedTuple
 
 import torch
 
-from zerolite.offload.checksums import whole_blocks
-from zerolite.offload.placements import SPAN_ALIGNMENT, Placement
+from zerolite.offload.placement import DONE, SPAN_ALIGNMENT, Placement, Transfer, whole_blocks
 from zerolite.offload.transfers import StagedTransfer, Transfers
-from zerolite.utils.memory_tags import STAGING, tag_memory
+from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, STAGING, tag_memory
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import Update
 from zerolite.zero.param_gatherer import ParamGatherer
-from zerolite.zero.reducer import Reducer
 from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups
 
+_MAX_WRITES = 2  # buckets under way; each of them holds its gradient on the device
 # A sub-group is at most a 16th of all elements, so that there are several and their stages can overlap. But it may have
 # up to 4 Mi elements in any case: a stage of fewer costs more than it hides.
 _MIN_SUB_GROUPS = 16
 _MIN_NUMEL = 1 << 22
+
+
+class GradientTransfers:
+    """Copies of the mean gradients of one rank, of all buckets. Nothing here is a collective."""
+
+    def __init__(self, device: torch.device, transfers: Transfers) -> None:
+        self.device, self.transfers = device, transfers
+        self.max_nbytes = 0  # of a bucket's gradient: staging buffers have this length, so each fits all
+        self._before_write: Callable[[int, torch.Tensor], None] = lambda bucket, gradient: None
+        self._writes: list[OffloadedGradient] = []  # under way
+        self._last_read: Transfer = DONE
+
+    def connect(self, before_write: Callable[[int, torch.Tensor], None]) -> None:
+        """before_write: called with a bucket's index and its mean gradient while the gradient is on the device."""
+        self._before_write = before_write
+
+    def set_max_nbytes(self, nbytes: int) -> None:
+        """Set the bytes of the longest gradient of a bucket."""
+        self.max_nbytes = nbytes
+
+    def begin_write(self, offloaded: OffloadedGradient, gradient: torch.Tensor) -> None:
+        """Prepare to write a gradient: wait until few are under way."""
+        self._before_write(offloaded.bucket, gradient)
+        tag_memory(gradient, BUCKETS)
+        for earlier in self._writes:
+            earlier.advance()
+        while len(self._writes) >= _MAX_WRITES:
+            self._writes[0].wait()
+        offloaded.wait()
+        self._writes.append(offloaded)
+
+    def end_write(self, offloaded: OffloadedGradient) -> None:
+        """Note that no write of this gradient is under way."""
+        if offloaded in self._writes:
+            self._writes.remove(offloaded)
+
+    def keep_read(self, read: Transfer) -> None:
+        """Keep a read whose copy the device waits for, and the host does not: its staging buffer is freed one read
+        later."""
+        self._last_read.finish()
+        self._last_read = read
+
+
+class OffloadedGradient:
+    """The mean gradient of one bucket on this rank, where the device cannot access it."""
+
+    def __init__(
+        self, shared: GradientTransfers, bucket: int, placement: Placement, numel: int, dtype: torch.dtype
+    ) -> None:
+        """Allocate the memory now, so that a full disk is an error before training.
+
+        Args:
+            shared: copies of all buckets.
+            bucket: index of the bucket.
+            placement: placement of the gradient.
+            numel: its elements.
+            dtype: its first dtype.
+        """
+        self.bucket = bucket
+        self._shared, self._placement = shared, placement
+        self.stored = placement.zeros(numel, dtype, GRADIENTS)  # reused in every step
+        self._write: Transfer = DONE
+        self._error: OSError | None = None  # the disk has lost the gradient
+
+    def write_back(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Begin to store a gradient that is on the device. Return the stored tensor, complete after :meth:`wait`."""
+        self._shared.begin_write(self, gradient)
+        if self.stored.dtype != gradient.dtype:
+            numel = self.stored.numel()
+            del self.stored
+            self.stored = self._placement.zeros(numel, gradient.dtype, GRADIENTS)
+        shared = self._shared
+        self._write = shared.transfers.write_back(gradient, self.stored, self._placement, shared.max_nbytes)
+        return self.stored
+
+    def stage_in(self) -> torch.Tensor:
+        """Return a copy of the stored gradient on the device. Raises OSError if the disk fails."""
+        self.wait()
+        shared = self._shared
+        gradient = tag_memory(torch.empty_like(self.stored, device=shared.device), BUCKETS)
+        try:
+            read = shared.transfers.stage_in(self.stored, self._placement, gradient, shared.max_nbytes)
+            read.wait()
+        except OSError as error:
+            self._error = error
+            raise
+        shared.keep_read(read)
+        return gradient
+
+    def advance(self) -> None:
+        """Begin the second of two chained copies, if the first has ended."""
+        with contextlib.suppress(OSError):  # the waiting call raises it
+            self._write.advance()
+
+    def wait(self) -> None:
+        """Wait until the stored gradient is complete. If the disk has failed, raise OSError in every call until
+        :meth:`clear`, because the gradient is lost for all of its readers."""
+        self._shared.end_write(self)
+        write, self._write = self._write, DONE
+        try:
+            write.finish()
+        except OSError as error:
+            self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def clear(self) -> None:
+        """Forget the gradient and its error."""
+        with contextlib.suppress(OSError):
+            self.wait()
+        self._error = None
+        self._shared.keep_read(DONE)
 
 
 class _StoredTensor(NamedTuple):
@@ -138,29 +253,43 @@ class _SubGroup(StagedTransfer):
         self._copies.clear()
 
 
-class StagedSubGroups:
-    """Sub-groups of the buckets that an update cannot access without staging: the implementation of
-    :class:`~zerolite.zero.step_update.StagedUpdate`. Called on all ranks; nothing here is a collective."""
+class OffloadUpdate:
+    """Update of the buckets that it cannot access without staging, by sub-groups. Nothing here is a collective.
+
+    Attributes:
+        groups: spans of each sub-group.
+    """
 
     def __init__(
-        self,
-        buffer: ParameterBuffer,
-        reducer: Reducer,
-        method: UpdateMethod,
-        param_gatherer: ParamGatherer,
-        transfers: Transfers,
+        self, buffer: ParameterBuffer, method: UpdateMethod, param_gatherer: ParamGatherer, transfers: Transfers
     ) -> None:
-        self._buffer, self._reducer, self._method = buffer, reducer, method
-        self._param_gatherer, self._transfers, self._placements = param_gatherer, transfers, buffer.placements
+        self._placements, self._method = buffer.placements, method
+        self._param_gatherer, self._transfers = param_gatherer, transfers
         self.groups: list[list[Span]] = []
 
     def plan(self, buckets: Mapping[bool, Sequence[tuple[Bucket, int]]]) -> None:
+        """Divide the buckets into sub-groups.
+
+        Args:
+            buckets: (bucket, elements of its master) in the order of the updates; True: of buckets that the host
+                updates, False: of the others.
+        """
         alignment = SPAN_ALIGNMENT if self._method.splits_buckets else 0
         elements = sum(numel for side in buckets.values() for _, numel in side)
         limit = min(self._placements.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
         self.groups = [group for side in buckets.values() for group in sub_groups(side, limit, alignment)]
 
     def run(self, gather: bool, update: Update, on_updated: Callable[[Sequence[SpanTensors], bool], None]) -> None:
+        """Update all sub-groups.
+
+        Args:
+            gather: the update all-gathers the updated parameters.
+            update: updates one sub-group.
+            on_updated: called with each sub-group and ``gather`` when its results are being written back.
+
+        Raises:
+            OSError: the disk failed. Then some masters are ahead of others.
+        """
         if not gather:
             buckets = {span.bucket for spans in self.groups for span in spans}
             self._placements.drop_reads([master for bucket in buckets for master in bucket.sync_master_from_param()])

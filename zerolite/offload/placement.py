@@ -17,8 +17,15 @@ import torch
 from zerolite.utils.accelerator import current_platform
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, tag_memory
 
+BLOCK = 4096
+"""Bytes. Direct I/O needs multiples: for addresses, for positions in a file and for lengths."""
 SPAN_ALIGNMENT = 4096
 """Elements. A part of a shard that is moved by itself begins at a multiple: whole blocks of a disk in every dtype."""
+
+
+def whole_blocks(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole blocks."""
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 class Transfer:
@@ -38,6 +45,9 @@ class Transfer:
 
     def advance(self) -> None:
         """Wait for the first of two chained transfers and begin the second."""
+
+
+DONE = Transfer()
 
 
 class File(Protocol):
@@ -173,10 +183,6 @@ class Placements:
                 self.max_in_host -= numel
             return HostPlacement(placement.pin)
         return placement
-
-    def updates_on_host(self, bucket: int) -> bool:
-        """Return True if the CPU updates a bucket, because its states are on host or disk."""
-        return self.optimizer_placement(bucket).location != DEVICE
 
     def is_accessible(self, placement: Placement, on_host: bool) -> bool:
         """Return True if an update can read and write tensors of ``placement`` without staging.
