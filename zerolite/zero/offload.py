@@ -19,18 +19,20 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from zerolite.offload.placement import DONE, SPAN_ALIGNMENT, Placement, Transfer, whole_blocks
 from zerolite.offload.transfers import StagedTransfer, Transfers
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, STAGING, tag_memory
-from zerolite.zero.bucket import Bucket
-from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.observers import Update
-from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups
+
+if TYPE_CHECKING:
+    from zerolite.zero.bucket import Bucket
+    from zerolite.zero.buffer import ParameterBuffer
+    from zerolite.zero.observers import Update
+    from zerolite.zero.param_gatherer import ParamGatherer
 
 _MAX_WRITES = 2  # buckets under way; each of them holds its gradient on the device
 # A sub-group is at most a 16th of all elements, so that there are several and their stages can overlap. But it may have
