@@ -18,7 +18,7 @@ from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
-from zerolite.zero.layout import Range, Slot
+from zerolite.zero.layout import Slot
 from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, unpartitioned_shape
 from zerolite.zero.update import OptimParamShard
 
@@ -169,7 +169,7 @@ class ParameterAccess:
         self._pipeline, self._reducer = parts.pipeline, parts.reducer
         self._buffer, self._optimizer = parts.buffer, parts.optimizer
         topology = parts.topology
-        self._shard, self._data, self._tensor = topology.shard, topology.data, topology.tensor
+        self._data, self._tensor = topology.data, topology.tensor
         self._staged = topology.pipe.world_size > 1
 
     def positions(self) -> dict[int, int]:
@@ -184,7 +184,7 @@ class ParameterAccess:
 
     def gradients(self, indices: list[int]) -> list[torch.Tensor | None]:
         used = self._pipeline.pending_parameters()
-        self._pipeline.changes.apply_factors()
+        self._pipeline.grads.apply_factors()
         flags = self._agree([float(index in used) for index in indices], self._tensor)
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
@@ -192,7 +192,7 @@ class ParameterAccess:
             index: self._buffer.view_of(shard.fragment, shard.bucket.mean()).float() * factor
             for index, shard in self._shards(wanted).items()
         }
-        found = dict(zip(wanted, self._full(wanted, self.gather(wanted, shards, torch.float32)), strict=True))
+        found = dict(zip(wanted, self._full(wanted, self._buffer.gather(wanted, shards, torch.float32)), strict=True))
         return [found.get(index) for index in indices]
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
@@ -211,7 +211,7 @@ class ParameterAccess:
             else:
                 self._copy(shard, place, values * self._pipeline.divisor())
             self._buffer.placements.drop_reads([place])
-        self._pipeline.changes.set_by_call(index, given=values is not None)
+        self._pipeline.grads.set_by_call(index, values is not None)
 
     # ---------------------------------------------------------------- masters
 
@@ -226,8 +226,8 @@ class ParameterAccess:
         shards = {index: self._master(shard) for index, shard in self._shards(indices).items()}
         dtypes = [self._buffer.buckets[self._slot(index).bucket].master.dtype for index in indices]
         if len(set(dtypes)) == 1:
-            return self.gather(indices, shards, dtypes[0])
-        return [self.gather([i], shards, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
+            return self._buffer.gather(indices, shards, dtypes[0])
+        return [self._buffer.gather([i], shards, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
 
     def set_master(self, index: int, value: torch.Tensor) -> None:
         values = self._flat(index, value)
@@ -275,7 +275,7 @@ class ParameterAccess:
         for kind in sorted({kind for kind in kinds if kind != _NOTHING}):
             same = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
             here = {index: shards[index] for index in same if index in shards}
-            full = self._full(same, self.gather(same, here, _DTYPES[int(kind) - _TENSOR]))
+            full = self._full(same, self._buffer.gather(same, here, _DTYPES[int(kind) - _TENSOR]))
             found.update(zip(same, full, strict=True))
         return [found.get(index) for index in indices]
 
@@ -287,7 +287,7 @@ class ParameterAccess:
         Args:
             part: this rank's part; None if it has none.
         """
-        return self._full([index], self.gather([index], {} if part is None else {index: part}, dtype))[0]
+        return self._full([index], self._buffer.gather([index], {} if part is None else {index: part}, dtype))[0]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
         self._pipeline.check_available()
@@ -354,40 +354,6 @@ class ParameterAccess:
         """Return the maximum of each value over ranks, by default over the data-parallel ones."""
         return largest(values, comm or self._data, self._buffer.placements.device, "access", torch.float64)
 
-    def gather(self, indices: list[int], shards: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return each parameter's tensor, gathered from the shards of all ranks in one all-gather."""
-        if not self._buffer.shard:
-            return [
-                self._shaped(index, flattened(shards[index].clone(), self._reducer.bucket_of[index].strides[index]))
-                if index in shards
-                else self._empty(index, dtype)
-                for index in indices
-            ]
-        ranges = [self._ranges(index) for index in indices]
-        widths = [max((owned.numel for owned in of_ranks), default=0) for of_ranks in ranges]
-        row = sum(widths)
-        full = torch.zeros(row * self._shard.world_size, dtype=dtype, device=self._buffer.placements.device)
-        own = self._shard.shard(full)
-        position = 0
-        for index, width in zip(indices, widths, strict=True):
-            if index in shards:
-                part = shards[index]
-                if part.dim() != 1:  # in the parameter's shape: flatten it in the order of memory, as ranges count
-                    part = flattened(part, self._reducer.bucket_of[index].strides[index])
-                own.narrow(0, position, part.numel()).copy_(part)
-            position += width
-        if row and self._shard.world_size > 1:
-            self._shard.all_gather(full, tag="access").wait()
-        rows = full.view(self._shard.world_size, row)
-        results, position = [], 0
-        for index, width, of_ranks in zip(indices, widths, ranges, strict=True):
-            flat = torch.empty(self._slot(index).numel, dtype=dtype, device=full.device)
-            for rank, owned in enumerate(of_ranks):
-                flat[owned.start : owned.end].copy_(rows[rank].narrow(0, position, owned.numel))
-            results.append(self._shaped(index, flat))
-            position += width
-        return results
-
     def _full(self, indices: list[int], shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the full tensors of ``shards``, which are this rank's tensor-parallel shards where layers are
         sharded."""
@@ -403,19 +369,6 @@ class ParameterAccess:
             self._tensor.all_reduce(full.view(-1), tag="access").wait()
             results.append(full)
         return results
-
-    def _ranges(self, index: int) -> list[Range]:
-        """Return the range of the parameter that each rank owns."""
-        layout, slot = self._buffer.layout, self._slot(index)
-        return [layout.param_range(slot, rank) for rank in range(layout.world_size)]
-
-    def _shaped(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        shape = unpartitioned_shape(self._buffer.parameters[index])
-        return flat.as_strided(shape, self._reducer.bucket_of[index].strides[index])
-
-    def _empty(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        shape = unpartitioned_shape(self._buffer.parameters[index])
-        return torch.empty(shape, dtype=dtype, device=self._buffer.placements.device)
 
 
 # What a rank knows of a state. The order matters: ranks without elements of a parameter have no state of it, so the

@@ -25,8 +25,8 @@ from zerolite.comm.ranks import list_of
 from zerolite.diagnostics.rank_comparison import Description, describe_value, raise_differences
 from zerolite.utils.accelerator import HostRead
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.grads import Change
 from zerolite.zero.observers import StepObserver, UpdateFacts
-from zerolite.zero.shown_gradients import InPlaceChange
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -72,7 +72,7 @@ class UpdateNumbers:
     divisor: float
     max_norm: float
     gathers: int = 0
-    changes: tuple[InPlaceChange, ...] = ()
+    changes: tuple[Change, ...] = ()
 
     def fingerprint(self) -> tuple[int, list[torch.Tensor]]:
         """Return a hash below 2^52 of the values on the host, and the tensors on a device that belong to it.
@@ -160,7 +160,7 @@ def _note(value: Any, numbers: array[float], texts: list[str], tensors: list[tor
         tensors.append(value)
 
 
-def _describe_change(change: InPlaceChange) -> str:
+def _describe_change(change: Change) -> str:
     numbers = f"({', '.join(map(describe_value, change.numbers))})" if change.numbers else ""
     return f"{change.operation}{numbers} ({change.count} gradients)" if change.count else change.operation
 

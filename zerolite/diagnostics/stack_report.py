@@ -296,7 +296,7 @@ def _owner(frame: FrameType) -> object:
 
 def _call(frame: FrameType) -> str:
     name, owner = frame.f_code.co_name, _owner(frame)
-    if name.startswith("__torch_") and frame.f_code.co_filename.endswith("sharded_grad.py"):
+    if name.startswith("__torch_") and frame.f_code.co_filename.endswith("sharded_gradient.py"):
         return "an operation on p.grad"
     if owner is None:
         return f"zerolite.{name}()"

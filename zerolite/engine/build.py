@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.access.pending_gradients import PendingGradients
 from zerolite.activation_checkpointing import attach
 from zerolite.comm import CollectiveCheck, Topology, check_is_enabled, raise_together
 from zerolite.config import ZeroliteConfig
@@ -119,13 +118,6 @@ def _check_states_on_all_ranks(
     raise_together(topology.world, device, "errors", error, "zerolite.initialize", ValueError)
 
 
-_NOT_IN_P_GRAD = (
-    "with tensor_parallel or a pipeline a rank has a part of the model only. To clip, set gradient_clipping in the "
-    "config, or call engine.clip_gradients(max_norm), which returns the norm; to read or change it, use "
-    "zerolite.get_full_grad(p) and zerolite.set_full_grad(p, value) on all ranks"
-)
-
-
 def _make_engine(
     parts: EngineParts,
     builder: PartsBuilder,
@@ -159,12 +151,6 @@ def _make_engine(
     engine = make(parts, arguments, schedule, monitoring, register, runner)
     if (shared := builder.shared_grads) is not None:
         parts.memory_sources.append(lambda: ((BUCKETS, t) for comm in shared.comms for t in comm.memory()))
-    refusal = "" if topology.trivial else _NOT_IN_P_GRAD
-    engine.serve_gradients(
-        PendingGradients(
-            parts.pipeline, parts.reducer, parts.groups.shard, parts.device, engine._access.gather, refusal
-        )
-    )
     engine._reference.finalizers += monitoring.end_with(engine)
     stage3_hooks = [] if parts.partitioned is None else parts.partitioned.hooks
     own_until_end(engine, (hooks, checkpointing.handles, stage3_hooks, builder.fp32.handles))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.access.sharded_grad import ShardedGradient
 from zerolite.comm import Topology
 from zerolite.config import ZeroliteConfig
 from zerolite.engine.arguments import OptimizerChoice, check_parameters
@@ -142,7 +141,7 @@ class PartsBuilder:
             self._observers.add(inputs)
         if memory.offloads is not None:
             memory.offloads.connect(collector.note)
-        self._reducer = reducer = Reducer(self._buffer, self._observers, ShardedGradient.of)
+        self._reducer = reducer = Reducer(self._buffer, self._observers)
         if parallel:
             self.shared_grads = SharedGradReducer(self.topology, self._buffer, self._ties, reducer, self.device)
             self._observers.add(self.shared_grads)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from zerolite.access.parameter_access import ParameterAccess
-from zerolite.access.pending_gradients import PendingGradients
 from zerolite.checkpoint.checkpointer import Checkpointer
 from zerolite.checkpoint.full_state import FullState
 from zerolite.comm import DeviceMesh, local_rank
@@ -56,10 +55,6 @@ class EngineBase:
         self._checkpointer = Checkpointer(parts, self._loaders, register_unfrozen_params)
         self._full_state = FullState(self._checkpointer.model_state, self._access)
         self._reference = EngineRef(self)
-
-    def serve_gradients(self, gradients: PendingGradients) -> None:
-        """Keep alive what stands behind ``p.grad``, which the parameters know weakly."""
-        self._pending_gradients = gradients
 
     # ---------------------------------------------------------------- memory and traffic
 

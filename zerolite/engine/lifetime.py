@@ -14,7 +14,7 @@ from zerolite.access.parameter_access import OWNERS, ParameterAccess
 from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.optimizer import GONE
-from zerolite.zero.shown_gradients import GradientPlaceholder
+from zerolite.zero.sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
     from zerolite.engine.engine_base import EngineBase
@@ -82,7 +82,7 @@ def _end(reference: EngineRef, parts: EngineParts, restore: Callable[[], None], 
     parameters = parts.reducer.parameters
     _remove(parts.reducer.handles, parts.param_gatherer.handles, *hooks)
     for parameter in parameters:  # pending gradients are gone; those of a later life of the model stay
-        if reference.destroyed or isinstance(parameter.grad, GradientPlaceholder):
+        if reference.destroyed or isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None
     parts.optimizer.release_inner(refuses=not reference.destroyed)
     parts.pipeline.suspend(f"expected an engine, but {GONE}")

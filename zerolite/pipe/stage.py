@@ -24,7 +24,7 @@ from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import WAITS_FOR_LAST_ONLY, Launch, launch_batch
 from zerolite.pipe.step import TAG, Key, Step
-from zerolite.zero.shown_gradients import GradientPlaceholder
+from zerolite.zero.sharded_gradient import ShardedGradient
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -449,5 +449,5 @@ class ChunkStage(PipelineStage):
         """Drop what :func:`stage_backward_weight` has written into ``p.grad`` and no hook has taken. The next backward
         would refuse it as a tensor of the user, and not take part in the reductions of the other data ranks."""
         for parameter in self.chunk.parameters():
-            if not isinstance(parameter.grad, GradientPlaceholder):
+            if not isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None

@@ -53,6 +53,12 @@ For twenty small gradients it takes half the time of ``torch.cat`` of views, and
 ``torch.ops``.
 """
 
+foreach_types: list[type[torch.Tensor]] = torch.utils._foreach_utils._foreach_supported_types
+"""The classes of tensors for which torch calls its _foreach functions; DTensor adds itself in the same way.
+
+With the class of ``p.grad`` in it, ``clip_grad_norm_`` makes one call for all gradients, a tenth of the time.
+"""
+
 # -------------------------------------------------------------------- dispatch
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -175,6 +181,7 @@ NAMES = {
     "current_backward": ("torch._C._current_graph_task_id",),
     "after_backward": ("torch.autograd.Variable._execution_engine",),
     "flatten": ("torch._C._nn.flatten_dense_tensors",),
+    "foreach_types": ("torch.utils._foreach_utils._foreach_supported_types",),
     "undispatched": (
         "torch._C._len_torch_dispatch_stack",
         "torch.utils._python_dispatch._disable_current_modes",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from zerolite.zero.buffer import ParameterBuffer
     from zerolite.zero.update import OptimParamShard
 
-_CLOSED: Mapping[int, torch.Tensor] = {}
+_CLOSED: frozenset[int] = frozenset()
 
 
 class BucketState(enum.Enum):
@@ -83,8 +83,7 @@ class Bucket:
         updates_on_host: the CPU updates the masters, because the states are on host or disk.
         state: see :class:`BucketState`.
         held: gradients that wait to be copied into ``local``, by index of the parameter.
-        direct: placeholder to leave in ``p.grad``, by index, of the parameters whose gradients hooks may put into
-            ``held`` without another call.
+        direct: indices of the parameters whose gradients hooks may put into ``held`` without another call.
         local: sum of this rank's gradients that have not been reduced yet [numel]; None before the first copy.
         written: indices of the parameters whose gradients ``local`` contains.
         waits_for: contributions of the current backward that are not in ``local`` yet. When so many are held, all have
@@ -148,7 +147,6 @@ class Bucket:
         self._gaps = [gap for gap in gaps_to_clear(layout) if gap.start >= ends[bisect.bisect(begins, gap.start)]]
         self.held: dict[int, torch.Tensor] = {}
         self.direct = _CLOSED
-        self._placeholders: Mapping[int, torch.Tensor] | None = None
         self.local: torch.Tensor | None = None
         self.written: set[int] = set()
         self._staged = False  # `local` is the communicator's memory, which is sent without a copy
@@ -185,34 +183,16 @@ class Bucket:
         self.reduces_in_place = self._dtypes.in_place[multiple_backwards]
         self._sent_item = GRADIENTS if self.reduces_in_place else BUCKETS
 
-    def holds_directly(self, by_group: bool) -> Collection[int]:
-        """Return the parameters whose gradients hooks may put into ``held`` now, without another call.
+    def open_directly(self, by_group: bool) -> None:
+        """Let hooks put small gradients into ``held`` without another call.
 
         Args:
             by_group: no gradient launches a bucket, so a whole bucket may be held until its group's backward ends.
         """
-        if self.state is not BucketState.FILL:
-            return ()
-        if self.layout.rows:
-            return self._filled if by_group and self.local is None else ()
-        return self._small
-
-    def open_directly(
-        self, make: Callable[[Iterable[int]], Mapping[int, torch.Tensor] | None], indices: Collection[int]
-    ) -> None:
-        """Let hooks put gradients of these parameters into ``held``.
-
-        Args:
-            make: returns the placeholders of parameters; None if some have not been made yet.
-            indices: from :meth:`holds_directly`.
-        """
-        if self._placeholders is None:
-            self._placeholders = make(indices)
-        self.direct = self._placeholders or _CLOSED
-
-    def forget_placeholders(self) -> None:
-        """Ask for the placeholders again in the next backward."""
-        self._placeholders = None
+        if self.state is BucketState.FILL and not self.layout.rows:
+            self.direct = self._small
+        elif self.state is BucketState.FILL and by_group and self.local is None:
+            self.direct = self._filled
 
     def close(self) -> None:
         """Let hooks put nothing into ``held`` any more."""

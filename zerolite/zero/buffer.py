@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -108,6 +109,39 @@ class ParameterBuffer:
             return full
         low, high = self.layout.shard_range(layout, self.rank)
         return full[low:high]
+
+    def gather(
+        self, indices: Sequence[int], shards: Mapping[int, torch.Tensor], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Gather full tensors of parameters from the parts that the ranks own, in one all-gather. Called on all ranks.
+
+        Args:
+            indices: indices of the parameters.
+            shards: this rank's parts by index, flat or in the parameter's shape; it may own nothing of a parameter.
+            dtype: dtype of the parts.
+        """
+        comm, slots = self.gradient_memory.groups.shard, [self.layout.slots[index] for index in indices]
+        strides = [self.buckets[slot.bucket].strides[slot.index] for slot in slots]
+        parts = {
+            index: flattened(shards[index], order) if shards[index].dim() > 1 else shards[index].view(-1)
+            for index, order in zip(indices, strides, strict=True)
+            if index in shards
+        }
+        empty = torch.empty(0, dtype=dtype, device=self.placements.device)
+        flats = [parts.get(index, empty).clone() for index in indices] if not self.shard else []
+        if self.shard:
+            owned = [[self.layout.param_range(slot, rank) for rank in range(comm.world_size)] for slot in slots]
+            starts = [0, *itertools.accumulate(max(part.numel for part in of_ranks) for of_ranks in owned)]
+            rows = torch.zeros(comm.world_size, starts[-1], dtype=dtype, device=self.placements.device)
+            for index, start in zip(indices, starts, strict=False):
+                if index in parts:
+                    rows[comm.rank].narrow(0, start, parts[index].numel()).copy_(parts[index])
+            if rows.numel() and comm.world_size > 1:
+                comm.all_gather(rows.view(-1), tag="access").wait()
+            for start, of_ranks in zip(starts, owned, strict=False):
+                flats.append(torch.cat([row.narrow(0, start, o.numel) for row, o in zip(rows, of_ranks, strict=True)]))
+        shapes = [getattr(p, "ds_shape", p.shape) for p in map(self.parameters.__getitem__, indices)]
+        return [flat.as_strided(shape, order) for flat, shape, order in zip(flats, shapes, strides, strict=True)]
 
     @torch.no_grad()
     def collect_assigned_data(self) -> None:

@@ -18,9 +18,9 @@ import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
 from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.grads import Factor
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.observers import Observers, WrittenSlice
-from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.update import Span, full_span, group_equal, segments
 
 if TYPE_CHECKING:
@@ -156,10 +156,10 @@ class StatsVector:
                 self._squares[index].mul_(factor * factor)
         self._changed()
 
-    def replace(self, index: int, gradient: torch.Tensor | None, factor: float | torch.Tensor) -> None:
-        """Correct the numbers of a parameter whose gradient has become ``factor`` times ``gradient``, which all ranks
-        have whole; None if it has no gradient any more."""
-        square = 0.0 if gradient is None else (gradient.double() * factor).square().sum()
+    def replace(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Correct the numbers of a parameter whose gradient has become ``gradient``, which all ranks have in full; None
+        if it has no gradient any more."""
+        square = 0.0 if gradient is None else gradient.double().square().sum()
         self._squares[index].fill_(square)
         self._uses[index].fill_(float(gradient is not None))
         self._changed()

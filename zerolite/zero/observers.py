@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from zerolite.zero.grad_stats import GradStats
-    from zerolite.zero.shown_gradients import InPlaceChange
+    from zerolite.zero.grads import Change
     from zerolite.zero.update import SpanTensors
 
 REDUCE_WAIT, GATHER, STEP = "reduce_wait", "gather", "step"
@@ -37,7 +37,7 @@ class UpdateFacts(NamedTuple):
     backwards: int
     divisor: float
     max_norm: float
-    changes: tuple[InPlaceChange, ...] = ()
+    changes: tuple[Change, ...] = ()
 
 
 class StepObserver:

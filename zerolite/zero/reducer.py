@@ -1,7 +1,7 @@
 """Reducer: moves gradients from ``p.grad`` into buckets while backward runs, and reduces these alike on all ranks.
 
 **Arrival.** Every trainable parameter has a hook that autograd calls when it has accumulated a gradient in ``p.grad``.
-The hook takes the gradient out and leaves a placeholder, a tensor without memory that stands for the mean over ranks.
+The hook takes the gradient out and leaves a tensor without memory, which stands for the mean over ranks.
 The hook of a small parameter only puts the gradient into ``Bucket.held``, once a first gradient has begun the backward
 and opened the buckets for that. All others go through :meth:`Reducer._process`.
 
@@ -40,9 +40,10 @@ from zerolite.zero.backward import coordinators
 from zerolite.zero.bucket import Bucket, BucketState
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.gradient_memory import ALONE_NUMEL, IN_FLIGHT
+from zerolite.zero.grads import ShownGradients
 from zerolite.zero.layout import Slot
 from zerolite.zero.observers import Observers
-from zerolite.zero.shown_gradients import GradientPlaceholder, MakeGradient, ShownGradients
+from zerolite.zero.sharded_gradient import ShardedGradient
 from zerolite.zero.stage3.launch_plan import LaunchPlan
 
 
@@ -51,11 +52,13 @@ class Reducer:
 
     Attributes:
         buffer: the buckets.
+        groups: groups of ranks that reduce.
         current: the backward under way, or the last one.
         order: the buckets in the order of their launches; equal on all ranks.
         parameters: parameters of the layout, by index.
         used: indices of parameters that got a gradient since the last step; complete between backwards.
         shown: tensors that ``p.grad`` shows; complete between backwards.
+        gradients: what hooks leave in ``p.grad`` in this accumulation, by index.
         losses: losses of this rank's backwards, 0-dim fp32.
         bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
         reduces_each_backward: True if every backward reduces its buckets, and not only the last one of a step.
@@ -65,15 +68,15 @@ class Reducer:
         handles: handles of the installed hooks.
     """
 
-    def __init__(self, buffer: ParameterBuffer, observers: Observers, make_gradient: MakeGradient) -> None:
-        """make_gradient: makes the tensors that ``p.grad`` shows."""
+    def __init__(self, buffer: ParameterBuffer, observers: Observers) -> None:
         memory = buffer.gradient_memory
         self.buffer, self._memory, self._observers = buffer, memory, observers
-        self._groups, self._options, self.current = memory.groups, memory.options, memory.current
+        self.groups, self._options, self.current = memory.groups, memory.options, memory.current
         self.reduces_each_backward, self.keeps_shards = memory.options.reduce_each_backward, memory.options.shard
         self.order: list[Bucket] = []
         self.used: set[int] = set()
-        self.shown = ShownGradients(memory.options.shard, memory.groups.shard.rank, make_gradient)
+        self.shown = ShownGradients()
+        self.gradients: Sequence[ShardedGradient] = ()
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
         self.handles: list[Any] = []
@@ -100,9 +103,9 @@ class Reducer:
         self.parameters, self._slots = buffer.parameters, buffer.layout.slots
         self.bucket_of = [buffer.buckets[slot.bucket] for slot in self._slots]
         self._memory.use(len(buffer.buckets), max((bucket.layout.numel for bucket in buffer.buckets), default=0))
-        self.shown.set_layout(buffer.layout, [bucket.strides[i] for i, bucket in enumerate(self.bucket_of)])
+        self.shown.use(self._slots, self.parameters, [bucket.strides[i] for i, bucket in enumerate(self.bucket_of)])
         self._set_order([*self.order, *buffer.buckets[len(self.order) :]])
-        follows_gradients = self._plan is None and self._options.overlap and self._groups.mean.world_size > 1
+        follows_gradients = self._plan is None and self._options.overlap and self.groups.mean.world_size > 1
         self._learning = follows_gradients and len(self.order) > 1
         self._contributions_known = False  # not those of new parameters
         self._new_buckets = self.keeps_shards
@@ -146,8 +149,6 @@ class Reducer:
 
     def _move_hooks_last(self) -> None:
         """Let hooks that the user has registered since run before the engine's, which takes the gradient out."""
-        if sum(map(len, self._hook_dicts)) == len(self._hook_dicts):  # one pass in C, in every backward
-            return
         for hooks, handle in zip(self._hook_dicts, self.handles, strict=True):
             if len(hooks) > 1 and handle.id in hooks:
                 hooks[handle.id] = hooks.pop(handle.id)
@@ -157,7 +158,7 @@ class Reducer:
         bucket, and launch what is complete."""
         gradient = parameter.grad
         first = not (self._seen_gradient and self.current.open)
-        if first or isinstance(gradient, GradientPlaceholder):
+        if first or isinstance(gradient, ShardedGradient):
             gradient = self._process_first(slot, parameter, gradient)
         if self._on_gradient is not None:
             self._on_gradient(slot.index)
@@ -175,7 +176,7 @@ class Reducer:
                     f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
                     "sparse gradients are not supported: build the embedding with sparse=False"
                 )
-            self.shown.show_one(slot, parameter)
+            self.shown.expected[slot.index] = parameter.grad = self.gradients[slot.index]
             self.used.add(slot.index)
             if slot.numel:
                 self._add(slot, bucket, gradient)
@@ -185,7 +186,7 @@ class Reducer:
             self._open_directly()
 
     def _process_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the new gradient, if it is the first of a backward or autograd has added it to a placeholder.
+        """Return the new gradient, if it is the first of a backward or autograd has added it to what ``p.grad`` shows.
 
         The first gradient may be the first sign of a backward. ``torch.autograd.backward`` on another tensor than the
         model's outputs passes no earlier hook of the engine. Then it begins the backward.
@@ -195,17 +196,17 @@ class Reducer:
             parameter: the parameter.
             gradient: content of ``parameter.grad``.
         """
-        if isinstance(gradient, GradientPlaceholder):  # autograd has added to it
-            gradient = gradient.pop_added()
+        if isinstance(gradient, ShardedGradient):  # autograd has added to it
+            added, gradient.added = gradient.added, None
+            gradient = added
         elif self.current.open:
             parameter.grad = None
         else:
-            # The engine did not know of this backward, so a placeholder would still be in ``p.grad``. It is not: the
-            # user has removed or replaced it.
-            if self.shown.is_shown(slot.index):
+            # The engine did not know of this backward, so what it has shown would still be in ``p.grad``. It is not:
+            # the user has removed or replaced it.
+            if self.shown.expected[slot.index] is not None:
                 self.drop(slot.index)
-                self.shown.replace(slot.index, None)
-            self.shown.restore(slot, parameter)
+            self.shown.put(slot.index, None)
         if not self.current.open:
             self._begin()
         if not self._seen_gradient:
@@ -237,13 +238,13 @@ class Reducer:
             return
         by_group = current.launches_by_group and not current.learning  # no gradient launches anything
         for bucket in self.order:
-            if indices := bucket.holds_directly(by_group):
-                bucket.open_directly(self.shown.placeholders_of, indices)
+            bucket.open_directly(by_group)
 
     def _close(self, bucket: Bucket) -> None:
         """Let every hook of a bucket come here from now on, and note what hooks have put into it."""
         self.used.update(bucket.held)
-        self.shown.mark_shown(bucket.held)
+        for index in bucket.held:
+            self.shown.expected[index] = self.gradients[index]
         bucket.close()
 
     # ---------------------------------------------------------------- a backward
@@ -276,10 +277,12 @@ class Reducer:
         current.ended_by_call = not end_with_backward
         gathers = plan is None and any(coordinator.has_graph for coordinator in coordinators)
         if self.program_communicates or gathers:
-            current.expect_waiting_peers(self._groups.shard.launches_at_once)
+            current.expect_waiting_peers(self.groups.shard.launches_at_once)
         self._completed.clear()
-        self.shown.hide(self.parameters)
-        self._move_hooks_last()
+        self.gradients = self.shown.begin_backward()
+        # One pass in C, because this runs in every backward and usually finds the engine's hooks alone.
+        if sum(map(len, self._hook_dicts)) > len(self._hook_dicts):
+            self._move_hooks_last()
         self._seen_gradient = False
         early = current.early  # a gradient for one of these is late
         if early and reducing and self.order[: len(early)] != early:
@@ -318,7 +321,7 @@ class Reducer:
                 self._contributions_known = True
                 for bucket in self.order:
                     bucket.learn_contributions()
-            if complete or not self.shown.all_none(self.parameters):  # else the user has dropped all gradients
+            if complete or not self.shown.all_dropped():  # else the user has dropped all gradients
                 self.show_accumulated()
             if self.current.reducing:  # decided before the backward, from counters that are equal on all ranks
                 self._launch_all()
@@ -346,12 +349,12 @@ class Reducer:
         ``torch.autograd.grad`` alone, which leaves no gradient on any rank.
         """
         self._close_all()
-        several_ranks = self._groups.mean.world_size > 1
+        several_ranks = self.groups.mean.world_size > 1
         if len(self.used) < len(self.parameters) and (self._engine_began or (self.used and several_ranks)):
             trained = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
-            self.shown.show(self.parameters, trained if not self.used or several_ranks else self.used)
+            self.shown.show(trained if not self.used or several_ranks else self.used)
         elif self.current.accumulated > 1:  # those of earlier backwards have been hidden
-            self.shown.show(self.parameters, self.used)
+            self.shown.show(self.used)
 
     @torch.no_grad()
     def launch_early(self, buckets: Sequence[int]) -> None:
@@ -435,7 +438,7 @@ class Reducer:
         Raises:
             RuntimeError: a gradient has come late where that is no longer possible.
         """
-        possible, mean, buckets = self._late_possible, self._groups.mean, self.buffer.buckets
+        possible, mean, buckets = self._late_possible, self.groups.mean, self.buffer.buckets
         unexpected, self._late_error = self._late_error, None
         if unexpected is not None and not possible:
             raise unexpected
@@ -559,7 +562,7 @@ class Reducer:
         shards: list[torch.Tensor | None] = []
         for bucket in self.buffer.buckets:
             value = None if bucket.index in without else bucket.fetch()
-            shards.append(value if value is None or self.keeps_shards else self._groups.shard.shard(value))
+            shards.append(value if value is None or self.keeps_shards else self.groups.shard.shard(value))
         return shards
 
     @torch.no_grad()
@@ -589,9 +592,7 @@ class Reducer:
             self._memory.clear()  # stages 1 to 3 promise that no rank holds more than its shard between steps
         self.current.on_all_reduced(consumed=True)
         self._engine_began = False
-        if self.shown.retire(self.parameters):
-            for bucket in self.buffer.buckets:
-                bucket.forget_placeholders()  # some have been replaced; the next backward asks again
+        self.shown.close()
         self.used.clear()
         self.bucket_sums.clear()
         self.losses.clear()
@@ -607,12 +608,11 @@ def _make_hook(reducer_ref: weakref.ref[Reducer], slot: Slot) -> Callable[[torch
         if reducer is None:
             return
         bucket = reducer.bucket_of[index]
-        placeholder = bucket.direct.get(index)
-        if placeholder is not None and index not in bucket.held:
+        if index in bucket.direct and index not in bucket.held:
             gradient = parameter.grad
             if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
                 bucket.held[index] = gradient
-                parameter.grad = placeholder
+                parameter.grad = reducer.gradients[index]
                 if len(bucket.held) == bucket.waits_for:
                     reducer.on_gradient(bucket)
                 return

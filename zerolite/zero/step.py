@@ -23,12 +23,18 @@ import torch
 
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.zero.grad_stats import StatsCollector, StatsVector
-from zerolite.zero.gradient_changes import GradientChanges
+from zerolite.zero.grads import Gradients
 from zerolite.zero.observers import REDUCE_WAIT, STEP
 from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.step_state import StepState, mean_weight
 from zerolite.zero.step_update import StepUpdate, WrittenValues
+
+_NOT_IN_P_GRAD = (
+    "with tensor_parallel or a pipeline a rank has a part of the model only. To clip, set gradient_clipping in the "
+    "config, or call engine.clip_gradients(max_norm), which returns the norm; to read or change it, use "
+    "zerolite.get_full_grad(p) and zerolite.set_full_grad(p, value) on all ranks"
+)
 
 
 class StepPipeline:
@@ -36,7 +42,7 @@ class StepPipeline:
 
     Attributes:
         state: what has happened in this step and in those before it.
-        changes: changes that the user makes to ``p.grad``.
+        grads: values of ``p.grad``, and what the user changes there.
         written: values that the user writes into parameters.
         suspended: reason why nothing can be done now, with the remedy; "" if the pipeline is available.
     """
@@ -56,7 +62,7 @@ class StepPipeline:
         self.suspended = ""
         self._max_norm, self._updated = state.options.max_norm, False
         self.use_layout()
-        self.changes = GradientChanges(self._buffer, reducer, collector)
+        self.grads = Gradients(self, reducer, collector)
 
     def use_layout(self) -> None:
         """Rebuild the parts that depend on the buckets. Called between steps, after the layout has changed."""
@@ -107,17 +113,15 @@ class StepPipeline:
         state, observers, update = self.state, self._observers, self._step_update
         state.raise_error()
         self.written.collect()
-        facts = state.facts(self._max_norm, self._reducer.shown.changes)
+        facts = state.facts(self._max_norm, self.grads.changes)
         for check in observers.before_update:
             check(facts)
-        if self.changes.exposed:
-            self.changes.refresh_stats()
         vector = self._collected()  # reduce, statistics
         for notify in observers.on_collected:
             notify()
-        user_factor = self.changes.common_factor(vector) if self._reducer.shown.factors else 1.0
+        user_factor = self.grads.take_common_factor(vector) if self.grads.factors else 1.0
         self._updated = True  # set before the update: after an exception in it, nothing is applied twice
-        self.changes.clear()  # nothing corrects the statistics from here on
+        self.grads.clear()  # nothing corrects the statistics from here on
         # Where the host reads the statistics, all ranks read equal ones: all raise, launch the all-gathers, or skip.
         stats = None if update.device_decides else state.read(vector)
         factor, divisor = state.update_factor(vector, stats, self._max_norm, user_factor)  # clip
@@ -148,7 +152,7 @@ class StepPipeline:
         """Drop the accumulated gradients, with their clipping and loss scale."""
         for notify in self._observers.on_gradients_dropped:
             notify()
-        self.changes.clear()  # first: the reducer checks which gradients the user still refers to
+        self.grads.clear()
         self._reducer.clear()
         self._collector.clear()
         self.state.begin_accumulation()
@@ -174,8 +178,8 @@ class StepPipeline:
             self.zero_grad()
         scaled, weighted = bool(engine_scaled), weight is not None
         self.look_at_grads(before_backward=True)
-        if self._reducer.shown.factors:
-            self.changes.apply_factors()
+        if self.grads.factors:
+            self.grads.apply_factors()
         self._accumulation.check_weight(weighted)
         for notify in self._observers.before_backward:
             notify()
@@ -193,7 +197,7 @@ class StepPipeline:
 
     def end_failed_backward(self) -> None:
         """End a backward that has raised. The next step compares if it has on all ranks."""
-        self._reducer.shown.note_change("left incomplete by a backward that raised an error", (), 0)
+        self.grads.note_change("left incomplete by a backward that raised an error", count=0)
         self._reducer.end_backward(complete=False)
 
     def wait_for_reductions(self) -> None:
@@ -230,7 +234,9 @@ class StepPipeline:
         self.check_available()
         if self._reducer.current.open:
             return "a backward is under way; read it when the backward has returned"
-        return "engine.update() has used it" if self._updated else ""
+        if self._updated:
+            return "engine.update() has used it"
+        return _NOT_IN_P_GRAD if self.state.options.has_parts else ""
 
     def look_at_grads(self, before_backward: bool = False, before_update: bool = False) -> None:
         """Apply the user's changes of ``p.grad``: None drops a gradient, a tensor replaces it.
@@ -246,20 +252,18 @@ class StepPipeline:
             self.check_available()
         if self._reducer.current.open:  # a backward has raised: what it has brought is not shown yet
             self.end_failed_backward()
-        if self.changes.exposed:  # values that the user has written into lent memory count, even if it is dropped now
-            self.changes.refresh_stats()
-        found = self._reducer.shown.changed(self._reducer.parameters)
-        if found:
-            self._adopt_changes(found, before_update and not self._updated)
-        if before_backward and self.changes.assigned:
-            self.changes.refuse_assigned()
-        stats = self._collector.latest
-        if self.changes.assigned and stats is not None and not self._updated:
-            self.changes.store_assigned(stats, self.state.device_divisor(stats))
+        changed = self.grads.changed()
+        if changed:
+            self._adopt_changes(changed, before_update and not self._updated)
+        if self.grads.assigned:
+            if before_backward:
+                self.grads.refuse_assigned()
+            if self._collector.latest is not None and not self._updated:
+                self.grads.store(self._collector.latest)
 
-    def _adopt_changes(self, found: Mapping[int, torch.Tensor | None], before_update: bool) -> None:
+    def _adopt_changes(self, changed: Mapping[int, torch.Tensor | None], before_update: bool) -> None:
         has_parts = self.state.options.has_parts
-        if self.changes.all_dropped(found):
+        if self.grads.all_dropped(changed):
             if not before_update or has_parts:  # begin anew: sums over the parts of the model may have been added
                 EVENTS.append(f"set p.grad of all parameters to None in step {self.state.global_steps + 1}")
                 self.zero_grad()
@@ -267,12 +271,12 @@ class StepPipeline:
             self._reducer.losses.clear()
             self._reducer.bucket_sums.clear()
         elif has_parts:
-            name = self._buffer.layout.slots[min(found)].name
+            name = self._buffer.layout.slots[min(changed)].name
             raise RuntimeError(
                 f"p.grad of parameter '{name}' was replaced, where tensor_parallel or a pipeline leaves parts of the "
                 "model on other ranks; use zerolite.set_full_grad(p, value) on all ranks"
             )
-        self.changes.adopt(found)
+        self.grads.adopt(changed)
 
     def stats(self) -> StatsVector:
         """Return the statistics of the accumulated gradients; collect them if that has not been done."""
@@ -286,8 +290,8 @@ class StepPipeline:
             return self._collector.latest
         self.finish_reductions()
         stats = self._collector.collect(self._reducer, self._accumulation)
-        if self.changes.assigned or self.changes.exposed:
-            self.changes.store_assigned(stats, self.state.device_divisor(stats))
+        if self.grads.assigned:
+            self.grads.store(stats)
         return stats
 
     def clip(self, max_norm: float) -> float:
@@ -296,7 +300,7 @@ class StepPipeline:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         self.look_at_grads()
         self._max_norm = float(max_norm)
-        self.changes.apply_factors()
+        self.grads.apply_factors()
         return self.stats().get().norm / self.divisor()
 
     def on_masters_loaded(self) -> None:

@@ -24,9 +24,9 @@ from zerolite.utils.accelerator import host_value
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_stats import GradStats, StatsVector, clip_coefficient
+from zerolite.zero.grads import Change, Factor
 from zerolite.zero.layout import Slot
 from zerolite.zero.observers import Observers, UpdateFacts, WrittenSlice
-from zerolite.zero.shown_gradients import Factor, InPlaceChange
 from zerolite.zero.update import UpdateMethod
 
 logger = logging.getLogger("zerolite")
@@ -234,7 +234,7 @@ class StepState:
             self._mean_weight = backwards, stats().weight()
         return self.local_divisor() * self._mean_weight[1]
 
-    def facts(self, max_norm: float, changes: Sequence[InPlaceChange]) -> UpdateFacts:
+    def facts(self, max_norm: float, changes: Sequence[Change]) -> UpdateFacts:
         """Return what the coming update uses beside gradients and states."""
         counters = self.counters
         return UpdateFacts(counters.global_steps, counters.micro_steps, self.local_divisor(), max_norm, tuple(changes))

@@ -1,0 +1,534 @@
+"""``p.grad`` between backward and step: the tensors that it shows, their values, and what the user changes.
+
+A hook takes every gradient out of ``p.grad`` into its bucket, and leaves a :class:`ShardedGradient`. The engine
+remembers what it has put into each ``p.grad``; any other tensor that it finds there was put there by the user.
+
+| in the user's loop                     | here                                                         |
+|----------------------------------------|--------------------------------------------------------------|
+| ``p.grad = None``                      | the gradient is dropped (``adopt``)                          |
+| ``p.grad = tensor``, then a step       | is the mean gradient, the same on all ranks (``store``)      |
+| ``p.grad = tensor``, then a backward   | raises (``refuse_assigned``)                                 |
+| ``p.grad.mul_(number)``                | the update multiplies by it (``take_common_factor``)         |
+| other changes of ``p.grad`` in place   | change this rank's part (``open``, ``close``)                |
+| a view of ``p.grad`` is written to     | counts at stage 0 (``exposed``); raises above (``note_view``) |
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerolite.utils.user_line import warn_of_collective
+from zerolite.zero.flat import flattened
+from zerolite.zero.layout import Slot
+from zerolite.zero.sharded_gradient import ShardedGradient, Window
+from zerolite.zero.stage3.absent_parameter import as_plain_tensors
+
+if TYPE_CHECKING:
+    from zerolite.zero.grad_stats import StatsCollector, StatsVector
+    from zerolite.zero.reducer import Reducer
+    from zerolite.zero.step import StepPipeline
+
+Factor = float | torch.Tensor
+"""Number by which gradients are multiplied: a float, or a 0-dim float64 tensor."""
+
+
+class ShownGradients:
+    """Tensors that the engine has put into each ``p.grad``.
+
+    Two windows take turns, so that a reference to a gradient that outlives its step raises. A window that the user has
+    operated on is not shown again at all.
+
+    Attributes:
+        parameters: by index.
+        window: the present window.
+        expected: what the engine has left in each ``p.grad``, by index.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: Sequence[torch.nn.Parameter] = ()
+        self.window, self._other, self._is_used = Window(None), Window(None), False
+        self.expected: list[torch.Tensor | None] = []
+        self._slots: Sequence[Slot] = ()
+        self._strides: Sequence[tuple[int, ...]] = ()
+
+    def connect(self, source: Gradients) -> None:
+        """Read and write values through ``source``."""
+        self.window.source = self._other.source = weakref.ref(source)
+
+    def use(
+        self, slots: Sequence[Slot], parameters: Sequence[torch.nn.Parameter], strides: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Use parameters that begin with the present ones. strides: of the full parameters, by index."""
+        self._slots, self.parameters, self._strides = slots, parameters, strides
+        self.expected += [None] * (len(parameters) - len(self.expected))
+        self._fill(self.window)
+        self._fill(self._other)
+
+    def _fill(self, window: Window) -> None:
+        for slot in self._slots[len(window.gradients) :]:
+            parameter, strides = self.parameters[slot.index], self._strides[slot.index]
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            window.gradients.append(ShardedGradient.of(window, slot, shape, strides, parameter))
+
+    def begin_backward(self) -> list[ShardedGradient]:
+        """Empty every ``p.grad``, for autograd to write to. Return what the hooks leave there, by index."""
+        self._is_used = True
+        if any(map(operator.is_not, self.expected, itertools.repeat(None))):
+            self.hide()
+        return self.window.gradients
+
+    def show(self, indices: Iterable[int]) -> None:
+        """Show the gradients of these parameters. A tensor of the user's stays in ``p.grad``, where it is found."""
+        with as_plain_tensors():
+            for index in indices:
+                if self.expected[index] is None and self.parameters[index].grad is None:
+                    self.put(index, self.window.gradients[index])
+
+    def put(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Put ``gradient`` into ``p.grad``, whatever is there."""
+        self._is_used = True
+        self.expected[index] = gradient
+        self.parameters[index].grad = gradient
+
+    def hide(self) -> None:
+        """Set every ``p.grad`` to None."""
+        with as_plain_tensors():
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None
+        self.expected = [None] * len(self.parameters)
+
+    def close(self) -> None:
+        """Hide the gradients, because a step has used them or they were dropped. The other window comes next."""
+        self.hide()
+        if self._is_used:
+            self.window, self._other, self._is_used = self._other, self.window, False
+            if self.window.touched:
+                self.window = Window(self.window.source)
+                self._fill(self.window)
+
+    def all_dropped(self) -> bool:
+        """Return True if some gradients are shown and the user has set ``p.grad`` of all parameters to None."""
+        with as_plain_tensors():
+            shown = any(map(operator.is_not, self.expected, itertools.repeat(None)))
+            return shown and all(parameter.grad is None for parameter in self.parameters)
+
+
+@dataclass(eq=False)
+class Change:
+    """Operation by which the user has changed gradients. The ranks compare them.
+
+    Attributes:
+        operation: name of torch's operation.
+        numbers: numbers that it was given; tensors are copies.
+        count: gradients that it has changed.
+    """
+
+    operation: str
+    numbers: tuple[Any, ...]
+    count: int = 0
+
+
+class Gradients:
+    """Values of one engine's gradients by index of the parameter, as ``p.grad`` shows them: divided by the loss scale
+    and by the mean weight.
+
+    Called on all ranks alike. What one rank has in its ``p.grad`` decides about no collective: :meth:`adopt` and
+    :meth:`store` correct the statistics of this rank, by the same rules on all ranks.
+
+    Attributes:
+        factors: number by which the user has multiplied a gradient. The stored values are not multiplied; the update
+            multiplies by it. So clipping by the user needs no pass over memory, and gives the bits of
+            ``gradient_clipping``.
+        changes: what the user has done to gradients in place since the last step, in this order.
+        assigned: tensors that the user has put into ``p.grad``, to be stored as the mean.
+        exposed: gradients of which the user has the memory, at stage 0, and may write to it at any time.
+    """
+
+    def __init__(self, step: StepPipeline, reducer: Reducer, collector: StatsCollector) -> None:
+        self._step: StepPipeline = weakref.proxy(step)
+        self._reducer, self._collector, self._shard = reducer, collector, reducer.groups.shard
+        self._buffer, self._shown, self._device = reducer.buffer, reducer.shown, reducer.buffer.placements.device
+        self._shown.connect(self)
+        self.factors: dict[int, Factor] = {}
+        self.changes: list[Change] = []
+        self.assigned: dict[int, torch.Tensor] = {}
+        self.exposed: set[int] = set()
+        self._views: list[tuple[ShardedGradient, int]] = []  # gradients with views of copies, and their versions
+        self._copied: tuple[Any, int, Any] = (None, 0, None)  # a number, its version, and its copy
+        self._last_factor: Factor = 1.0  # of `multiply`
+        # By id of an earlier factor: that factor, and its product with the last one. The factor is kept alive, so that
+        # no other object gets its id.
+        self._products: dict[int, tuple[Factor | None, Factor]] = {}
+
+    def clear(self) -> None:
+        """Forget all changes, because the gradients have been used or dropped."""
+        for container in (self.factors, self.changes, self.assigned, self.exposed, self._views):
+            container.clear()
+
+    def check(self, gradient: ShardedGradient) -> None:
+        """Raise RuntimeError if a gradient cannot be used now."""
+        reason = self._step.unreadable_reason()
+        if (
+            not reason
+            and self._shown.expected[gradient.slot.index] is not gradient.window.gradients[gradient.slot.index]
+        ):
+            reason = (
+                "a step has used it, or it was dropped; take p.grad after the next backward, and clone what is to "
+                "outlive the step"
+            )
+        if reason:
+            raise RuntimeError(f"the gradient of parameter '{gradient.slot.name}' cannot be used here: {reason}")
+
+    # ---------------------------------------------------------------- values
+
+    def _stored(self, index: int) -> torch.Tensor:
+        """Return this rank's part on the device, as it is stored."""
+        if not self._reducer.finished:
+            self._step.finish_reductions()
+        part = self._reducer.bucket_of[index].mean_part(index)
+        if part is not None:
+            return part.to(self._device)
+        parameter = self._reducer.parameters[index]
+        shape = (0,) if self._reducer.keeps_shards else parameter.shape
+        return torch.empty(shape, dtype=parameter.dtype, device=self._device)
+
+    def _scale(self, index: int) -> Factor | None:
+        """Return the factor from stored values to those that ``p.grad`` shows; None for 1."""
+        factor, divisor = self.factors.get(index), self._step.state.shown_divisor(self._step.stats)
+        if isinstance(divisor, float) and divisor == 1.0:
+            return factor
+        return 1.0 / divisor if factor is None else factor / divisor
+
+    @torch.no_grad()
+    def read(self, index: int) -> torch.Tensor:
+        """Return this rank's part as ``p.grad`` shows it: the bucket's own memory if that needs no conversion."""
+        part, dtype = self._stored(index), self._reducer.parameters[index].dtype
+        scale = self._scale(index)
+        return part.to(dtype) if scale is None else (part.to(_wide(dtype)) * scale).to(dtype)
+
+    @torch.no_grad()
+    def open(self, index: int) -> torch.Tensor:
+        """Return this rank's part, to be written to until :meth:`close`: its own memory, or a copy in fp32 or more."""
+        self._check_views(before_change=True)
+        part = self._stored(index)
+        if index in self.factors:
+            self.apply_factors()
+        scale = self._scale(index)
+        return part if scale is None else part.to(_wide(part.dtype)) * scale
+
+    @torch.no_grad()
+    def close(self, index: int, part: torch.Tensor) -> None:
+        """Store ``part``, as :meth:`open` returned it, after it has been written to."""
+        stored, scale = self._reducer.bucket_of[index].mean_part(index), self._scale(index)
+        if stored is not None and (stored.device != part.device or stored.data_ptr() != part.data_ptr()):
+            stored.copy_(part if scale is None else part / scale)
+        self._on_written(index, stored)
+        self._collector.discard()
+
+    def _on_written(self, index: int, stored: torch.Tensor | None) -> None:
+        self._collector.forget(self._reducer.bucket_of[index].index)
+        self._buffer.placements.drop_reads([] if stored is None else [stored])
+
+    def shard_of(self, gradient: ShardedGradient, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor that broadcasts to the parameter's shape."""
+        if not self._reducer.keeps_shards or not tensor.dim():
+            return tensor
+        layout = self._buffer.layout
+        owned = layout.param_range(layout.slots[gradient.slot.index], self._shard.rank)
+        return flattened(tensor.expand(gradient.shape), gradient.stride()).narrow(0, owned.start, owned.numel)
+
+    @torch.no_grad()
+    def full(self, gradient: ShardedGradient) -> torch.Tensor:
+        """Return a full gradient: at stage 0 its memory where that is possible, otherwise a copy."""
+        memory = self.memory(gradient)
+        part = gradient.read() if memory is None else memory
+        if not self._reducer.keeps_shards:
+            return part
+        index, name = gradient.slot.index, gradient.slot.name
+        if self._shard.world_size > 1 and self._shard.main:
+            warn_of_collective(
+                f"this line needs all values of the gradient of '{name}', of which each rank owns a part: they are "
+                "gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for several "
+                "parameters at once"
+            )
+        sent = part.to(torch.uint8) if part.dtype == torch.bool else part
+        (full,) = self._buffer.gather([index], {index: sent}, sent.dtype)
+        return full.to(part.dtype)
+
+    def memory(self, gradient: ShardedGradient) -> torch.Tensor | None:
+        """Return a full gradient's own memory, which the user may write to. None if ``p.grad`` shows other values: the
+        memory is a shard, has another dtype or device, or is times a loss scale."""
+        if self._reducer.keeps_shards or gradient.part is not None:
+            return None if self._reducer.keeps_shards else gradient.part
+        index, bucket = gradient.slot.index, self._reducer.bucket_of[gradient.slot.index]
+        self._stored(index)
+        if index in self.factors:
+            self.apply_factors()
+        stored = bucket.mean_part(index)
+        if stored is None or self._scale(index) is not None:
+            return None
+        if (stored.dtype, stored.device) != (gradient.dtype, gradient.device):
+            return None
+        bucket.lend()
+        self.exposed.add(index)
+        return stored
+
+    def note_view(self, gradient: ShardedGradient) -> None:
+        """Note that the user has a view of this gradient. Autograd takes it for a view of ``gradient`` even if it is
+        one of a copy, so that the version of ``gradient`` counts writes to it."""
+        if gradient.part is None and gradient.slot.index not in self.exposed:
+            self._views.append((gradient, gradient._version))
+
+    def _check_views(self, before_change: bool = False) -> None:
+        """Raise RuntimeError if the user has written to a view of a copy, because these values are lost.
+
+        Args:
+            before_change: forget the views, because their versions will count a change of the gradient too.
+        """
+        for gradient, version in self._views:
+            if gradient._version != version:
+                raise RuntimeError(
+                    f"a view of p.grad of parameter '{gradient.slot.name}' was written to, but it is a copy that was "
+                    "gathered for reading, so the gradient has not changed; write to p.grad itself (p.grad[0] = 0, "
+                    "p.grad.mul_(mask)), or call zerolite.set_full_grad(p, value) on all ranks"
+                )
+        if before_change:
+            self._views.clear()
+
+    # ---------------------------------------------------------------- numbers
+
+    @torch.no_grad()
+    def norms(self, gradients: Sequence[ShardedGradient], order: float) -> list[torch.Tensor]:
+        """Return norms over all ranks, 0-dim float64, with at most one collective; L2 norms from the statistics.
+
+        They are float64 so that ``clip_grad_norm_`` gives the bits of the config's ``gradient_clipping``. A total of
+        norms that were rounded to fp32 would give another factor.
+        """
+        if order == 2 and all(gradient.part is None for gradient in gradients):
+            stats = self._step.stats()
+            self._refresh_stats()
+            by_parameter: Any = stats.norms() / self._step.state.device_divisor(stats)
+            by_parameter = by_parameter.unbind() if len(gradients) > 1 else by_parameter
+            factors: list[Any] = [self.factors.get(gradient.slot.index) for gradient in gradients]
+            norms = [by_parameter[gradient.slot.index] for gradient in gradients]
+            return [n if factor is None else n * abs(factor) for n, factor in zip(norms, factors, strict=True)]
+        parts = [gradient.read() for gradient in gradients]
+        if math.isinf(order):
+            sign = math.copysign(1.0, order)
+            ends = [(sign * p.abs()).max().double() if p.numel() else p.new_tensor(-math.inf).double() for p in parts]
+            return list((sign * self.over_ranks(torch.stack(ends), largest=True)).unbind())
+        if order == 0:
+            counts = torch.stack([(part != 0).sum().double() for part in parts])
+            return list(self.over_ranks(counts, largest=False).unbind())
+        powers = [torch.linalg.vector_norm(part, order, dtype=_wide(part.dtype)).double() ** order for part in parts]
+        return list((self.over_ranks(torch.stack(powers), largest=False) ** (1.0 / order)).unbind())
+
+    @torch.no_grad()
+    def check_finite(self, gradients: Sequence[ShardedGradient], found_inf: torch.Tensor) -> None:
+        """Fill ``found_inf`` with 1 if one of these gradients is not finite on any rank."""
+        self._step.state.refuse_grad_scaler()
+        bad = torch.stack(self.norms(gradients, 2)).isfinite().all().logical_not()
+        found_inf.copy_(torch.maximum(found_inf, bad.to(found_inf)))
+
+    @torch.no_grad()
+    def over_ranks(self, values: torch.Tensor, largest: bool) -> torch.Tensor:
+        """Reduce ``values`` [n] over ranks, in place: their sum, or with ``largest`` their maximum."""
+        if not self._reducer.keeps_shards:  # every rank has the full gradient, and with it the same values
+            return values
+        if largest:
+            self._shard.all_reduce_max(values, tag="access")
+        else:
+            self._shard.all_reduce(values, tag="access").wait()
+        return values
+
+    def _refresh_stats(self) -> None:
+        """Correct collected statistics by what the user may have written to exposed memory, which each rank has."""
+        stats = self._collector.latest
+        for index in self.exposed if stats is not None else ():
+            stored = self._reducer.bucket_of[index].mean_part(index)
+            if stored is not None:
+                stats.replace_square(index, stored)  # type: ignore[union-attr]
+
+    # ---------------------------------------------------------------- changes in place
+
+    def _copy(self, number: Any) -> Any:
+        """Return a copy of a 0-dim tensor, the same object until the tensor is written to: the host can compare objects
+        without waiting for the device."""
+        if not isinstance(number, torch.Tensor):
+            return number
+        if self._copied[0] is not number or self._copied[1] != number._version:
+            self._copied = number, number._version, number.detach().to(torch.float64, copy=True)
+        return self._copied[2]
+
+    def note_change(self, operation: str, numbers: Iterable[Any] = (), count: int = 1) -> None:
+        """Note that ``operation`` changes ``count`` gradients in place.
+
+        Args:
+            operation: name of torch's operation.
+            numbers: its arguments that are numbers or 0-dim tensors.
+            count: number of gradients. The same operation on further gradients adds to it.
+        """
+        self._check_views(before_change=True)
+        copies = tuple(map(self._copy, numbers))
+        last = self.changes[-1] if self.changes else Change("", ())
+        same = (last.operation, len(last.numbers)) == (operation, len(copies))
+        if not same or not all(map(_is_same, last.numbers, copies)):
+            last = Change(operation, copies)
+            self.changes.append(last)
+        last.count += count
+
+    @torch.no_grad()
+    def multiply(self, indices: Sequence[int], factor: Factor) -> None:
+        """Multiply these gradients by a number. The factor is stored, and normally applied by the update.
+
+        Gradients that were multiplied by the same factors share one product, so that :meth:`take_common_factor` can
+        compare objects.
+        """
+        self.note_change("mul_", [factor], len(indices))
+        if isinstance(factor, torch.Tensor) and factor.device != self._device:
+            factor = float(factor)
+        factor = self._copy(factor)
+        if not _is_same(self._last_factor, factor):
+            self._last_factor, self._products = factor, {}
+        for index in indices:
+            old = self.factors.get(index)
+            if id(old) not in self._products:
+                self._products[id(old)] = old, factor if old is None else old * factor
+            self.factors[index] = self._products[id(old)][1]
+        if self.exposed:  # the user has the gradient's memory itself, and expects the product there
+            self.apply_factors()
+
+    @torch.no_grad()
+    def apply_factors(self) -> None:
+        """Multiply the stored gradients by the user's factors, which the update would do otherwise."""
+        factors, self.factors = self.factors, {}
+        if factors and not self._reducer.finished:
+            self._step.finish_reductions()
+        for index, factor in factors.items():
+            stored = self._reducer.bucket_of[index].mean_part(index)
+            if stored is not None:
+                stored.mul_(factor.to(stored.device) if isinstance(factor, torch.Tensor) else factor)
+            self._on_written(index, stored)
+        if factors and self._collector.latest is not None:
+            self._collector.latest.rescale(factors, None)
+
+    def take_common_factor(self, stats: StatsVector) -> Factor:
+        """Return the user's factor of all gradients for the update, and correct ``stats`` by it.
+
+        If gradients have different factors, they are applied to the stored gradients, and this returns 1.
+        """
+        shown = [index for index, gradient in enumerate(self._shown.expected) if gradient is not None]
+        if len(set(map(id, self.factors.values()))) > 1 or not all(index in self.factors for index in shown):
+            self.apply_factors()
+            return 1.0
+        common = self.factors[shown[0]]
+        self.factors.clear()
+        stats.rescale({}, common)
+        return common
+
+    # ---------------------------------------------------------------- None and tensors in p.grad
+
+    def changed(self) -> Mapping[int, torch.Tensor | None]:
+        """Return, by index, each ``p.grad`` that is not what the engine has put there."""
+        if self._views:
+            self._check_views()
+        if self.exposed:  # what the user has written counts, even if the gradient is dropped now
+            self._refresh_stats()
+        with as_plain_tensors():
+            gradients = [parameter.grad for parameter in self._shown.parameters]
+        # One pass in C, because this runs in every step and usually finds nothing.
+        if not any(map(operator.is_not, gradients, self._shown.expected)):
+            return {}
+        pairs = enumerate(zip(gradients, self._shown.expected, strict=True))
+        return {index: gradient for index, (gradient, expected) in pairs if gradient is not expected}
+
+    def all_dropped(self, changed: Mapping[int, torch.Tensor | None]) -> bool:
+        """Return True if the user has set ``p.grad`` of all parameters to None. changed: see :meth:`changed`."""
+        return all(value is None for value in changed.values()) and self._shown.all_dropped()
+
+    def adopt(self, changed: Mapping[int, torch.Tensor | None]) -> None:
+        """Drop gradients that were set to None, store results of operations on them, and note other tensors.
+
+        Args:
+            changed: the result of :meth:`changed`.
+        """
+        for index, value in changed.items():
+            expected = self._shown.expected[index]
+            if isinstance(value, ShardedGradient) and isinstance(expected, ShardedGradient) and value.is_of(expected):
+                self._shown.put(index, expected)  # p.grad = p.grad * 2
+                if value.part is not None:
+                    for operation, numbers in value.operations:
+                        self.note_change(operation, numbers)
+                    self.close(index, self.open(index).copy_(value.part))
+                continue
+            self._buffer.placements.drop_reads(self._reducer.drop(index))
+            self._collector.forget(self._reducer.bucket_of[index].index)
+            self._shown.expected[index] = value
+            self.factors.pop(index, None)
+            self.assigned.pop(index, None)
+            if value is not None:
+                self.assigned[index] = value
+                continue
+            self.note_change("set to None")
+            if self._collector.latest is not None:
+                self._collector.latest.replace(index, None)
+
+    def refuse_assigned(self) -> None:
+        """Raise RuntimeError for an assigned tensor, because a backward is about to add to it.
+
+        It would count as this rank's gradient or as the mean of all ranks, and nothing tells which.
+        """
+        raise RuntimeError(
+            f"parameter '{self._buffer.layout.slots[min(self.assigned)].name}': expected None or the gradient of "
+            "earlier backwards in p.grad when a backward begins, got a tensor of your own; put it there after the last "
+            "backward of the step, or call engine.zero_grad() to drop it"
+        )
+
+    @torch.no_grad()
+    def store(self, stats: StatsVector) -> None:
+        """Store assigned tensors as mean gradients, and correct the statistics ``stats``."""
+        assigned, self.assigned = self.assigned, {}
+        divisor = self._step.state.device_divisor(stats)
+        for index, value in assigned.items():
+            gradient, bucket = self._shown.window.gradients[index], self._reducer.bucket_of[index]
+            stored = bucket.mean_part(index)
+            full = value.full_tensor() if isinstance(value, ShardedGradient) else value.detach()
+            # All ranks round the full gradient, not only their own part: if it overflows, the statistics of every
+            # rank must say so and skip the step.
+            full = (full.to(_wide(full.dtype)) * divisor).to(bucket.mean().dtype)
+            if stored is not None:
+                stored.copy_(self.shard_of(gradient, full))
+            self._reducer.used.add(index)
+            self._shown.put(index, gradient)
+            self._on_written(index, stored)
+            stats.replace(index, full)
+
+    def set_by_call(self, index: int, is_given: bool) -> None:
+        """Note that ``zerolite.set_full_grad`` has written a reduced gradient, or dropped it.
+
+        It replaces what the user has assigned to ``p.grad`` or multiplied it by before.
+        """
+        (self._reducer.used.add if is_given else self._reducer.used.discard)(index)
+        self._collector.forget(self._reducer.bucket_of[index].index)
+        self._collector.discard()
+        self.assigned.pop(index, None)
+        self.factors.pop(index, None)
+        self._shown.put(index, self._shown.window.gradients[index] if is_given else None)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Compare numbers by value, tensors by identity."""
+    return one is other or (not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and one == other)

@@ -1,0 +1,452 @@
+"""``ShardedGradient``: the tensor in ``p.grad`` between backward and step, which stands for the mean over ranks.
+
+It has the parameter's shape and no memory. Its values are this rank's part of the reduced gradient, which is all of it
+at stage 0. An operation runs
+
+- on that part, without a collective, if it is elementwise;
+- on that part, with one small collective, if it reduces all elements to one number. L2 norms are those of the step's
+  statistics, which the step then does not collect again;
+- on the full gradient otherwise. It is gathered first, and written back if the operation has changed it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload
+
+from zerolite.comm import wait_for_result
+from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors, written_arguments
+from zerolite.utils.torch_private import current_backward, foreach_types
+from zerolite.zero.layout import Slot
+from zerolite.zero.stage3.absent_parameter import as_plain_tensors
+
+if TYPE_CHECKING:
+    from zerolite.zero.grads import Gradients
+
+aten = torch.ops.aten
+
+Rule = Callable[..., object]
+"""Replacement of an operation, called with it and its arguments. NotImplemented: it does not apply to them."""
+
+
+class Window:
+    """The gradients that ``p.grad`` shows in one accumulation.
+
+    Attributes:
+        source: weak reference to the engine's gradients, because the model may outlive the engine.
+        gradients: by index of the parameter.
+        touched: the user has operated on one of them, and may keep it.
+    """
+
+    def __init__(self, source: weakref.ref[Gradients] | None) -> None:
+        self.source, self.gradients, self.touched = source, list[ShardedGradient](), False
+
+
+class ShardedGradient(torch.Tensor):
+    """Gradient of a parameter, or the result of an elementwise operation on it, of which this rank has a part.
+
+    Attributes:
+        window: the accumulation that it belongs to.
+        slot: slot of the parameter, with its index and name.
+        part: this rank's part of a result; None for the gradient itself, whose part is in a bucket.
+        operations: operations that have made a result, each with its numbers, see :meth:`Gradients.note_change`.
+        added: what autograd has added to it, in a backward that the engine did not know of.
+    """
+
+    window: Window
+    slot: Slot
+    part: torch.Tensor | None = None
+    operations: tuple[tuple[str, Sequence[Any]], ...] = ()
+    added: torch.Tensor | None = None
+
+    @staticmethod
+    def of(
+        window: Window, slot: Slot, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor
+    ) -> ShardedGradient:
+        """Make the gradient of a parameter, with the dtype and device of ``like``."""
+        gradient: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            ShardedGradient, shape, strides, dtype=like.dtype, device=like.device
+        )
+        gradient.window, gradient.slot = window, slot
+        return gradient
+
+    def result(self, part: torch.Tensor | None) -> ShardedGradient:
+        """Return a result of this gradient's shape; with None another reference to this gradient."""
+        like = self if part is None else part
+        made = ShardedGradient.of(self.window, self.slot, self.shape, self.stride(), like)
+        made.part = part
+        return made
+
+    @property
+    def source(self) -> Gradients:
+        """The engine's gradients. Raises RuntimeError for a gradient that is not there any more."""
+        self.window.touched = True
+        source = None if self.window.source is None else self.window.source()
+        if source is None:
+            raise RuntimeError(f"the gradient of parameter '{self.slot.name}' has gone with its engine")
+        if self.part is None:
+            source.check(self)
+        return source
+
+    def is_of(self, other: ShardedGradient) -> bool:
+        """Return True if both are of the same parameter and accumulation."""
+        return self.slot is other.slot and self.window is other.window
+
+    def read(self) -> torch.Tensor:
+        """Return this rank's part: flat [numel], at stage 0 in the parameter's shape."""
+        return self.source.read(self.slot.index) if self.part is None else self.part
+
+    def open(self) -> torch.Tensor:
+        """Return this rank's part, to be written to until :meth:`close`."""
+        return self.source.open(self.slot.index) if self.part is None else self.part
+
+    def close(self, part: torch.Tensor) -> None:
+        """Store ``part``, as :meth:`open` returned it, after it has been written to."""
+        if self.part is None:
+            self.source.close(self.slot.index, part)
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the full gradient: at stage 0 its own memory where that is possible, otherwise a copy."""
+        return self.source.full(self)
+
+    def store(self, full: torch.Tensor) -> None:
+        """Store this rank's part of ``full``, which has the parameter's shape."""
+        values, part = self.source.shard_of(self, full), self.open()
+        if part.device != values.device or part.data_ptr() != values.data_ptr():
+            part.copy_(values)
+        self.close(part)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
+        with as_plain_tensors():  # torch's own would make every result a ShardedGradient
+            return function(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
+        # Inference tensors cannot be views of p.grad, and cannot be changed once inference mode has ended.
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(function, types, args, kwargs)
+        result: object = NotImplemented
+        for rule in (_RULES.get(function), _general_rule(function), _on_full_tensors):
+            if rule is not None and result is NotImplemented:
+                result = rule(function, *args, **kwargs or {})
+        return result
+
+    # ---------------------------------------------------------------- what torch does not dispatch as one operation
+
+    def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
+        # Debuggers and tracebacks print on one rank alone, so printing is no collective.
+        shape, dtype = tuple(self.shape), str(self.dtype).removeprefix("torch.")
+        return f"ShardedGradient('{self.slot.name}', shape={shape}, dtype={dtype}; values: zerolite.get_full_grad(p))"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        full = self.full_tensor()
+        full[index] = value.full_tensor() if isinstance(value, ShardedGradient) else value
+        self.store(full)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not (isinstance(value, ShardedGradient) and value.is_of(self) and value.part is self.part):
+            self.copy_(value)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        memory = self.source.memory(self)
+        if memory is not None:
+            return memory.numpy(*args, **kwargs)
+        array = self.full_tensor().numpy(*args, **kwargs)
+        array.flags.writeable = False  # it is a copy, and values written to it would be lost
+        return array
+
+
+def _call_with(values: Callable[[ShardedGradient], torch.Tensor], name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of a tensor, which runs on ``values`` of the gradient."""
+
+    def method(gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+        return getattr(values(gradient), name)(*args, **kwargs)
+
+    return method
+
+
+def _memory_of(gradient: ShardedGradient) -> torch.Tensor:
+    memory = gradient.source.memory(gradient)
+    if memory is None:
+        raise RuntimeError(
+            f"p.grad of parameter '{gradient.slot.name}' has no memory: each rank owns a part of it, or it is kept in "
+            "another dtype or times a loss scale; use zerolite.get_full_grad(p), a copy of all of it, on all ranks"
+        )
+    return memory
+
+
+for _method in ("tolist", "__deepcopy__", "__reduce_ex__"):
+    setattr(ShardedGradient, _method, _call_with(ShardedGradient.full_tensor, _method))
+for _method in ("data_ptr", "untyped_storage", "__dlpack__"):
+    setattr(ShardedGradient, _method, _call_with(_memory_of, _method))
+ShardedGradient.__array__ = _call_with(ShardedGradient.numpy, "__array__")  # type: ignore[method-assign]
+foreach_types.append(ShardedGradient)
+
+
+# -------------------------------------------------------------------- general rules
+
+
+def _general_rule(function: OpOverload) -> Rule | None:
+    name = _name(function)
+    if name.startswith("_foreach_"):
+        return None if name.endswith(("_norm", "_max", "_powsum")) else _on_lists
+    return _on_shards if torch.Tag.pointwise in function.tags or function in _ELEMENTWISE else None
+
+
+def _name(function: OpOverload) -> str:
+    return function._schema.name.removeprefix("aten::")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, ShardedGradient) and not value.dim()
+    return not isinstance(value, (list, tuple))
+
+
+def _numbers(args: Arguments, kwargs: Keywords) -> list[Any]:
+    """Return the arguments that must be equal on all ranks. Of other tensors ranks may have parts."""
+    return [value for value in (*args, *kwargs.values()) if _is_number(value)]
+
+
+def _fits(value: object, gradient: ShardedGradient) -> bool:
+    """Return True if this rank's part of ``value`` suffices for this rank's part of an elementwise result."""
+    if isinstance(value, ShardedGradient):
+        return value.is_of(gradient)
+    if not isinstance(value, torch.Tensor):
+        return True
+    ends = zip(reversed(value.shape), reversed(gradient.shape), strict=False)
+    return value.dim() <= gradient.dim() and all(own in (1, size) for own, size in ends)
+
+
+def _part(gradient: ShardedGradient, value: Any) -> Any:
+    """Return this rank's part of an argument of an operation on ``gradient``."""
+    if isinstance(value, ShardedGradient):
+        return value.read()
+    return gradient.source.shard_of(gradient, value) if isinstance(value, torch.Tensor) else value
+
+
+def _on_shards(function: OpOverload, *args: Any, **kwargs: Any) -> object:
+    """Run an elementwise operation on this rank's part."""
+    tensors, written = find_tensors((args, kwargs)), written_arguments(function, args, kwargs)
+    gradients = [tensor for tensor in tensors if isinstance(tensor, ShardedGradient)]
+    target, part, numbers = gradients[0], functools.partial(_part, gradients[0]), _numbers(args, kwargs)
+    if not all(_fits(tensor, target) for tensor in tensors) or any(tensor is not args[0] for tensor in written):
+        return NotImplemented
+    if not written:
+        result = function(*map_tensors(part, args), **map_tensors(part, kwargs))
+        if not isinstance(result, torch.Tensor):
+            return NotImplemented
+        made = target.result(result)
+        made.operations = (*(o for gradient in gradients for o in gradient.operations), (_name(function), numbers))
+        return made
+    if target is not args[0]:
+        return NotImplemented
+    if target.part is None:
+        target.source.note_change(_name(function), numbers)
+    values = target.open()
+    function(values, *map_tensors(part, args[1:]), **map_tensors(part, kwargs))
+    target.close(values)
+    return target
+
+
+def _on_lists(function: OpOverload, targets: Sequence[Any], *args: Any, **kwargs: Any) -> object:
+    """Run one of torch's ``_foreach`` functions on this rank's parts of several gradients, in one call."""
+    if not all(isinstance(target, ShardedGradient) for target in targets):
+        return NotImplemented
+    rest: list[Any] = []
+    for argument in args:
+        if isinstance(argument, (list, tuple)):
+            if not all(map(_fits, argument, targets)):
+                return NotImplemented
+            argument = list(map(_part, targets, argument))
+        rest.append(argument)
+    if not written_arguments(function, (targets, *args), kwargs):
+        results = function([target.read() for target in targets], *rest, **kwargs)
+        return [target.result(result) for target, result in zip(targets, results, strict=True)]
+    if _are_pending(targets):
+        targets[0].source.note_change(_name(function), _numbers(args, kwargs), len(targets))
+    parts = [target.open() for target in targets]
+    function(parts, *rest, **kwargs)
+    for target, part in zip(targets, parts, strict=True):
+        target.close(part)
+    return None
+
+
+def _on_full_tensors(function: OpOverload, *args: Any, **kwargs: Any) -> object:
+    """Run any operation, on full gradients."""
+    gradients = {id(g): g for g in find_tensors((args, kwargs), ShardedGradient)}
+    full = {key: gradient.full_tensor() for key, gradient in gradients.items()}
+    mapped = map_tensors(lambda tensor: full.get(id(tensor), tensor), [args, kwargs])
+    result = function(*mapped[0], **mapped[1])
+    if function.namespace == "c10d":  # a collective that the user has launched writes until it has ended
+        wait_for_result(result)
+    for gradient in written_arguments(function, args, kwargs):
+        if isinstance(gradient, ShardedGradient):
+            gradient.store(full[id(gradient)])
+    for gradient in gradients.values() if function.is_view else ():
+        gradient.source.note_view(gradient)
+    shown = {id(full[key]): gradient for key, gradient in gradients.items()}
+    return map_tensors(lambda tensor: shown.get(id(tensor), tensor), result)
+
+
+# -------------------------------------------------------------------- single operations
+
+
+def _are_pending(gradients: Sequence[Any]) -> bool:
+    """Return True if all are gradients of one engine, and not results of operations."""
+    pending = [g for g in gradients if isinstance(g, ShardedGradient) and g.part is None]
+    return len(pending) == len(gradients) and len({id(g.window) for g in pending}) == 1
+
+
+def _by_engine(gradients: Iterable[ShardedGradient]) -> Iterable[tuple[Gradients, list[ShardedGradient]]]:
+    groups: dict[Gradients, list[ShardedGradient]] = {}
+    for gradient in gradients:
+        groups.setdefault(gradient.source, []).append(gradient)
+    return groups.items()
+
+
+def _add(function: OpOverload, target: Any, value: Any, *args: Any, **kwargs: Any) -> object:
+    """Keep apart what autograd adds to ``p.grad``, in a backward that the engine did not know of: a hook takes it."""
+    if current_backward() == -1 or not isinstance(target, ShardedGradient) or target.part is not None:
+        return NotImplemented
+    total = value if target.added is None else target.added + value
+    if function is aten.add.Tensor:
+        target.added = None
+        return total  # takes the place of ``target`` in ``p.grad``
+    target.added = total
+    return target
+
+
+def _multiply(function: OpOverload, target: Any, factor: Any) -> object:
+    if not _are_pending([target]) or not _is_number(factor):
+        return NotImplemented
+    target.source.multiply([target.slot.index], factor)
+    return target
+
+
+def _divide(function: OpOverload, target: Any, divisor: Any) -> object:
+    if isinstance(divisor, torch.Tensor) or not divisor or abs(math.frexp(divisor)[0]) != 0.5:
+        return NotImplemented  # only for powers of two is the product with the inverse equal in every bit
+    return _multiply(function, target, 1.0 / divisor)
+
+
+def _multiply_all(function: OpOverload, targets: Sequence[Any], factor: Any) -> object:
+    if not _are_pending(targets) or not _is_number(factor):
+        return NotImplemented
+    targets[0].source.multiply([target.slot.index for target in targets], factor)
+    return None
+
+
+def _unscale(function: OpOverload, tensors: Sequence[Any], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Run the kernel of GradScaler's ``unscale_``."""
+    gradients = [t for t in tensors if isinstance(t, ShardedGradient)]
+    results = [g for g in gradients if g.part is not None]  # p.grad = p.grad * mask
+    others = [*(t for t in tensors if not isinstance(t, ShardedGradient)), *(g.part for g in results)]
+    # First, because check_finite collects the statistics, which take over tensors that the user has put into p.grad.
+    if others:
+        function(others, found_inf, inverse)
+    for source, _ in _by_engine(results):  # ranks have different parts of them
+        found_inf.copy_(source.over_ranks(found_inf.reshape(1), largest=True).reshape(found_inf.shape))
+    for source, pending in _by_engine(g for g in gradients if g.part is None):
+        source.check_finite(pending, found_inf)
+        source.multiply([g.slot.index for g in pending], inverse)
+
+
+def _norm(function: OpOverload, gradient: Any, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> object:
+    dims = {d % max(1, gradient.dim()) for d in ([dim] if isinstance(dim, int) else dim or range(gradient.dim()))}
+    if len(dims) < gradient.dim() or args[:1] == (True,) or kwargs.get("keepdim"):
+        return NotImplemented
+    (norm,) = gradient.source.norms([gradient], 2 if order is None else order)
+    return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
+
+
+def _norm_all(function: OpOverload, tensors: Sequence[Any], order: float = 2, dtype: Any = None) -> object:
+    found: dict[int, torch.Tensor] = {}
+    for source, gradients in _by_engine(t for t in tensors if isinstance(t, ShardedGradient)):
+        found.update(zip(map(id, gradients), source.norms(gradients, order), strict=True))
+    others = [tensor for tensor in tensors if id(tensor) not in found]
+    if others:
+        found.update(zip(map(id, others), function(others, order, dtype), strict=True))
+    return [found[id(tensor)] for tensor in tensors]
+
+
+def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Rule:
+    """Make the rule for an operation that reduces all elements to one number.
+
+    Args:
+        neutral: the result for no elements.
+        largest: combine ranks by the maximum, otherwise by the sum.
+        sign: -1.0 turns the maximum into a minimum.
+    """
+
+    def rule(function: OpOverload, gradient: ShardedGradient, **kwargs: Any) -> object:
+        part = gradient.read()
+        result = function(part if part.numel() else part.new_ones(1), **kwargs)
+        value = result.double() if part.numel() else torch.full((), neutral, dtype=torch.float64, device=part.device)
+        return (gradient.source.over_ranks((value * sign).reshape(1), largest) * sign).reshape(()).to(result.dtype)
+
+    return rule
+
+
+def _like(function: OpOverload, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
+    """Make a tensor in the shape of the gradient, such as ``zeros_like``. This needs no values."""
+    template = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
+    return function(template, *args, **{**kwargs, "device": kwargs.get("device") or gradient.device})
+
+
+def _convert(function: OpOverload, gradient: ShardedGradient, **kwargs: Any) -> object:
+    if kwargs.get("device") not in (None, gradient.device) or kwargs.get("memory_format") == torch.channels_last:
+        return NotImplemented
+    return gradient.result(function(gradient.read(), **{**kwargs, "memory_format": None}))
+
+
+def _alias(function: OpOverload, gradient: ShardedGradient, *ignored: object) -> object:
+    return gradient.result(gradient.part)
+
+
+# Elementwise operations that torch does not tag as pointwise.
+_ELEMENTWISE = frozenset(
+    [
+        *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default, aten.copysign_.Tensor),
+        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+    ]
+)
+_RULES: dict[object, Rule] = {
+    **{getattr(aten, f"{name}_like").default: _like for name in "empty zeros ones full rand randn randint".split()},
+    **{getattr(aten, f"new_{name}").default: _like for name in "empty zeros ones full empty_strided".split()},
+    aten.randint_like.low_dtype: _like,
+    **dict.fromkeys([aten.detach.default, aten.alias.default], _alias),
+    **dict.fromkeys([aten.add_.Tensor, aten.add.Tensor], _add),
+    **dict.fromkeys([aten.mul_.Tensor, aten.mul_.Scalar], _multiply),
+    **dict.fromkeys([aten.div_.Tensor, aten.div_.Scalar], _divide),
+    **dict.fromkeys([aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor], _multiply_all),
+    **dict.fromkeys([aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim], _norm),
+    aten._to_copy.default: _convert,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten._foreach_norm.Scalar: _norm_all,
+    aten.sum.default: _reduction(0.0, largest=False),
+    aten.max.default: _reduction(-math.inf, largest=True),
+    aten.min.default: _reduction(math.inf, largest=True, sign=-1.0),
+    aten.any.default: _reduction(0.0, largest=True),
+    aten.all.default: _reduction(1.0, largest=True, sign=-1.0),
+}
