@@ -357,7 +357,7 @@ class StatsCollector:
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
         parts = sums.split(sizes)
         written = [WrittenSlice(o, len(part), o.write_slice(part)) for o, part in zip(observers, parts, strict=True)]
-        if sizes:
+        if len(sums):
             self._groups.agree.all_reduce(sums, tag="consistency").wait()
         return written, HostRead(sums).get()
 
