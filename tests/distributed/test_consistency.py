@@ -335,17 +335,6 @@ def test_an_update_that_makes_weights_non_finite_is_named(how: str) -> None:
     assert not warnings.messages, "no gradient is blamed"
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_it_is_named_one_step_later_where_the_host_does_not_wait() -> None:
-    engine = spoiling(setting(1, "bf16", consistency_check_interval=1), INF, unread=True)
-    with Warnings() as warnings:
-        *quiet, error = errors_of(engine, 2, 5)
-    assert quiet == ["", ""] and error.startswith(SPOILT.format(3))
-    assert len(warnings.messages) == (engine.rank == 0)
-    assert all("because the update of step 3 made weights" in warning for warning in warnings.messages)
-
-
 @on_ranks(2)
 def test_an_eps_of_zero_is_named_and_so_is_a_loss_scale_near_zero() -> None:
     """A layer whose second input is always 0."""

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from tests.ops.cases import needs_fma
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import Optimizer, at, config, dynamic_fp16
-from tests.toolkit.faults import Warnings, poison
+from tests.toolkit.configs import Optimizer, at, config
+from tests.toolkit.faults import Warnings
 from tests.toolkit.optimizers import (
     Branches,
     Changes,
@@ -213,15 +213,6 @@ def test_bias_correction_is_that_of_the_config(corrected: bool) -> None:
         assert (moved > 0.99 * share * 1e-3).float().mean() > 0.3
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_states_in_16_bits_are_those_that_the_config_asks_for() -> None:
-    for found in at_stages(("Adam", {"lr": 1e-3, "fp32_optimizer_states": False})).values():
-        for key, state in found["states"].items():
-            assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.bfloat16, key
-            assert state["step"].dtype is torch.float32
-
-
 @pytest.mark.parametrize("key", ["bias_correction", "fp32_optimizer_states"])
 @on_ranks(2)
 def test_what_an_option_of_zerolites_own_cannot_stand_beside(key: str) -> None:
@@ -414,25 +405,3 @@ def test_a_step_is_one_norm_launch_and_one_update_launch(stage: int) -> None:
 
 
 # -------------------------------------------------------------------- skipped steps, several engines
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_skipped_step_leaves_no_trace() -> None:
-    """Between the second and the third of four steps comes one whose gradient is infinite on rank 0."""
-    kinds = [("SGD dampening", "fp32", {}), ("AdamW", "fp16", {"fp16": dynamic_fp16()}), ("Adagrad", "fp16", {})]
-    for stage in STAGES:
-        for name, precision, more in kinds:
-            setting = config(stage, precision, clip=CLIP, optimizer=ALL[name], **more)
-            engine = make_engine(setting, "Mlp")
-            engine_steps(engine, "Mlp", range(2))
-            before = facts(engine)
-            hook = poison(engine, "first.weight", float("inf")) if dist.get_rank() == 0 else None
-            engine_steps(engine, "Mlp", range(7, 8))
-            if hook is not None:
-                hook.remove()
-            assert (before["skipped"], engine.skipped_steps) == (0, 1)
-            assert_same_facts(before, facts(engine), f"stage {stage}")
-            engine_steps(engine, "Mlp", range(2, 4))
-            if not more:  # whose scale falls
-                assert_same_facts(facts(engine), train(setting, "Mlp"), f"stage {stage}, without the skip")

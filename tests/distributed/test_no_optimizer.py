@@ -18,7 +18,6 @@ from tests.toolkit.configs import at, config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raises, run_steps
 from zerolite.config import ConfigError
-from zerolite.planning import plan
 from zerolite.utils.memory_tags import GRADIENTS, MASTERS, STATES
 
 TRAINS = "step update publish reduce_gradients clip_gradients train_batch full_optimizer_state_dict".split()
@@ -145,13 +144,3 @@ def test_a_model_in_parts_is_evaluated(keys: dict[str, Any], stage: int) -> None
     more = {**settings(stage), "gradient_accumulation_steps": 2, **keys}
     engine = zerolite.initialize(models.build(_Layers), more, loss_fn=nn.functional.mse_loss)
     assert float(engine.eval_batch(iter(batch))) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_plan_of_it(stage: int) -> None:
-    setting = {**settings(stage, "bf16"), "zero_optimization": {"stage": stage}}
-    made = plan(models.Chain, setting, 8, batch=lambda: torch.zeros(2, 384))
-    numel = 12 * 384 * 384
-    assert (made.parameters, made.trained_parameters) == (numel, 0)
-    assert sum(made.states.values()) == 2 * numel // (8 if stage == 3 else 1)
-    assert made.flops == 2 * 2 * numel

@@ -119,15 +119,6 @@ def test_states_go_and_come_back(stage: int, precision: str) -> None:
         assert_same_bits(plain["values"], found["values"], str(offload))
 
 
-@on_ranks(1)
-def test_wrong_arguments() -> None:
-    engine = mixed_engine(settings(0, "fp32"))
-    with pytest.raises(ValueError, match="expected include to be some of.*'moments'"):
-        engine.offload_states(include=["moments"])
-    with pytest.raises(ValueError, match='expected device to be "cpu"'):
-        engine.offload_states(device="nvme")
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(1)
 def test_an_engine_that_goes_gives_back_what_is_the_models(stage: int) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from zerolite.utils.accelerator import FakeMode, HostRead, host_value, host_values
+from zerolite.utils.accelerator import HostRead, host_value, host_values
 
 FAULTS = """
 import resource, sys, torch
@@ -46,20 +46,3 @@ def test_a_read_of_the_host_has_the_values_of_its_call() -> None:
     source.zero_()
     assert read.get().tolist() == [1.5, -2.0], "the values at the time of the call"
     assert host_values(torch.tensor([[1.0], [2.0]])) == [1.0, 2.0] and host_value(torch.tensor(3)) == 3
-
-
-@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch has no grouped matrix products")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("left", "right", "sizes"),
-    [((6, 16), (3, 16, 8), (6, 8)), ((3, 6, 16), (3, 16, 8), (3, 6, 8)), ((8, 24), (24, 16), (3, 8, 16))],
-)
-def test_grouped_products_without_memory(
-    dtype: torch.dtype, left: tuple[int, ...], right: tuple[int, ...], sizes: tuple[int, ...]
-) -> None:
-    """Their shapes, also in dtypes that torch's shape function refuses."""
-    with FakeMode():
-        a, b = torch.empty(left, dtype=dtype), torch.empty(right, dtype=dtype)
-        offs = torch.empty(3, dtype=torch.int32) if 2 in (a.dim(), b.dim()) else None
-        made = torch._grouped_mm(a, b, offs=offs)
-    assert (made.shape, made.dtype) == (sizes, dtype)

@@ -55,40 +55,6 @@ def test_equal_sequences_and_uses_of_different_steps_have_no_difference() -> Non
     assert "leaf_modules" not in diagnose("Why.", [one, other], {})
 
 
-def test_what_only_some_ranks_have_done_is_the_cause() -> None:
-    both, alone = "set p.grad of all parameters to None in step 2", "began to train parameter 'a' in step 3"
-    reports = [at(0, events=[both]), at(1, events=[both, alone], waits_for="all_reduce"), at(2, events=[both])]
-    assert StackReport.from_json(reports[1].to_json()).events == [both, alone]
-    text = diagnose("Why.", reports, {})
-    assert "Likely cause: rank 1 began to train parameter 'a' in step 3, and ranks 0 and 2 did not." in text
-    assert "do it on all ranks" in text
-
-
-def test_different_modules_are_a_branch() -> None:
-    before = [(1, "'in' entered"), (2, "'in' left")]
-    one, other = [*before, (3, "'left' entered")], [*before, (3, "'right' entered")]
-    text = diagnose("Why.", [at(0, executions=one), at(1, executions=other), at(2, executions=one)], {})
-    assert "module execution number 3 in this step: ranks 0 and 2: 'left' entered; rank 1: 'right' entered" in text
-    assert "a branch that depends on the rank" in text and "'left' and 'right'" in text
-    assert "name the module whose forward has the branch in zero_optimization.leaf_modules" in text
-
-
-def test_a_rank_that_saves_alone() -> None:
-    saving = at(0, call="engine.save_checkpoint()", waits_for="the other ranks")
-    text = diagnose("Why.", [saving, at(1), at(2)], {})
-    assert "rank 0 called engine.save_checkpoint(), and the others did not" in text
-    ranks = [at(rank, call="engine.save_checkpoint()") for rank in range(3)]
-    assert "did not" not in diagnose("Why.", ranks, {})
-
-
-def test_a_rank_that_is_elsewhere() -> None:
-    outside = at(2, call="", line="train.py:12, in evaluate", waits_for="")
-    text = diagnose("Why.", [at(0), at(1), outside], {})
-    assert "rank 2 is outside of the engine, at train.py:12, in evaluate" in text and "docs/uneven-data.md" in text
-    inside = at(2, inside="model.py:8, in forward", call="the forward", waits_for="")
-    assert "rank 2 is slow or stuck in the forward, at model.py:8, in forward" in diagnose("Why.", [at(0), inside], {})
-
-
 def test_ranks_in_different_calls_and_steps() -> None:
     metric = at(1, call="engine.reduce()", waits_for="all_gather for metrics")
     text = diagnose("Why.", [at(0), metric], {})

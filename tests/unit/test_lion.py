@@ -45,17 +45,3 @@ def test_equals_the_plain_loop_to_the_bit(dtype, weight_decay):
             assert torch.equal(optimizer.state[p]["exp_avg"], momentum)
             assert torch.equal(p.detach(), want)
             assert torch.equal(p.grad, grad), "gradients stay as they are"
-
-
-def test_what_is_refused():
-    one = [torch.nn.Parameter(torch.zeros(1))]
-    for word, value in (("lr", -1.0), ("betas", (0.9, 1.0)), ("weight_decay", -0.1)):
-        with pytest.raises(ValueError, match=word):
-            Lion(one, **{word: value})
-    with pytest.raises(ValueError, match="complex64"):
-        Lion([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
-    embedding = torch.nn.Embedding(4, 2, sparse=True)
-    optimizer = Lion(embedding.parameters())
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match="dense"):
-        optimizer.step()

@@ -99,12 +99,6 @@ def test_traffic_with_and_without_nodes() -> None:
 # -------------------------------------------------------------------- fits or not
 
 
-def test_a_peak_in_one_of_the_first_steps() -> None:
-    text = told(make_plan(peak=make_peak(make_items(activations=30 * GB), module="layers.0")))
-    assert "The peak is 30.00 GB, in one of the first steps, in backward, in layers.0 (FeedForward)" in text
-    assert "A later step takes 27.64 GB at most, in backward, in layers.3.mlp (FeedForward)" in text
-
-
 def test_advice_follows_from_the_numbers() -> None:
     small = make_plan(device_memory=20 * GB)
     text = told(small)
@@ -129,20 +123,6 @@ def test_advice_takes_the_lowest_stage_that_is_enough_and_the_largest_micro_batc
     assert micro_batch.endswith("about 4.00 GB less, enough.")
 
 
-def test_advice_of_more_ranks_where_the_shards_are_what_is_large() -> None:
-    items = make_items(compute_parameters=10 * GB, gradients=10 * GB, master_weights=20 * GB, optimizer_states=40 * GB)
-    told = advise(make_plan(stage=3, world_size=8, peak=make_peak(items), device_memory=24 * GB))
-    assert told[1].startswith("32 ranks instead of 8") and told[1].endswith("about 60.00 GB less, enough.")
-    far = make_plan(stage=3, peak=make_peak(items), device_memory=GB)  # 80 times as many ranks are no advice
-    assert not any("ranks instead" in sentence for sentence in advise(far))
-
-
-def test_advice_where_only_the_start_is_too_large() -> None:
-    peak = make_peak(make_items(compute_parameters=30 * GB), "initialize")
-    (sentence,) = advise(make_plan(peak=peak, device_memory=28 * GB))
-    assert sentence.startswith("Only the construction of the engine needs that much. A step needs 27.64 GB, which fits")
-
-
 def test_settings_side_by_side() -> None:
     comparison = make_comparison()
     rows = rows_of(render(comparison, WIDE), "setting")
@@ -155,21 +135,6 @@ def test_settings_side_by_side() -> None:
     assert "off the device" not in told(comparison)
     none = Comparison(rows=make_comparison(device_memory=20 * GB, host_memory=10 * GB).rows, chosen=None)
     assert "None of them fits in 20.00 GB and a host's 10.00 GB." in told(none)
-
-
-def test_settings_side_by_side_with_host_and_disk() -> None:
-    def beside(plan: Plan) -> Comparison:
-        return Comparison(rows=[make_comparison().rows[0], ("stage 2", plan)], chosen=1)
-
-    rows = rows_of(render(beside(offloaded()), WIDE), "setting")
-    assert rows["setting"][5:] == ["host", "disk", "fits"]
-    assert rows["stage 0"][5:8] == ["-", "-", "no"]
-    assert rows["stage 2"][5:9] == ["2.97 GB", "937.50 MB", "yes", "<- cheapest"]
-    assert rows_of(render(beside(offloaded(host_memory=20 * GB)), WIDE), "setting")["stage 2"][7] == "no: host"
-    known = told(beside(offloaded(host_memory=100 * GB)))
-    assert "It keeps 1.41 GB of each rank's model states off the device." in known
-    unknown = "Add --nodes and --host-memory to see if a host has room for them."
-    assert unknown in told(beside(offloaded(nodes=None))) and unknown not in known
 
 
 LONG = {"model": "x" * 150, "batch": "y" * 200, "notes": ["z" * 130], "parameters": 10**18}

@@ -63,21 +63,6 @@ def test_what_is_missing_is_named(package: str, spec: str, sentence: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("module", "error", "line"),
-    [("missing", "ModuleNotFoundError: No module named 'nonsuch_package'", 1),
-     ("inner", "ModuleNotFoundError: No module named 'PKG.nonsuch_module'", 1),
-     ("broken", "ZeroDivisionError: division by zero", 2), ("syntax", "SyntaxError: invalid syntax", 1),
-     ("leaving", "SystemExit: no options given", 2)],
-)  # fmt: skip
-def test_what_fails_while_it_is_imported(package: str, tmp_path: Path, module: str, error: str, line: int) -> None:
-    home = f"{package}.{module}"
-    sentence = f"--model: importing '{home}' failed with {error.replace('PKG', package)}"
-    with pytest.raises(PlanError) as raised:
-        import_object(f"{home}:f", "--model")
-    assert str(raised.value) == f"{sentence} ({tmp_path / package / module}.py, line {line})"
-
-
-@pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("number", "expected a function that makes the model, and it is of type int"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.conftest import Device
-from zerolite.comm.communicator import Pending, done
+from zerolite.comm.communicator import Pending
 from zerolite.config import load_config
 from zerolite.monitor.comms_logger import CommsLogger
 
@@ -66,27 +66,3 @@ def test_a_report_is_of_what_came_since_the_last_one(device: Device) -> None:
     ]
     assert log.report(20) == {} and len(lines) == 1
     assert sum(row["count"] for row in log.summary()) == 3, "the summary is of everything"
-
-
-def test_a_line_for_each_collective_and_its_caller(device: Device) -> None:
-    lines: list[str] = []
-    log = logger(lines, verbose=True, debug=True)
-    run(log, device, 2.0, "all_reduce", 10**6)
-    log.launch(("all_reduce", "gradients", 10**6, torch.float32, 0), lambda: done(torch.zeros(1)), False)
-    first, second = log.summary()  # two lines of this file
-    assert first["caller"] != second["caller"] and first["caller"].startswith("test_profiling.py:")
-    assert lines[0].startswith("all_reduce of gradients: 4.00 MB in 2.000 ms, algorithmic 2.000 GB/s, bus 3.000 GB/s, ")
-    assert lines[0].endswith(f"launched at {first['caller']}")
-
-
-def test_an_error_is_not_measured(device: Device) -> None:
-    log = logger()
-
-    def fails() -> Pending:
-        raise RuntimeError("lost")
-
-    with pytest.raises(RuntimeError, match="lost"):
-        log.launch(("all_reduce", "stats", 4, torch.float32, 0), fails, True)
-    assert log.summary() == []
-    log.launch(("all_reduce", "stats", 4, torch.float32, 0), lambda: done(torch.zeros(1)), True)
-    assert log.summary()[0]["algbw"] == 0.0, "the device's clock stood still"
