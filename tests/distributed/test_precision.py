@@ -291,24 +291,20 @@ def test_an_exception_inside_leaves_nothing_behind(stage: int, precision: str) -
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameters_that_are_trained_later(stage: int) -> None:
-    """A frozen parameter of an fp32 module that is trained from the second step on; below stage 3 also a module that
-    is added and matches. And the state of the optimizer, saved and loaded."""
+    """A frozen parameter of an fp32 module that is trained from the second step on. And the state of the optimizer,
+    saved and loaded."""
     model = models.build(Headed)
     engine = zerolite.initialize(model, corner(stage))
     run_steps(engine)
     before = snapshot(engine)
     model.head[1].bias.requires_grad_(True)
     run_steps(engine, 1, 1)
-    if stage < 3:
-        torch.manual_seed(3)
-        model.head.append(nn.LayerNorm(3))
-        engine.optimizer.add_param_group({"params": model.head[2].parameters()})
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
     run_steps(engine, 1, 2)
     after = snapshot(engine)
     assert_same_on_ranks(after)
     inside = [value.dtype for name, value in after.items() if name.startswith("head.")]
-    assert inside == [torch.float32] * (4 if stage == 3 else 6)
+    assert inside == [torch.float32] * 4
     assert all(zerolite.get_full_master(p).dtype is torch.float32 for p in model.parameters())
     assert set(model.outputs) == {torch.bfloat16}
     assert not torch.equal(before["head.1.bias"], after["head.1.bias"])

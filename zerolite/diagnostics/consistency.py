@@ -209,8 +209,8 @@ def _warn_untrained(name: str, more: str) -> None:
     """Warn once of a parameter that was added to the model later, or left out of the optimizer."""
     logger.warning(
         "parameter '%s'%s requires a gradient and is in no param group of the engine's optimizer, so nothing averages "
-        "its gradient over the ranks or updates it; call engine.optimizer.add_param_group({'params': [...]}), or "
-        "requires_grad_(False)",
+        "its gradient over the ranks or updates it; call engine.optimizer.add_param_group({'params': [...]}), which "
+        "takes what the model had before zerolite.initialize, or requires_grad_(False)",
         name,
         more,
     )

@@ -196,7 +196,7 @@ def _connect_optimizer(
 ) -> Callable[[], None]:
     """Let the engine carry out the optimizer's calls. Return the function that registers unfrozen parameters."""
     topology = parts.topology
-    unfrozen = UnfrozenParams(parts, builder.rules, builder.fp32, adopts)
+    unfrozen = UnfrozenParams(parts, builder.rules, adopts)
     register: Callable[[], None] = unfrozen.register_unfrozen_params
     if not parts.trains:
         register = functools.partial(check_frozen, parts.model)

@@ -6,6 +6,7 @@ other parameters stay in place.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from zerolite.config import ZeroliteConfig
 from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks, describe_parameter
 from zerolite.engine.options import bucket_numel
 from zerolite.precision.dtypes import Precision
-from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.layout import BucketLayout, ParameterSpec, PartitionLayout
@@ -168,19 +168,19 @@ class UnfrozenParams:
     compare which parameters they register.
     """
 
-    def __init__(self, parts: EngineParts, rules: LayoutRules, fp32: Fp32Modules, adopts: bool) -> None:
+    def __init__(self, parts: EngineParts, rules: LayoutRules, adopts: bool) -> None:
         """
         Args:
             parts: the engine's parts, which must learn of such parameters.
             rules: layouts of trained parameters.
-            fp32: the modules that stay in fp32.
             adopts: an unfrozen parameter without a param group joins the only group. False if the user has chosen which
                 parameters are trained.
         """
-        self._parts, self._rules, self._fp32, self._adopts = parts, rules, fp32, adopts
+        self._parts, self._rules, self._adopts = parts, rules, adopts
         observers = parts.observers
         self.event = observers.before_backward if parts.partitioned is None else observers.before_forward
         self._frozen: list[torch.nn.Parameter] = []
+        self._at_start = {id(parameter): weakref.ref(parameter) for parameter in parts.model.parameters()}
         if parts.trains:
             self._watch([p for p in parts.model.parameters() if not p.requires_grad])
 
@@ -216,9 +216,8 @@ class UnfrozenParams:
         parameters: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
         names = self._names()
         trained = {id(p) for p in self._parts.reducer.parameters}
-        partitioned = any(handle_of(p) is not None for p in self._parts.reducer.parameters)
         for p in parameters:
-            name = names.get(id(p))
+            name, known = names.get(id(p)), self._at_start.get(id(p))
             problem = None
             if name is None:
                 problem = f"a tensor of shape {tuple(p.shape)} that is no parameter of the engine's module"
@@ -226,11 +225,8 @@ class UnfrozenParams:
                 problem = f"parameter '{name}', which is trained already"
             elif p.grad is not None:
                 problem = f"parameter '{name}' with a gradient, which would be lost; call zero_grad first"
-            elif partitioned and handle_of(p) is None:
-                problem = (
-                    f"parameter '{name}', which the module did not have when it was partitioned; at stage 3 add "
-                    "modules before zerolite.initialize"
-                )
+            elif known is None or known() is not p:
+                problem = f"parameter '{name}', which is new; add modules before zerolite.initialize"
             if problem is not None:
                 raise ValueError(f"engine.optimizer.add_param_group: expected parameters to train, got {problem}")
         inner = self._parts.optimizer.inner
@@ -257,7 +253,6 @@ class UnfrozenParams:
         if parts.partitioned is not None:
             parts.partitioned.coordinator.collect_frozen_writes()
         everything = [*parts.reducer.parameters, *parameters]
-        self._fp32.attach()
         added = self._rules.layout(parameters, names, parts.optimizer.inner.param_groups)
         layout = parts.buffer.layout.extended(added)
         first = len(parts.buffer.buckets)

@@ -160,7 +160,7 @@ class Fp32Modules:
         return tensor in self._tensors
 
     def attach(self) -> None:
-        """Make the modules compute in fp32. A later call does the same for modules that were added to the model."""
+        """Make the modules compute in fp32."""
         entries = self._collect_modules()
         for entry in entries:
             current = vars(entry.module).get("forward")
