@@ -13,8 +13,10 @@ import torch
 from zerolite.activation_checkpointing import attach
 from zerolite.comm import CollectiveCheck, Topology, check_is_enabled, raise_together
 from zerolite.config import ZeroliteConfig
+from zerolite.diagnostics.consistency import ConsistencyCheck, LatestNumbers, shared_weights
 from zerolite.diagnostics.rank_comparison import check_initialize, check_made_optimizer
 from zerolite.diagnostics.stack_report import Names
+from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.engine.arguments import (
     Arguments,
     OptimizerChoice,
@@ -24,11 +26,11 @@ from zerolite.engine.arguments import (
     param_groups_of,
     scheduler_of,
 )
-from zerolite.engine.build_observers import observe_steps
 from zerolite.engine.build_parts import PartsBuilder, start_stage3
 from zerolite.engine.compiling import warn_if_compiled_whole
 from zerolite.engine.engine import Engine
 from zerolite.engine.lifetime import own_until_end
+from zerolite.engine.options import SKIPS_ON_DEVICE
 from zerolite.engine.special_engines import (
     CheckBeforeForward,
     EvaluationEngine,
@@ -41,12 +43,15 @@ from zerolite.engine.step_observers import LearningRateSchedule, ProgramCollecti
 from zerolite.engine.trained_params import UnfrozenParams
 from zerolite.monitor.monitoring import Monitoring
 from zerolite.optim.muon import muon_groups
+from zerolite.utils.accelerator import host_value
 from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS
 from zerolite.utils.module_hook import WeakHook
+from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import check_has_memory
 from zerolite.zero.stage3.partitioned_model import unpartition_model
 from zerolite.zero.step import StepPipeline
+from zerolite.zero.step_observers import ScheduleAgreement, UnusedParameters
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import PreparedStage
@@ -144,11 +149,13 @@ def _make_engine(
     schedule.observe()  # after the monitors, which log the learning rates of the step
     builder.fp32.attach()
     start_stage3(parts)
-    observe_steps(parts, builder.device_kind)
+    agreement = _observe_steps(parts, builder.device_kind)
     register = _connect_optimizer(parts, builder, _adopts(arguments), schedule, pipe_stage is not None)
     runner = None if pipe_stage is None else _make_runner(parts, pipe_stage, monitoring)
     make = _engine_class(parts.trains, pipe_stage is not None)
     engine = make(parts, arguments, schedule, monitoring, register, runner)
+    if isinstance(engine, EvaluationEngine):
+        engine.compare_schedules_by(agreement)
     if (shared := builder.shared_grads) is not None:
         parts.memory_sources.append(lambda: ((BUCKETS, t) for comm in shared.comms for t in comm.memory()))
     engine._reference.finalizers += monitoring.end_with(engine)
@@ -180,6 +187,58 @@ def _watch_program(parts: EngineParts) -> None:
         parts.reducer.program_communicates = communicates
     elif parts.trains and comm.group is not None and comm.world_size > 1:
         parts.observers.add(ProgramCollectives(parts.reducer, parts.call, logs=comm.main))
+
+
+def _observe_steps(parts: EngineParts, device_kind: str) -> ScheduleAgreement | None:
+    """Add the observers that have a slice of the statistics, or raise what these show. Called on all ranks.
+
+    Args:
+        device_kind: type of device whose rules of memory apply.
+
+    Returns:
+        The ranks' agreement on stage 3's schedule; None at other stages.
+    """
+    model, config, topology, observers = parts.model, parts.config, parts.topology, parts.observers
+    data, coordinator = topology.data, parts.coordinator
+    agreement = compared = None
+    if coordinator is not None:
+        schedule, parts_of_model = coordinator.schedule, topology.model
+        agreement = ScheduleAgreement(schedule, parts_of_model.rank, parts_of_model.world_size, data.main)
+        observers.add(agreement)
+        if topology.trivial:  # a tensor shard may be small enough to stay whole on one rank and not on another
+            compared = schedule
+    inner, interval = parts.optimizer.inner, config.consistency_check_interval
+    latest = LatestNumbers(inner, compared)
+    compares = bool(interval) and topology.world.world_size > 1
+    checks_finite = parts.pipeline.state.options.check_finite
+    if compares or checks_finite:
+        observers.add(latest)
+    if checks_finite:
+        most = _most_groups(parts, len(inner.param_groups))
+        observers.add(UpdatedWeights(inner, most, latest))
+    if compares:
+        weights = functools.partial(shared_weights, model, parts.buffer, main=data.main)
+        late = device_kind in SKIPS_ON_DEVICE
+        observers.add(ConsistencyCheck(topology, parts.device, latest, weights, interval, late))
+    find_removed = functools.partial(_find_removed, model, parts.buffer)
+    observers.add(UnusedParameters(parts.buffer, config.zero_optimization.ignore_unused_parameters, find_removed))
+    return agreement
+
+
+def _most_groups(parts: EngineParts, groups: int) -> int:
+    """Return the largest number of param groups of the ranks of one copy of the model."""
+    topology = parts.topology
+    if topology.trivial:
+        return groups
+    counts = torch.tensor([groups], device=parts.device)
+    topology.model.all_reduce_max(counts, tag="initial_sync")
+    return max(groups, int(host_value(counts)))  # a dry run reads nothing
+
+
+def _find_removed(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:
+    """Return the trained parameters among ``indices`` that ``model`` no longer has."""
+    present = {id(parameter) for parameter in model.parameters()}
+    return [index for index in indices if id(buffer.parameters[index]) not in present]
 
 
 class _AfterLoading(WeakHook[StepPipeline]):

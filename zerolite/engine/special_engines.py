@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from zerolite.comm import Communicator
 from zerolite.engine.engine import Engine
 from zerolite.utils.accelerator import HostRead
 from zerolite.utils.module_hook import ModuleHook
@@ -33,20 +32,6 @@ class EvaluationPipeline(StepPipeline):
         self.check_available()
         for notify in self._observers.before_backward:
             notify()
-
-    def use_agreement(self, agreement: ScheduleAgreement, comm: Communicator, device: torch.device) -> None:
-        """Compare the ranks of ``comm`` by ``agreement``, at stage 3."""
-        self._agreement, self._comm, self._device = agreement, comm, device
-
-    def agree_on_schedule(self) -> None:
-        """Let stage 3 follow its recorded schedule if all ranks have the same; the host waits for the answer. Called on
-        all ranks."""
-        numbers = torch.zeros(self._agreement.slice_size, dtype=torch.float64, device=self._device)
-        self._agreement.write_slice(numbers)
-        self._comm.all_reduce(numbers, tag="stats").wait()
-        self._agreement.on_collected()
-        self._agreement.read_slice(None, HostRead(numbers).get())
-        self._agreement.before_update()
 
 
 def check_frozen(model: torch.nn.Module) -> None:
@@ -86,16 +71,31 @@ class EvaluationEngine(Engine):
     """Engine without an optimizer. ``optimizer`` is None, and methods that train raise RuntimeError."""
 
     _calls = 0  # forwards so far
+    _agreement: ScheduleAgreement | None = None
+
+    def compare_schedules_by(self, agreement: ScheduleAgreement | None) -> None:
+        """Let ``agreement`` compare the ranks' schedules of stage 3."""
+        self._agreement = agreement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, see :class:`Engine`."""
         # Ranks of an engine that trains compare the order of their modules in each step. Here no step follows, so stage
         # 3 compares it before calls 1, 2, 4, 8, …
-        if self._parts.coordinator is not None:
+        if self._agreement is not None:
             self._calls += 1
             if not self._calls & (self._calls - 1):
-                self._parts.pipeline.agree_on_schedule()  # type: ignore[attr-defined]
+                self._agree_on_schedule(self._agreement)
         return super().__call__(*args, **kwargs)
+
+    def _agree_on_schedule(self, agreement: ScheduleAgreement) -> None:
+        """Let stage 3 follow its recorded schedule if all ranks have the same; the host waits for the answer. Called on
+        all ranks."""
+        numbers = torch.zeros(agreement.slice_size, dtype=torch.float64, device=self.device)
+        agreement.write_slice(numbers)
+        self.topology.data.all_reduce(numbers, tag="stats").wait()
+        agreement.on_collected()
+        agreement.read_slice(None, HostRead(numbers).get())
+        agreement.before_update()
 
     forward = __call__
 
