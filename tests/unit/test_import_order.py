@@ -26,7 +26,7 @@ PURE = (
     "zerolite.planning.errors", "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
     "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
     "zerolite.precision.loss_scaler",
-    "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.stage3.launch_plan", "zerolite.zero.layout",
+    "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.layout",
     "zerolite.zero.stage3.fetch_plan",
     "zerolite.zero.stages", "op_builder",
 )  # fmt: skip

@@ -25,8 +25,7 @@ from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.layout import BucketLayout, ParameterSpec, PartitionLayout
 from zerolite.zero.optimizer import Groups
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.stage3.launch_plan import LaunchPlan
-from zerolite.zero.stage3.partitioned_model import PartitionedModel, bucket_groups, groups_of_buckets
+from zerolite.zero.stage3.partitioned_model import PartitionedModel, bucket_groups
 from zerolite.zero.stage3.partitioned_parameter import handle_of, unpartitioned_numel
 
 _DIFFERENT = "zerolite: the ranks begin to train different parameters (unfrozen, or added in a param group)"
@@ -88,12 +87,9 @@ class LayoutRules:
 
 
 def launch_by_groups(partitioned: PartitionedModel, reducer: Reducer) -> None:
-    """Tell the coordinator which parameters are trained, and launch each bucket when the backward of its group has
-    ended. The order of these ends is learned from here on."""
-    coordinator = partitioned.coordinator
-    coordinator.set_trained(reducer.parameters)
-    groups = groups_of_buckets(reducer.buffer.layout, reducer.parameters, partitioned.groups)
-    reducer.use_launch_plan(LaunchPlan(groups, coordinator.plan_progress))
+    """Tell the coordinator which parameters are trained, and let each bucket be launched when the backwards of its
+    groups have ended."""
+    partitioned.coordinator.set_trained(reducer.parameters, reducer.bucket_of)
 
 
 # -------------------------------------------------------------------- initial values

@@ -26,7 +26,6 @@ class Backward:
         discards_gradients: its gradients are dropped when they come, because its loss has weight 0.
         launches_by_group: a bucket is launched when the backward of a parameter group ends (stage 3), and not when its
             own gradients have come.
-        learning: the launch plan does not know yet which of these ends is late enough.
         launches_at_end: no bucket is launched before it has ended.
         launched: number of buckets that it has launched, in launch order.
         unreduced: backwards since ``local`` was last reduced; equal on all ranks.
@@ -44,7 +43,6 @@ class Backward:
     reducing: bool = False
     discards_gradients: bool = False
     launches_by_group: bool = False
-    learning: bool = False
     launches_at_end: bool = False
     launched: int = 0
     unreduced: int = 0
@@ -55,11 +53,9 @@ class Backward:
     outer: Backward | None = None
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
-    def begin(
-        self, factor: float, reducing: bool, discards_gradients: bool, launches_by_group: bool, learning: bool
-    ) -> None:
+    def begin(self, factor: float, reducing: bool, discards_gradients: bool, launches_by_group: bool) -> None:
         self.factor, self.open, self.reducing, self.discards_gradients = factor, True, reducing, discards_gradients
-        self.launches_by_group, self.learning, self.launched = launches_by_group, learning, len(self.early)
+        self.launches_by_group, self.launched = launches_by_group, len(self.early)
         self.launches_at_end = self.peers_may_wait = False
         for other in _open:
             # Ends of groups come in one order on all ranks, also those of several engines.

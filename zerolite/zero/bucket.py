@@ -38,6 +38,7 @@ from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 if TYPE_CHECKING:
     from zerolite.zero.buffer import ParameterBuffer
+    from zerolite.zero.stage3.param_group import ParamGroup
     from zerolite.zero.update import OptimParamShard
 
 _CLOSED: frozenset[int] = frozenset()
@@ -88,6 +89,9 @@ class Bucket:
         written: indices of the parameters whose gradients ``local`` contains.
         waits_for: contributions of the current backward that are not in ``local`` yet. When so many are held, all have
             come. Below 0 if more came than expected.
+        groups: parameter groups of stage 3. The bucket is launched when no backward of theirs is to come.
+        ends_last: it has a persistent parameter, whose gradient may come at any time.
+        ended_again: a group's backward has ended after the launch, and may have brought gradients; equal on all ranks.
         pending: the reduction in flight.
         reduced: mean over ranks, as it is stored: the whole bucket [numel] at stage 0, this rank's shard
             [numel / ranks] at stages 1 to 3. None before the first reduction.
@@ -154,6 +158,8 @@ class Bucket:
         self._came: set[int] = set()  # parameters with a contribution in this backward; those in `held` may be left out
         self._repeats: dict[int, int] = {}  # contributions in this backward, of parameters with more than one
         self._most: dict[int, int] = {}  # the most of them in any backward
+        self.groups: list[ParamGroup] = []
+        self.ends_last = self.ended_again = False
         self.open(multiple_backwards=False)
         self.pending: Pending | None = None
         self._sent: torch.Tensor | None = None  # input of `pending`
@@ -175,6 +181,7 @@ class Bucket:
                 dtype.
         """
         self.state = BucketState.FILL
+        self.ended_again = False
         self._came.clear()
         self._repeats.clear()
         # A parameter may have several contributions if reentrant checkpointing runs a backward inside the backward.
@@ -218,6 +225,19 @@ class Bucket:
         """Expect as many contributions from now on as this complete backward has brought, if that is more."""
         for index, count in self._repeats.items():
             self._most[index] = max(count, self._most.get(index, 1))
+
+    def set_groups(self, groups: Sequence[ParamGroup], ends_last: bool) -> None:
+        """Set the parameter groups that fill the bucket."""
+        self.groups, self.ends_last = [], ends_last
+        for group in groups:
+            group.add_bucket(self)
+
+    def on_group_end(self) -> bool:
+        """Note that a group's backward has ended. Return True if the bucket is to be launched now."""
+        if self.state is not BucketState.FILL:
+            self.ended_again = True
+            return False
+        return not (self.ends_last or any(group.unfinished for group in self.groups))
 
     def mark_late(self) -> None:
         """Note that a gradient has come after the launch in this backward."""

@@ -15,13 +15,15 @@ launch the same collectives, whatever their graphs look like.
   another engine at stage 3, which gathers, nothing in the backward waits for a reduction: the peers' collectives would
   wait for this rank's in a circle. If backwards of several engines run at once, their launches wait for the end, or
   they would mix in different orders.
-- Stage 3 launches a bucket when the backward of a parameter group has ended. All ranks see these ends in the same order
-  (:class:`LaunchPlan`).
+- Stage 3 launches a bucket when the backwards of its parameter groups have ended. All ranks see these ends in the same
+  order, and know from the forwards how many there will be. A rank must not launch a bucket as soon as its own gradients
+  are there: where ranks use different parameters, it would launch between other gathers than its peers.
 
-**Late gradients.** In the first backwards it is not known which gradient of a bucket is its last. Reentrant
-checkpointing runs a backward inside the backward, and a module may be used several times. A gradient that comes after
-the launch of its bucket is late. At the end of such a backward the ranks exchange which buckets had late gradients, and
-reduce those once more. They also agree when to launch buckets from then on. Later backwards exchange nothing.
+**Late gradients.** In the first backwards it is not known which gradient of a bucket is its last: reentrant
+checkpointing runs a backward inside the backward. A gradient that comes after the launch of its bucket is late. At
+stages 0 to 2 the ranks exchange at the end of such a backward which buckets had late gradients, and reduce those once
+more. They also agree when to launch buckets from then on. Later backwards exchange nothing. At stage 3 a bucket is
+reduced once more if the backward of one of its groups has ended after its launch, which all ranks see.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from zerolite.zero.grads import ShownGradients
 from zerolite.zero.layout import Slot
 from zerolite.zero.observers import Observers
 from zerolite.zero.sharded_gradient import ShardedGradient
-from zerolite.zero.stage3.launch_plan import LaunchPlan
+from zerolite.zero.stage3.param_group import ParamGroup
 
 
 class Reducer:
@@ -63,6 +65,7 @@ class Reducer:
         bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
         reduces_each_backward: True if every backward reduces its buckets, and not only the last one of a step.
         keeps_shards: True if this rank keeps its shard of the mean gradient, and not the whole.
+        by_group: True at stage 3, where ends of groups' backwards launch buckets, and no gradient.
         program_communicates: True if the program launches collectives of its own within backwards. The ranks need not
             agree on it: only a rank that waits there can hold up the others.
         handles: handles of the installed hooks.
@@ -83,7 +86,6 @@ class Reducer:
         self._hook_dicts: list[dict[int, Any]] = []  # of each parameter: all its hooks of this kind, in their order
         self._engine_began = False  # a call of the engine, which all ranks make, has begun a backward
         self._in_flight: list[Bucket] = []
-        self._plan: LaunchPlan | None = None
         self._learning = False  # the order is replaced at the end of the next backward that reduces
         self._completed: dict[Bucket, None] = {}  # an ordered set: buckets by their latest gradient in this backward
         self._new_buckets = False  # there are buckets that no backward has reduced yet; equal on all ranks
@@ -100,19 +102,16 @@ class Reducer:
         """Take over the buckets that have been added since the last call; called between backwards."""
         assert not self.current.open, "a backward counts the buckets that it began with"
         buffer = self.buffer
+        self.by_group = any(bucket.layout.rows for bucket in buffer.buckets)
         self.parameters, self._slots = buffer.parameters, buffer.layout.slots
         self.bucket_of = [buffer.buckets[slot.bucket] for slot in self._slots]
         self._memory.use(len(buffer.buckets), max((bucket.layout.numel for bucket in buffer.buckets), default=0))
         self.shown.use(self._slots, self.parameters, [bucket.strides[i] for i, bucket in enumerate(self.bucket_of)])
         self._set_order([*self.order, *buffer.buckets[len(self.order) :]])
-        follows_gradients = self._plan is None and self._options.overlap and self.groups.mean.world_size > 1
+        follows_gradients = not self.by_group and self._options.overlap and self.groups.mean.world_size > 1
         self._learning = follows_gradients and len(self.order) > 1
         self._contributions_known = False  # not those of new parameters
         self._new_buckets = self.keeps_shards
-
-    def use_launch_plan(self, plan: LaunchPlan) -> None:
-        """Launch buckets when the backward of a parameter group ends, and not when their gradients have come."""
-        self._plan, self._learning = plan, False
 
     def _set_order(self, order: list[Bucket]) -> None:
         self.order = order
@@ -236,9 +235,8 @@ class Reducer:
         # Such a hook drops no gradient, calls no `on_gradient`, tags no memory and detaches nothing.
         if current.discards_gradients or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
-        by_group = current.launches_by_group and not current.learning  # no gradient launches anything
         for bucket in self.order:
-            bucket.open_directly(by_group)
+            bucket.open_directly(current.launches_by_group)
 
     def _close(self, bucket: Bucket) -> None:
         """Let every hook of a bucket come here from now on, and note what hooks have put into it."""
@@ -269,13 +267,10 @@ class Reducer:
         if self.current.open:
             return
         self._engine_began |= not end_with_backward
-        plan, current = self._plan, self.current
-        if plan is not None:
-            plan.begin_backward()
-        learning = plan is not None and not plan.is_learned
-        current.begin(self._options.copy_factor / divisor, reducing, weight == 0, plan is not None, learning)
+        current = self.current
+        current.begin(self._options.copy_factor / divisor, reducing, weight == 0, self.by_group)
         current.ended_by_call = not end_with_backward
-        gathers = plan is None and any(coordinator.has_graph for coordinator in coordinators)
+        gathers = not self.by_group and any(coordinator.has_graph for coordinator in coordinators)
         if self.program_communicates or gathers:
             current.expect_waiting_peers(self.groups.shard.launches_at_once)
         self._completed.clear()
@@ -325,8 +320,7 @@ class Reducer:
                 self.show_accumulated()
             if self.current.reducing:  # decided before the backward, from counters that are equal on all ranks
                 self._launch_all()
-                if self._learning or self._late_possible or self._late_error is not None:
-                    self._agree_on_late()
+                self._reduce_late()
                 self.current.on_all_reduced()
             else:  # a later backward may have another factor
                 for bucket in self.order:
@@ -376,10 +370,7 @@ class Reducer:
         launch at its own time, as in DDP.
         """
         current = self.current
-        if self._plan is not None:
-            if current.learning:
-                self._plan.on_gradient(bucket.index)
-        elif bucket.is_complete:
+        if not self.by_group and bucket.is_complete:
             if self._learning:
                 self._completed.pop(bucket, None)
                 self._completed[bucket] = None
@@ -388,65 +379,58 @@ class Reducer:
                 self._launch_all(only_complete=True)
 
     @torch.no_grad()
-    def on_group_end(self, group: int) -> None:
-        """Launch the buckets that are due when the backward of parameter group ``group`` has ended. Called on all
-        ranks, in the same order."""
-        if self._plan is None or not self.current.open:
-            return
-        launches = self.current.reducing and not self.current.launches_at_end
-        for index in self._plan.on_group_end(group):
-            if launches and self.buffer.buckets[index].state is BucketState.FILL:
-                self._launch(self.buffer.buckets[index])
+    def on_group_end(self, group: ParamGroup) -> None:
+        """Launch the buckets that are due when a backward of ``group`` has ended. Called on all ranks, in the same
+        order."""
+        current = self.current
+        if current.open and current.reducing and not current.launches_at_end:
+            for bucket in group.buckets:
+                if bucket.on_group_end():
+                    self._launch(bucket)
 
     def _on_late_gradient(self, bucket: Bucket, slot: Slot) -> None:
         """Note a gradient that has come after the launch of its bucket.
 
         Raises:
-            RuntimeError: late gradients are no longer possible. At stage 3 :meth:`_agree_on_late` raises it later. The
-                module execution of the gradient may depart from the plan, and all ranks see that at the plan's end.
+            RuntimeError: late gradients are no longer possible. At stage 3 the end of the backward raises it, if no end
+                of a group follows that brings the gradient.
         """
-        if not self._late_possible:
-            advice = (
-                "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."
-                if self._plan is None
-                else "A parameter that is used in some steps only, outside the module that owns it, does this: put "
-                "that module and its users in one parameter group (zero_optimization.leaf_modules)."
+        if self.by_group:
+            self._late_error = self._late_error or _late_error(
+                slot.name,
+                "A parameter that is used where no hook sees it, outside the module that owns it, does this: put that "
+                "module and its users in one parameter group (zero_optimization.leaf_modules).",
             )
-            error = RuntimeError(
-                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: its "
-                f"graph has more uses of the parameter than ever before. {advice}"
+        elif not self._new_buckets:
+            EVENTS.append(f"raised an error in a backward, for another gradient of parameter '{slot.name}'")
+            raise _late_error(
+                slot.name,
+                "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended.",
             )
-            if self._plan is None:
-                EVENTS.append(f"raised an error in a backward, for another gradient of parameter '{slot.name}'")
-                raise error
-            self._late_error = self._late_error or error
         bucket.mark_late()
 
-    @property
-    def _late_possible(self) -> bool:
-        """True if gradients may come in this backward after their bucket has been launched; equal on all ranks.
-
-        At stage 3 this may change within a backward, when a module execution ends that departs from the plan.
-        """
-        return self._new_buckets if self._plan is None else not self._plan.is_learned
-
     @torch.no_grad()
-    def _agree_on_late(self) -> None:
-        """Reduce the buckets again that had late gradients on any rank, and take over when to launch buckets from now
-        on. Called at the end of a backward, on all ranks.
+    def _reduce_late(self) -> None:
+        """Reduce the buckets again that had late gradients on any rank. Below stage 3 the ranks agree on them, and take
+        over when to launch buckets from now on. Called at the end of a backward, on all ranks.
 
         Raises:
-            RuntimeError: a gradient has come late where that is no longer possible.
+            RuntimeError: a gradient has come late at stage 3, and no backward of its group has ended after that.
         """
-        possible, mean, buckets = self._late_possible, self.groups.mean, self.buffer.buckets
-        unexpected, self._late_error = self._late_error, None
-        if unexpected is not None and not possible:
-            raise unexpected
+        if not self.by_group:
+            if self._learning or self._new_buckets:
+                self._agree_on_late()
+            return
+        error, self._late_error = self._late_error, None
+        if error is not None and any(b.state is BucketState.LATE and not b.ended_again for b in self.order):
+            raise error
+        self._reduce_again([bucket for bucket in self.order if bucket.ended_again])
+
+    def _agree_on_late(self) -> None:
+        mean, buckets = self.groups.mean, self.buffer.buckets
         # A rank without late gradients takes part all the same: it cannot know if another rank had some.
         numbers = [int(bucket.state is BucketState.LATE) for bucket in buckets]
-        if self._plan is not None:
-            numbers += self._plan.last_gradients
-        elif self._learning and (mean.rank == 0 or mean.peers_agree):
+        if self._learning and (mean.rank == 0 or mean.peers_agree):
             completed = {bucket: position for position, bucket in enumerate(self._completed)}
             numbers += [completed.get(bucket, len(buckets)) for bucket in buckets]
         else:
@@ -456,14 +440,14 @@ class Reducer:
         mean.all_reduce_max(agreed, "stats")
         values = numbers if mean.peers_agree else [int(value) for value in host_values(agreed)]
         self._reduce_again([bucket for bucket in buckets if values[bucket.index]])
-        if self._plan is not None:
-            self._plan.learn(values[len(buckets) :])
-        elif self._learning:
+        if self._learning:
             self._set_order(sorted(self.order, key=lambda bucket: values[len(buckets) + bucket.index]))
         self._new_buckets = self._learning = False
 
     def _reduce_again(self, late: Sequence[Bucket]) -> None:
         """Reduce late gradients, and round their sum with the earlier mean to the dtype of a single contribution."""
+        if not late:
+            return
         for bucket in late:
             self._launch(bucket)
         self._wait_for_all()
@@ -530,7 +514,7 @@ class Reducer:
                 bucket.open(multiple_backwards=self.current.unreduced > 1)
             self._launch_all()
             # Another rank may have reduced in its backward, whose end exchanges late gradients with all ranks.
-            if self._plan is None and (self._learning or self._new_buckets):
+            if not self.by_group and (self._learning or self._new_buckets):
                 self._agree_on_late()
             self.current.on_all_reduced()
         self._wait_for_all()
@@ -596,6 +580,13 @@ class Reducer:
         self.used.clear()
         self.bucket_sums.clear()
         self.losses.clear()
+
+
+def _late_error(name: str, advice: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter '{name}' got another gradient in the same backward after its bucket was reduced: its graph has "
+        f"more uses of the parameter than ever before. {advice}"
+    )
 
 
 def _make_hook(reducer_ref: weakref.ref[Reducer], slot: Slot) -> Callable[[torch.Tensor], None]:

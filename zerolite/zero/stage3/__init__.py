@@ -12,7 +12,6 @@ The files, in the order of a parameter's life, which is the order in which to re
                 partitioned_param_coordinator.py
                                             gathers, waits and releases
                 fetch_schedule.py           decides which; fetch_plan.py precomputes it
-                launch_plan.py              decides when gradients are reduced
     updated     persistent_parameters.py    available parameters get new values where they are
     read        live_view.py                p.norm(), p.data: operations on released parameters gather them
                 gathered_parameters.py      zero.GatheredParameters: full values for a block of code

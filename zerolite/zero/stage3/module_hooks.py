@@ -33,10 +33,11 @@ class ModuleExecution:
     Attributes:
         start: time at which the forward began, on a clock that ticks at every begin and end of a forward.
         end: time at which the forward ended. Nesting is a comparison of these times.
+        round: round of updates in which its backward is expected; -1 if none is.
         task: autograd's graph task (the backward) that has entered this execution last; -1 before any.
     """
 
-    __slots__ = ("coordinator", "end", "group", "start", "task")
+    __slots__ = ("coordinator", "end", "group", "round", "start", "task")
 
     def __init__(
         self, coordinator: weakref.ref[PartitionedParameterCoordinator], group: ParamGroup, start: int
@@ -45,7 +46,7 @@ class ModuleExecution:
         self.group = group
         self.start = start
         self.end = start
-        self.task = -1
+        self.round = self.task = -1
 
     def contains(self, other: ModuleExecution) -> bool:
         """Return True if ``other`` ran inside this forward."""

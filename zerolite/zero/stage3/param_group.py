@@ -10,11 +10,15 @@ import fnmatch
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerolite.utils.module_hook import is_compiled
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
+
+if TYPE_CHECKING:
+    from zerolite.zero.bucket import Bucket
 
 LARGEST_SHARE = 4
 """A block has at most a fourth of the model, because two or three groups are gathered at a time and must not be all of
@@ -26,7 +30,7 @@ LEAST_MAX_LIVE = 1_000_000_000
 
 
 class ParamGroup:
-    """Parameters of a module, or of a subtree, that are gathered as one.
+    """Parameters of a module, or of a subtree, that are gathered as one, and reduced together with small neighbours.
 
     Autograd's graphs keep the group alive, so it references modules weakly.
 
@@ -35,6 +39,8 @@ class ParamGroup:
         name: qualified name of the module.
         parameters: its parameters without the persistent ones, each once.
         is_embedding: True if the module is an embedding and nothing else, whose backward needs no values of the weight.
+        buckets: buckets of the gradients of its parameters, and of those that its forward uses of other groups.
+        unfinished: forwards since the last update whose backward has not ended; equal on all ranks.
         open_executions: executions under way that need the values. Counted in place: a method would cost host time.
         called_inside: the module of the subtree that is called directly; None if there is none.
     """
@@ -42,12 +48,14 @@ class ParamGroup:
     __slots__ = (
         "_inside",
         "_module",
+        "buckets",
         "called_inside",
         "index",
         "is_embedding",
         "name",
         "open_executions",
         "parameters",
+        "unfinished",
     )
 
     def __init__(
@@ -68,7 +76,8 @@ class ParamGroup:
         self._module = weakref.ref(module)
         self._inside = [weakref.ref(member) for member in inside]
         self.is_embedding = _is_embedding(module, parameters)
-        self.open_executions = 0
+        self.buckets: list[Bucket] = []
+        self.unfinished = self.open_executions = 0
         self.called_inside: torch.nn.Module | None = None
 
     @property
@@ -90,6 +99,12 @@ class ParamGroup:
     def need_values(self) -> None:
         """Note that the backward needs values from now on: those of another parameter than the embedding's."""
         self.is_embedding = False
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        """Let ``bucket`` wait for the backwards of this group."""
+        if bucket not in self.buckets:
+            self.buckets.append(bucket)
+            bucket.groups.append(self)
 
     def reset(self) -> None:
         """End all executions."""

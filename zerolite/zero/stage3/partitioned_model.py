@@ -14,7 +14,6 @@ from zerolite.precision.dtypes import scales_of_quantized
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
 from zerolite.zero.flat import check_has_memory
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters, check_not_gathered
@@ -214,28 +213,6 @@ def _merge_runs(runs: Sequence[list[int]], numels: Sequence[int], limit: int) ->
         groups[-1] = [*groups[-1], *run]
         size += more
     return groups
-
-
-def groups_of_buckets(
-    layout: PartitionLayout, trained: Sequence[torch.nn.Parameter], groups: Sequence[ParamGroup]
-) -> list[set[int]]:
-    """Return the parameter groups of each bucket of :func:`bucket_groups`.
-
-    A persistent parameter has the groups of the modules that own it, or the root's. A step may use it although earlier
-    steps did not.
-    """
-    groups_of = groups_of_parameters(groups)
-    for group in groups:
-        for module in (group.module, *group.inside):
-            for parameter in module.parameters(recurse=False):
-                handle = handle_of(parameter)
-                if handle is not None and handle.persistent:
-                    groups_of.setdefault(handle, []).append(group.index)
-    found = []
-    for bucket in layout.buckets:
-        handles = (handle_of(trained[slot.index]) for slot in bucket.slots)
-        found.append({group for handle in handles if handle is not None for group in groups_of.get(handle, [0])})
-    return found
 
 
 def unpartition_model(model: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -35,6 +35,9 @@ from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import AvailableParameters, refresh
 
+if TYPE_CHECKING:
+    from zerolite.zero.bucket import Bucket
+
 _current_graph_task = torch._C._current_graph_task_id
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 
@@ -45,12 +48,12 @@ class CoordinatorCallbacks(NamedTuple):
     Attributes:
         observers: observers of the engine's step.
         begin_backward: called when a backward has begun.
-        on_group_end: called with a group's index when its backward has ended, on all ranks in the same order.
+        on_group_end: called with a group when its backward has ended, on all ranks in the same order.
     """
 
     observers: Observers
     begin_backward: Callable[[], None]
-    on_group_end: Callable[[int], None]
+    on_group_end: Callable[[ParamGroup], None]
 
 
 class PartitionedParameterCoordinator:
@@ -93,6 +96,8 @@ class PartitionedParameterCoordinator:
         self._held_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
         self._trained: set[int] = set()  # parameters to which updates give new values
         self._trained_persistent = AvailableParameters(context, ())
+        self._bucket_of: dict[int, Bucket] = {}  # of trained parameters
+        self._round = 0  # changes with each update: from there on no backward of an earlier forward is expected
         self._used_outside = False  # since the last update a graph uses parameters outside of all groups
         self.thread = threading.get_ident()
         self.engine_calls = 0
@@ -118,15 +123,29 @@ class PartitionedParameterCoordinator:
     def _add_parameter(self, group: ParamGroup, index: int) -> None:
         if index not in self.schedule.groups[group.index]:
             self.schedule.add_parameter(group.index, index)
+            if index in self._bucket_of:
+                group.add_bucket(self._bucket_of[index])
             if group.is_embedding:  # its values are needed from now on, in a backward that is under way too
                 group.need_values()
                 for _ in [execution for execution in self._backward if execution.group is group]:
                     group.open_executions += 1
                     self._execute(self.schedule.enter(group.index))
 
-    def set_trained(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Set the parameters to which each update gives new values. Called when their shards have their placement."""
-        self._trained = {handle.index for p in parameters if (handle := handle_of(p)) is not None}
+    def set_trained(self, parameters: Iterable[torch.nn.Parameter], buckets: Iterable[Bucket]) -> None:
+        """Set the parameters to which each update gives new values. Called when their shards have their placement.
+
+        Args:
+            buckets: the bucket of each.
+        """
+        by_index = {h.index: bucket for p, bucket in zip(parameters, buckets, strict=True) if (h := handle_of(p))}
+        self._trained, self._bucket_of = set(by_index), by_index
+        for group in self.groups:
+            group.buckets.clear()
+        for bucket in dict.fromkeys(by_index.values()):
+            own = {index for index, other in by_index.items() if other is bucket and self.handles[index].numel}
+            groups = [g for g in self.groups if not own.isdisjoint(self.schedule.groups[g.index])]
+            in_groups = {index for group in groups for index in self.schedule.groups[group.index]}
+            bucket.set_groups(groups, ends_last=not own <= in_groups)
         persistent = [h for h in self.handles if h.persistent and h.index in self._trained]
         self._trained_persistent = AvailableParameters(self.context, persistent)
         self.schedule.set_on_disk({h.index: h.shard.numel() for h in self.handles if h.placement.location == DISK})
@@ -149,7 +168,7 @@ class PartitionedParameterCoordinator:
         self._execute(self.schedule.enter(group.index))
         if self._hidden:
             self._show(self.schedule.groups[group.index])
-        if not self.schedule.following:
+        if self._used_outside or self._second_order:
             self._check_functional(group)
 
     @staticmethod
@@ -180,6 +199,9 @@ class PartitionedParameterCoordinator:
         else:
             for tensor in find_in_objects(outputs):
                 self._hold_if_returned(group, tensor)
+        if hooked and not self._tasks:  # a recomputation is the end of another forward's backward
+            execution.round = self._round
+            group.unfinished += 1
         self._end_forward(execution)
         if not forward and not self._tasks and not hooked:
             self._end_step()
@@ -310,7 +332,11 @@ class PartitionedParameterCoordinator:
             group.open_executions -= 1
             if not self._second_order:
                 self.release(self.schedule.leave(group.index))
-        self._callbacks.on_group_end(group.index)
+        if execution.round == self._round:
+            execution.round = -1
+            group.unfinished -= 1
+        if not self._used_outside:  # otherwise a gradient may come at any time
+            self._callbacks.on_group_end(group)
 
     def on_use_outside_groups(self) -> None:
         """Note that a graph uses a parameter outside of all groups, so that its gradient may come at any time."""
@@ -361,6 +387,9 @@ class PartitionedParameterCoordinator:
         self._step_open = self._second_order = False
         for execution in (*self._forward, *self._backward):
             execution.group.reset()
+        self._round += 1
+        for group in self.groups:
+            group.unfinished = 0
         self._forward.clear()
         self._backward.clear()
         self._tasks.clear()
@@ -378,6 +407,9 @@ class PartitionedParameterCoordinator:
         """Bring the new values of an update to available parameters. Called on all ranks, by the parameter gatherer."""
         self.context.on_update()
         self._used_outside = False
+        self._round += 1
+        for group in self.groups:
+            group.unfinished = 0
         if self._step_open or self._held_for_step:
             for handle in self.handles:  # their full values are older than the shards now
                 handle.mark_seen()
@@ -401,10 +433,6 @@ class PartitionedParameterCoordinator:
         become trained or leave the device."""
         frozen = [h for h in self.handles if h.persistent and h.index not in self._trained]
         AvailableParameters(self.context, frozen).copy_writes_to_shards()
-
-    def plan_progress(self) -> tuple[int, bool]:
-        """Return the serial number of the plan in use, and True at its end; (0, False) without a plan for gradients."""
-        return (0, False) if self._used_outside else self.schedule.plan_progress
 
     # ---------------------------------------------------------------- uses that no hook sees
 
