@@ -17,7 +17,7 @@ from zerolite.version import __version__
 
 if TYPE_CHECKING:
     from zerolite import checkpointing, comm, pipe, tensor_parallel, zero
-    from zerolite.access.parameter_access import (
+    from zerolite.checkpoint.parameter_access import (
         get_full_grad,
         get_full_master,
         get_full_optimizer_state,
@@ -70,12 +70,12 @@ __getattr__ = lazy_names(
         "destroy": "zerolite.comm",
         "ConfigError": "zerolite.config",
         "ZeroliteConfig": "zerolite.config",
-        "get_full_grad": "zerolite.access.parameter_access",
-        "get_full_master": "zerolite.access.parameter_access",
-        "get_full_optimizer_state": "zerolite.access.parameter_access",
-        "set_full_grad": "zerolite.access.parameter_access",
-        "set_full_master": "zerolite.access.parameter_access",
-        "set_full_optimizer_state": "zerolite.access.parameter_access",
+        "get_full_grad": "zerolite.checkpoint.parameter_access",
+        "get_full_master": "zerolite.checkpoint.parameter_access",
+        "get_full_optimizer_state": "zerolite.checkpoint.parameter_access",
+        "set_full_grad": "zerolite.checkpoint.parameter_access",
+        "set_full_master": "zerolite.checkpoint.parameter_access",
+        "set_full_optimizer_state": "zerolite.checkpoint.parameter_access",
         "checkpointing": "",
         "comm": "",
         "op_builder": "zerolite.utils.builder",

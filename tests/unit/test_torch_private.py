@@ -32,7 +32,7 @@ PYTHON |= set("_NamedFuncPointer _ArgumentGroup _run_module_as_main".split())
 
 # Folders that extend a part of torch beyond its public interface: its pipelining, its fake tensors, its launcher.
 EXTENSIONS = ("planning/", "pipe/", "tensor_parallel/", "monitor/", "launcher/", "activation_checkpointing/", "compat/")
-EXTENSIONS += ("access/", "zero/stage3/", "zero/optimizer.py")
+EXTENSIONS += ("zero/stage3/", "zero/optimizer.py")
 
 
 @pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from zerolite.access.parameter_access import ParameterAccess
 from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.names import clean
+from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.comm import HostGroup, Topology
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from zerolite.access.parameter_access import ParameterAccess
 from zerolite.checkpoint.checkpointer import directory_of
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.full_model import FullModel, FullTensor, describe, first_names, merge_stages
@@ -22,6 +21,7 @@ from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dty
 from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.names import clean
+from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerolite.access.parameter_access import OWNERS
+from zerolite.checkpoint.parameter_access import OWNERS
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.data.micro_batch import LossFunction
 from zerolite.optim.lr_schedules import build_scheduler

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from zerolite.access.parameter_access import ParameterAccess
 from zerolite.checkpoint.checkpointer import Checkpointer
 from zerolite.checkpoint.full_state import FullState
+from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.comm import DeviceMesh, local_rank
 from zerolite.data.dataloader import Loaders
 from zerolite.engine.lifetime import EngineRef

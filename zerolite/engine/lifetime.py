@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.access.parameter_access import OWNERS, ParameterAccess
+from zerolite.checkpoint.parameter_access import OWNERS, ParameterAccess
 from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.optimizer import GONE

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerolite.access.parameter_access import OWNERS
+from zerolite.checkpoint.parameter_access import OWNERS
 from zerolite.comm import Communicator
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.comm.initial_sync import broadcast_into, differing, synchronize_tensors

@@ -8,7 +8,7 @@ parameters (all, or those of a pipeline stage) call the functions, with the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,12 +18,10 @@ from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
-from zerolite.zero.layout import Slot
 from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, unpartitioned_shape
 from zerolite.zero.update import OptimParamShard
 
 Parameters = torch.nn.Parameter | Iterable[torch.nn.Parameter]
-Result = TypeVar("Result")
 
 OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Weak reference to the engine that trains a parameter, by the parameter, which is referenced weakly too."""
@@ -120,41 +118,40 @@ def set_full_optimizer_state(parameters: Parameters, name: str, value: object) -
 
 
 def _access_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[ParameterAccess, list[int]]:
-    found: list[ParameterAccess] = []
+    """Return the access to the engine of these parameters, and their indices there."""
+    engines: list[ParameterAccess] = []
     for parameter in parameters:
         owner = OWNERS.get(parameter)
-        access = owner.access() if owner is not None else None
+        access = None if owner is None else owner.access()
         if access is None:
             raise ValueError(
                 f"expected a parameter that an engine trains, got one of shape {tuple(unpartitioned_shape(parameter))} "
                 "that none does: it is frozen, or belongs to a model that was not given to zerolite.initialize"
             )
-        found.append(access)
-    if any(access is not found[0] for access in found):
+        engines.append(access)
+    if len(set(map(id, engines))) > 1:
         raise ValueError("expected parameters of one engine, got some of several; call once for each engine")
-    return found[0], found[0].indices(parameters)
+    positions = engines[0].positions()
+    return engines[0], [positions[id(parameter)] for parameter in parameters]
 
 
+@torch.no_grad()
 def _read_all(parameters: Parameters, get: Callable[[ParameterAccess, list[int]], list[Any]]) -> object:
-    one = isinstance(parameters, torch.Tensor)
-    several: list[Any] = [parameters] if one else list(parameters)
-    if not several:
-        return []
-    with torch.no_grad():
-        results = get(*_access_of(several))
-    return results[0] if one else results
+    is_one = isinstance(parameters, torch.Tensor)
+    several: list[Any] = [parameters] if is_one else list(parameters)
+    results = get(*_access_of(several)) if several else []
+    return results[0] if is_one else results
 
 
+@torch.no_grad()
 def _set(parameters: Parameters, value: Any, put: Callable[[ParameterAccess, int, Any], None]) -> None:
-    one = isinstance(parameters, torch.Tensor)
-    several: list[Any] = [parameters] if one else list(parameters)
-    values = [value] if one else list(value)
+    is_one = isinstance(parameters, torch.Tensor)
+    several: list[Any] = [parameters] if is_one else list(parameters)
+    values = [value] if is_one else list(value)
     if len(values) != len(several):
         raise ValueError(f"expected a value for each of {len(several)} parameters, got {len(values)}")
-    if not several:
-        return
-    access, indices = _access_of(several)
-    with torch.no_grad():
+    if several:
+        access, indices = _access_of(several)
         for index, single in zip(indices, values, strict=True):
             put(access, index, single)
 
@@ -166,51 +163,40 @@ class ParameterAccess:
     """Access to one engine's gradients, masters and states, by the index of the parameter in the layout."""
 
     def __init__(self, parts: EngineParts) -> None:
-        self._pipeline, self._reducer = parts.pipeline, parts.reducer
-        self._buffer, self._optimizer = parts.buffer, parts.optimizer
-        topology = parts.topology
-        self._data, self._tensor = topology.data, topology.tensor
-        self._staged = topology.pipe.world_size > 1
+        self._pipeline, self._buffer, self._optimizer = parts.pipeline, parts.buffer, parts.optimizer
+        self._reducer, self._topology = parts.reducer, parts.topology
 
     def positions(self) -> dict[int, int]:
         """Return the index that the methods below take, by the id of each trained parameter."""
         return {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
-
-    def indices(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:
-        positions = self.positions()
-        return [positions[id(parameter)] for parameter in parameters]
 
     # ---------------------------------------------------------------- gradients
 
     def gradients(self, indices: list[int]) -> list[torch.Tensor | None]:
         used = self._pipeline.pending_parameters()
         self._pipeline.grads.apply_factors()
-        flags = self._agree([float(index in used) for index in indices], self._tensor)
+        flags = self._agree([float(index in used) for index in indices], self._topology.tensor)
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
-        shards = {
-            index: self._buffer.view_of(shard.fragment, shard.bucket.mean()).float() * factor
-            for index, shard in self._shards(wanted).items()
-        }
-        found = dict(zip(wanted, self._full(wanted, self._buffer.gather(wanted, shards, torch.float32)), strict=True))
-        return [found.get(index) for index in indices]
+        shards = {i: s.bucket.view_of(s.fragment, s.bucket.mean()).float() * factor for i, s in self._shards(wanted)}
+        full = dict(zip(wanted, self._full(wanted, self._buffer.gather(wanted, shards, torch.float32)), strict=True))
+        return [full.get(index) for index in indices]
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
-        if self._staged:
+        if self._topology.pipe.world_size > 1:
             raise RuntimeError(
                 "set_full_grad: with a pipeline engine.train_batch() uses a step's gradients before it returns, and "
                 "none are pending between its calls; clip by gradient_clipping in the config"
             )
-        values = self._flat(index, value) if value is not None else None
+        values = None if value is None else self._flat(index, value)
         self._pipeline.reduce()
-        shard = self._shards([index]).get(index)
-        if shard is not None:
-            place = self._buffer.view_of(shard.fragment, shard.bucket.mean())
+        for _, shard in self._shards([index]):
+            part = shard.bucket.view_of(shard.fragment, shard.bucket.mean())
             if values is None:
-                place.zero_()
+                part.zero_()
             else:
-                self._copy(shard, place, values * self._pipeline.divisor())
-            self._buffer.placements.drop_reads([place])
+                _copy(shard, part, values * self._pipeline.divisor())
+            self._buffer.placements.drop_reads([part])
         self._pipeline.grads.set_by_call(index, values is not None)
 
     # ---------------------------------------------------------------- masters
@@ -223,8 +209,8 @@ class ParameterAccess:
         ones, otherwise this rank's shards."""
         self._pipeline.check_available()
         self._pipeline.written.collect_all()
-        shards = {index: self._master(shard) for index, shard in self._shards(indices).items()}
-        dtypes = [self._buffer.buckets[self._slot(index).bucket].master.dtype for index in indices]
+        shards = {index: shard.bucket.master_view(shard.fragment) for index, shard in self._shards(indices)}
+        dtypes = [self._reducer.bucket_of[index].master.dtype for index in indices]
         if len(set(dtypes)) == 1:
             return self._buffer.gather(indices, shards, dtypes[0])
         return [self._buffer.gather([i], shards, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
@@ -233,51 +219,45 @@ class ParameterAccess:
         values = self._flat(index, value)
         self._pipeline.check_available()
         self._pipeline.written.collect_all()
-        shard = self._shards([index]).get(index)
-        if shard is not None:
+        for _, shard in self._shards([index]):
             bucket = shard.bucket
-            parts = [self._master(shard), bucket.view_of(shard.fragment, bucket.owned)]
+            parts = [bucket.master_view(shard.fragment), bucket.view_of(shard.fragment, bucket.owned)]
             for part in parts:
-                self._copy(shard, part, values)
+                _copy(shard, part, values)
             self._buffer.placements.drop_reads(parts)
         parameter = self._buffer.parameters[index]
-        handle = handle_of(parameter)
-        if handle is not None:
-            handle.count_write()
-        if handle is None or handle.status is ZeroParamStatus.AVAILABLE:
-            shape = unpartitioned_shape(parameter)
-            parameter.data.copy_(values.as_strided(shape, self._reducer.bucket_of[index].strides[index]))
+        sharded_param = handle_of(parameter)
+        if sharded_param is not None:
+            sharded_param.count_write()
+        if sharded_param is None or sharded_param.status is ZeroParamStatus.AVAILABLE:
+            strides = self._reducer.bucket_of[index].strides[index]
+            parameter.data.copy_(values.as_strided(unpartitioned_shape(parameter), strides))
             torch.autograd.graph.increment_version([parameter])
-
-    def _master(self, shard: OptimParamShard) -> torch.Tensor:
-        return self._buffer.master_view(shard.fragment)
 
     # ---------------------------------------------------------------- states
 
     def states(self, indices: list[int], name: str) -> list[torch.Tensor | None]:
-        self._pipeline.check_available()
-        self._pipeline.state.settle()
-        own = {index: self._optimizer.method.state_of(shard) for index, shard in self._shards(indices).items()}
-        kinds = self._agree([_kind(own.get(index), name) for index in indices])
-        for index, kind in zip(indices, kinds, strict=True):
-            if kind == _OTHER:
-                self._refuse_name(index, name, own)
+        own = self._states_here(indices)
+        contents = self._agree([_content(own.get(index), name) for index in indices])
+        if _OTHER in contents:
+            self._refuse_name(indices[contents.index(_OTHER)], name, own)
         if name == "step":
-            counts = [float(own[i]["step"]) if own.get(i) else 0.0 for i in indices]
-            steps = self._agree(counts)
-            return [
-                torch.tensor(step, dtype=torch.float32, device="cpu") if kind != _NOTHING else None
-                for step, kind in zip(steps, kinds, strict=True)
-            ]
-        wanted = [index for index, kind in zip(indices, kinds, strict=True) if kind != _NOTHING]
-        shards = {index: own[index][name] for index in wanted if own.get(index)}
+            steps = self._agree([float(own[i]["step"]) if own.get(i) else 0.0 for i in indices])
+            tensors = [torch.tensor(step, dtype=torch.float32, device="cpu") for step in steps]
+            return [t if content != _NOTHING else None for t, content in zip(tensors, contents, strict=True)]
         found: dict[int, torch.Tensor] = {}
-        for kind in sorted({kind for kind in kinds if kind != _NOTHING}):
-            same = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
-            here = {index: shards[index] for index in same if index in shards}
-            full = self._full(same, self._buffer.gather(same, here, _DTYPES[int(kind) - _TENSOR]))
+        for content in sorted(set(contents) - {_NOTHING}):
+            same = [index for index, other in zip(indices, contents, strict=True) if other == content]
+            shards = {index: own[index][name] for index in same if own.get(index)}
+            full = self._full(same, self._buffer.gather(same, shards, _DTYPES[int(content) - _TENSOR]))
             found.update(zip(same, full, strict=True))
         return [found.get(index) for index in indices]
+
+    def _states_here(self, indices: list[int]) -> dict[int, dict[str, Any]]:
+        """Return this rank's part of the states, by index and name."""
+        self._pipeline.check_available()
+        self._pipeline.state.settle()
+        return {index: self._optimizer.method.state_of(shard) or {} for index, shard in self._shards(indices)}
 
     def full_state(self, index: int, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Gather a state that has a value for each element of its parameter.
@@ -290,85 +270,73 @@ class ParameterAccess:
         return self._full([index], self._buffer.gather([index], {} if part is None else {index: part}, dtype))[0]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
-        self._pipeline.check_available()
-        self._pipeline.state.settle()
-        method = self._optimizer.method
-        shard = self._shards([index]).get(index)
-        own = method.state_of(shard) if shard is not None else None
-        (kind,) = self._agree([_kind(own, name)])
-        if kind in (_NOTHING, _OTHER):
-            self._refuse_name(index, name, {index: own or {}})
-        new = (
-            torch.tensor(float(value), dtype=torch.float32, device="cpu")
-            if name == "step"
-            else self._flat(index, value)
-        )
-        if shard is None or own is None:
-            return
-        if name != "step":
-            place = own[name].clone()
-            self._copy(shard, place, new)
-            new = place
-        method.load_state(shard, {**own, name: new})
-        states = (method.state_of(shard) or {}).values()
-        self._buffer.placements.drop_reads(state for state in states if isinstance(state, torch.Tensor))
+        own = self._states_here([index])
+        (content,) = self._agree([_content(own.get(index), name)])
+        if content in (_NOTHING, _OTHER):
+            self._refuse_name(index, name, own)
+        is_step, method = name == "step", self._optimizer.method
+        new = torch.tensor(float(value), dtype=torch.float32, device="cpu") if is_step else self._flat(index, value)
+        for _, shard in self._shards([index]) if own.get(index) else ():
+            part = new if is_step else own[index][name].clone()
+            if not is_step:
+                _copy(shard, part, new)
+            method.load_state(shard, {**own[index], name: part})
+            states = (method.state_of(shard) or {}).values()
+            self._buffer.placements.drop_reads(state for state in states if isinstance(state, torch.Tensor))
 
-    def _refuse_name(self, index: int, name: str, own: dict[int, Any]) -> None:
+    def _refuse_name(self, index: int, name: str, own: dict[int, dict[str, Any]]) -> None:
         raise ValueError(
-            f"parameter '{self._slot(index).name}' has no optimizer state '{name}'; "
+            f"parameter '{self._buffer.layout.slots[index].name}' has no optimizer state '{name}'; "
             + (f"expected one of {sorted(own[index])}" if own.get(index) else "states are made by the first update")
         )
 
     # ---------------------------------------------------------------- shards and full tensors
 
-    def _slot(self, index: int) -> Slot:
-        return self._buffer.layout.slots[index]
-
-    def _shards(self, indices: Iterable[int]) -> dict[int, OptimParamShard]:
+    def _shards(self, indices: Iterable[int]) -> list[tuple[int, OptimParamShard]]:
+        """Return what this rank owns of these parameters, with their indices."""
         wanted = set(indices)
-        return {p.index: p for p in self._optimizer.shards() if p.index in wanted}
+        return [(shard.index, shard) for shard in self._optimizer.shards() if shard.index in wanted]
 
     def _flat(self, index: int, value: object) -> torch.Tensor:
         """Check the shape of ``value``, and return it flat, in the parameter's order in memory. With tensor parallelism
         only this rank's shard of it is returned."""
-        parameter = self._buffer.parameters[index]
+        parameter, bucket = self._buffer.parameters[index], self._reducer.bucket_of[index]
         spec = shard_spec_of(parameter)
         shape = unpartitioned_shape(parameter) if spec is None else torch.Size(spec.full_shape)
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(f"parameter '{self._slot(index).name}': expected a tensor of {tuple(shape)}, got {got}")
-        device = self._buffer.buckets[self._slot(index).bucket].master.device
+            name = self._buffer.layout.slots[index].name
+            raise ValueError(f"parameter '{name}': expected a tensor of {tuple(shape)}, got {got}")
         part = value.detach() if spec is None else spec.of(value.detach())
-        return flattened(part.to(device), self._reducer.bucket_of[index].strides[index])
-
-    def _copy(self, shard: OptimParamShard, target: torch.Tensor, flat: torch.Tensor) -> None:
-        fragment = shard.fragment
-        part = flat.narrow(0, fragment.param_start, fragment.numel)
-        if target.shape == part.shape:
-            target.copy_(part)
-        else:  # the optimizer needs full parameters, so the shard has the parameter's shape
-            index = fragment.slot.index
-            target.copy_(flat.as_strided(target.shape, self._reducer.bucket_of[index].strides[index]))
+        return flattened(part.to(bucket.master.device), bucket.strides[index])
 
     def _agree(self, values: list[float], comm: Communicator | None = None) -> list[float]:
         """Return the maximum of each value over ranks, by default over the data-parallel ones."""
-        return largest(values, comm or self._data, self._buffer.placements.device, "access", torch.float64)
+        device = self._buffer.placements.device
+        return largest(values, comm or self._topology.data, device, "access", torch.float64)
 
     def _full(self, indices: list[int], shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the full tensors of ``shards``, which are this rank's tensor-parallel shards where layers are
         sharded."""
         results = []
         for index, part in zip(indices, shards, strict=True):
-            spec = shard_spec_of(self._buffer.parameters[index])
-            if spec is None:
-                results.append(part)
-                continue
-            full = part.new_zeros(spec.full_shape)
-            spec.into(full, part)
-            # A sum puts the shards together: each rank has zeros outside of its own.
-            self._tensor.all_reduce(full.view(-1), tag="access").wait()
+            full, spec = part, shard_spec_of(self._buffer.parameters[index])
+            if spec is not None:
+                full = part.new_zeros(spec.full_shape)
+                spec.into(full, part)
+                # A sum puts the shards together: each rank has zeros outside of its own.
+                self._topology.tensor.all_reduce(full.view(-1), tag="access").wait()
             results.append(full)
         return results
+
+
+def _copy(shard: OptimParamShard, target: torch.Tensor, flat: torch.Tensor) -> None:
+    """Copy this rank's part of ``flat``, all elements of a parameter, to ``target``."""
+    fragment = shard.fragment
+    part = flat.narrow(0, fragment.param_start, fragment.numel)
+    if target.shape != part.shape:  # the optimizer needs full parameters, so the shard has the parameter's shape
+        part = flat.as_strided(target.shape, shard.bucket.strides[shard.index])
+    target.copy_(part)
 
 
 # What a rank knows of a state. The order matters: ranks without elements of a parameter have no state of it, so the
@@ -377,7 +345,7 @@ _NOTHING, _OTHER, _TENSOR = 0.0, 1.0, 2
 _DTYPES = (*FLOATS, torch.float64)
 
 
-def _kind(state: dict[str, object] | None, name: str) -> float:
+def _content(state: dict[str, Any] | None, name: str) -> float:
     if not state:
         return _NOTHING
     value = state.get(name)
