@@ -327,11 +327,12 @@ class Program:
             lambda: torch._foreach_add_([p.grad for p in shown], 1e-3),
             lambda: setattr(last, "grad", torch.full_like(last.grad, 0.125)),
         ]
-        for way in self.shared.sample(ways, 3):
+        chosen = self.shared.sample(ways, 3)
+        for way in chosen:
             way()
         if self.shared.random() < 0.5:
             first.grad = None
-        if self.shared.random() < 0.3:  # and more comes
+        if self.shared.random() < 0.3 and ways[-1] not in chosen:  # and more comes
             self.backward(0, self.engine._parts.accumulation.weighted)
         self.engine.step()
 

@@ -112,7 +112,7 @@ class StatsVector:
             written: what the observers have written.
         """
         self._values, self._layout, self.world_size = values, layout, world_size
-        self._squares, self._uses, self._scalars = values[layout.squares], values[layout.uses], values[layout.weights]
+        self._squares, self._uses, self._weights = values[layout.squares], values[layout.uses], values[layout.weights]
         self._own = (used, weight)
         self._written = written
         self._read: HostRead | None = None
@@ -136,11 +136,11 @@ class StatsVector:
 
     def weight(self) -> torch.Tensor:
         """Sum of the weights, per rank on average, 0-dim float64 on the device."""
-        return self._scalars[0] / self.world_size
+        return self._weights[0] / self.world_size
 
     def mixed(self) -> torch.Tensor:
         """Return True if some ranks have weights and others have not; a 0-dim bool tensor on the device."""
-        return self._scalars[1] * self._scalars[2] > 0
+        return self._weights[1] * self._weights[2] > 0
 
     def norms(self) -> torch.Tensor:
         """L2 norms of the gradients by parameter, [n] float64 on the device."""
