@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.planning.jobs import KINDS, NUMEL, settings, stack
+from tests.planning.jobs import NUMEL, stack
 from tests.unit.plan_examples import GB, make_items, make_peak, make_plan
 from zerolite import planning
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
@@ -155,12 +155,6 @@ def test_offload_is_planned_where_nothing_else_fits(compared: Compare) -> None:
     assert line.startswith("Other sizes of buckets") and all(name in (*PLAIN, *HOST, *HOST_3) for name, _ in made.rows)
 
 
-def test_sizes_are_tried_where_they_can_help(compared: Compare) -> None:
-    """80 GB are enough for stage 2 if its buckets, 3 GB, are smaller."""
-    made = compared(config(), [83, 84, 83, 90], buckets=3)
-    assert [name for name, _ in made.rows if "M" in name] == ["stage 2, buckets of 500M"]
-
-
 def test_offload_is_planned_where_it_is_asked_for_or_the_memory_is_not_known(compared: Compare) -> None:
     own = compared(config(stage=1, offload_optimizer={"device": "cpu"}), [60, 50, 40, 30])
     assert set(rows_of(own)) == {*PLAIN, *HOST, *HOST_3} and chosen_of(own) == "stage 0"
@@ -174,37 +168,6 @@ def test_offload_is_not_planned_where_a_stage_fits(compared: Compare, peaks: lis
     assert rows_of(made) == PLAIN and chosen_of(made) == chosen
     (line,) = [line for line in made.left_out if "Settings with offload" in line]
     assert "are not planned" in line and "\n" not in line
-
-
-def test_only_what_offloads_is_held_against_a_host_that_nobody_has_named(compared: Compare) -> None:
-    made = dict(compared(config(), [400] * 4, offload_host_memory=GB).rows)
-    assert (made["stage 1"].host_memory, made[HOST[0]].host_memory) == (None, GB)
-    made = dict(compared(config(), [400] * 4, offload_host_memory=GB, host_memory=2 * GB).rows)
-    assert made["stage 1"].host_memory == made[HOST[0]].host_memory == 2 * GB
-
-
-def test_one_line_says_what_is_left_out_for_one_reason(compared: Compare) -> None:
-    made = compared(config(), [400, 300, 200, 100], **{"no offload": True})
-    assert rows_of(made) == PLAIN
-    names = "; ".join([*HOST, *HOST_3])
-    reason = "optimizer.params.capturable: expected false with offload_optimizer, got true"
-    assert made.left_out[0] == f"{names} are left out: {reason}"
-    made = compared(config(), [400, None, None, 300])
-    assert made.left_out[0] == "stage 1; stage 2 are left out: the engine refuses this job: it is too odd"
-    assert rows_of(made) == ["stage 0", "stage 3", *HOST_3]
-    with pytest.raises(RefusedError, match="too odd"):
-        compared(config(), [None] * 4)
-
-
-@pytest.mark.slow
-def test_settings_that_are_compared_have_their_own_plans() -> None:
-    job = KINDS["even gpt"]
-    config = load_config(settings(stage=1, buckets="auto", accumulation=2))
-    options: dict[str, Any] = {"batch": job.batch, "device": "cpu", "device_memory": 10**9}
-    rows = dict(compare(job.make, config, 2, **options).rows)
-    assert len(rows) == len(plain_settings(config))
-    for setting in plain_settings(config):
-        assert plan(job.make, with_zero(config, **setting.keys), 2, **options) == rows[setting.name]
 
 
 # -------------------------------------------------------------------- offload
