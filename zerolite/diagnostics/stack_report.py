@@ -242,6 +242,7 @@ def _members(comm: Communicator) -> str:
 
 _ZEROLITE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LAUNCHER = os.path.join(_ZEROLITE, "launcher") + os.sep
+_MARKER = os.path.join(_ZEROLITE, "comm", "flight_recorder.py")  # around marked functions in a debug run
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 _PACKAGES = os.path.abspath(sysconfig.get_paths()["purelib"]) + os.sep
@@ -258,7 +259,7 @@ def _frames(innermost: FrameType | None) -> list[FrameType]:
 
 def _kind(frame: FrameType) -> str:
     path = frame.f_code.co_filename
-    if path.startswith(_LAUNCHER) or path.startswith("<frozen"):
+    if path.startswith((_LAUNCHER, "<frozen")) or path == _MARKER:
         return "other"
     if path.startswith(_ZEROLITE):
         return "zerolite"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerolite.activation_checkpointing import attach
-from zerolite.comm import CollectiveCheck, Topology, check_is_enabled, raise_together
+from zerolite.comm import CollectiveCheck, Topology, check_is_enabled, collective, raise_together
 from zerolite.config import ZeroliteConfig
 from zerolite.diagnostics.consistency import ConsistencyCheck, LatestNumbers, shared_weights
 from zerolite.diagnostics.rank_comparison import check_initialize, check_made_optimizer
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerolite")
 
 
+@collective
 def build_engine(
     model: torch.nn.Module,
     config: ZeroliteConfig,
@@ -123,6 +124,7 @@ def _check_states_on_all_ranks(
     raise_together(topology.world, device, "errors", error, "zerolite.initialize", ValueError)
 
 
+@collective
 def _make_engine(
     parts: EngineParts,
     builder: PartsBuilder,
@@ -130,7 +132,7 @@ def _make_engine(
     schedule: LearningRateSchedule,
     pipe_stage: PreparedStage | None,
 ) -> Engine:
-    """Install the hooks and observers, and make the engine. Called on all ranks."""
+    """Install the hooks and observers, and make the engine."""
     model, config, topology, observers = parts.model, parts.config, parts.topology, parts.observers
     _watch_program(parts)
     hooks = [_AfterLoading(parts.pipeline).install(m.register_load_state_dict_post_hook) for m in model.modules()]
@@ -189,8 +191,9 @@ def _watch_program(parts: EngineParts) -> None:
         parts.observers.add(ProgramCollectives(parts.reducer, parts.call, logs=comm.main))
 
 
+@collective
 def _observe_steps(parts: EngineParts, device_kind: str) -> ScheduleAgreement | None:
-    """Add the observers that have a slice of the statistics, or raise what these show. Called on all ranks.
+    """Add the observers that have a slice of the statistics, or raise what these show.
 
     Args:
         device_kind: type of device whose rules of memory apply.

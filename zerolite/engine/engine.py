@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.comm.initial_sync import broadcast_together
 from zerolite.data import metrics
 from zerolite.data.dataloader import RepeatingLoader
@@ -105,6 +106,7 @@ class Engine(EngineBase):
 
     forward = __call__
 
+    @collective
     def backward(
         self,
         loss: torch.Tensor,
@@ -164,6 +166,7 @@ class Engine(EngineBase):
         reducer.end_backward(complete=True)
         return loss
 
+    @collective
     def step(self, flush: bool = False) -> bool:
         """End a micro-batch. If it completes a gradient accumulation, update the parameters.
 
@@ -193,6 +196,7 @@ class Engine(EngineBase):
 
     # ---------------------------------------------------------------- whole steps
 
+    @collective
     def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
         """Run one full step: forward and backward of ``gradient_accumulation_steps`` micro-batches, and the update.
 
@@ -216,6 +220,7 @@ class Engine(EngineBase):
         batches = self._batches_of(data_iter, "train_batch")
         return whole_steps.train_batch(self, batches) if self._runner is None else self._runner.train_batch(batches)
 
+    @collective
     @torch.no_grad()
     def eval_batch(
         self,
@@ -292,6 +297,7 @@ class Engine(EngineBase):
 
     # ---------------------------------------------------------------- phases
 
+    @collective
     def reduce_gradients(self) -> None:
         """Finish the mean over ranks of all gradients since the last step. Called on all ranks."""
         self._parts.pipeline.reduce()
@@ -318,6 +324,7 @@ class Engine(EngineBase):
         """
         compile_blocks(self.module, *args, **kwargs)
 
+    @collective
     def clip_gradients(self, max_norm: float) -> float:
         """Clip the pending gradients to an L2 norm, and return the norm before, as ``torch.nn.utils.clip_grad_norm_``.
 
@@ -328,6 +335,7 @@ class Engine(EngineBase):
         """
         return self._parts.pipeline.clip(max_norm)
 
+    @collective
     def update(self) -> None:
         """Update the master weights that this rank owns, then counters, scheduler and loss scale.
 
@@ -336,10 +344,12 @@ class Engine(EngineBase):
         """
         self._parts.pipeline.update()
 
+    @collective
     def publish(self) -> None:
         """All-gather the updated values into the module's parameters. Called on all ranks."""
         self._parts.pipeline.all_gather_params()
 
+    @collective
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step; ``set_to_none`` has no effect. Called on all ranks."""
         self._parts.pipeline.zero_grad()
@@ -384,6 +394,7 @@ class Engine(EngineBase):
         """
         return self._loaders.prepare(loader)
 
+    @collective
     def reduce(self, value: object, op: str = "mean") -> Any:
         """Reduce ``value`` over all ranks, with the same result on all of them.
 
@@ -403,6 +414,7 @@ class Engine(EngineBase):
         """
         return metrics.reduce(value, op, self._parts.topology.data, self.device)
 
+    @collective
     def gather(self, tensors: object) -> Any:
         """Concatenate the rows of all ranks, in rank order, on all of them.
 
@@ -414,6 +426,7 @@ class Engine(EngineBase):
         """
         return metrics.gather(tensors, self._parts.topology.data, self.device)
 
+    @collective
     def gather_for_metrics(self, tensors: object, loader: object = None) -> Any:
         """Gather one row for each sample, in the order of the data set, without samples that were repeated.
 

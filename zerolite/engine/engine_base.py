@@ -13,7 +13,7 @@ import torch
 from zerolite.checkpoint.checkpointer import Checkpointer
 from zerolite.checkpoint.full_state import FullState
 from zerolite.checkpoint.parameter_access import ParameterAccess
-from zerolite.comm import DeviceMesh, local_rank
+from zerolite.comm import DeviceMesh, collective, local_rank
 from zerolite.data.dataloader import Loaders
 from zerolite.engine.lifetime import EngineRef
 from zerolite.engine.state_offload import StateOffload
@@ -66,6 +66,7 @@ class EngineBase:
         """
         return memory_report(self._parts)
 
+    @collective
     def offload_states(
         self,
         include: Iterable[object] | None = None,
@@ -95,6 +96,7 @@ class EngineBase:
         """
         self._offload.offload(include, device, pin_memory, non_blocking)
 
+    @collective
     def reload_states(self, non_blocking: bool = False) -> None:
         """Undo :meth:`offload_states`. Without such a call, nothing happens.
 
@@ -127,6 +129,7 @@ class EngineBase:
 
     # ---------------------------------------------------------------- checkpoints
 
+    @collective
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -163,6 +166,7 @@ class EngineBase:
         request = save_dir, tag, save_latest, exclude_frozen_parameters, async_save
         return self._checkpointer.save(self.lr_scheduler, client_state, *request)
 
+    @collective
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -198,12 +202,14 @@ class EngineBase:
         flags = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, missing_ok
         return self._checkpointer.load(self.lr_scheduler, load_dir, tag, *flags)
 
+    @collective
     def wait_for_checkpoint(self) -> None:
         """Wait for a save in the background. Raises CheckpointError if it fails. Called on all ranks."""
         self._checkpointer.wait()
 
     # ---------------------------------------------------------------- full models
 
+    @collective
     def full_state_dict(self, rank0_only: bool = False, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Return the full model's state dict, at every stage and on every grid of ranks.
 
@@ -219,6 +225,7 @@ class EngineBase:
         """
         return self._full_state.get(rank0_only, dtype)
 
+    @collective
     def load_full_state_dict(self, state: Mapping[str, object] | None, strict: bool = True) -> None:
         """Load rank 0's state dict of the full model, at every stage and on every grid of ranks, masters included.
 
@@ -234,6 +241,7 @@ class EngineBase:
         """
         self._full_state.load(state, strict)
 
+    @collective
     def full_optimizer_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
         """Return the optimizer's states with full tensors, as ``torch.optim.Optimizer.state_dict`` has them.
 
@@ -250,6 +258,7 @@ class EngineBase:
         """
         return self._full_state.get_optimizer_state(rank0_only)
 
+    @collective
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],

@@ -17,6 +17,7 @@ from zerolite.comm import (
     HostGroup,
     RaiseTogether,
     Topology,
+    collective,
     create_communicator,
     create_topology,
     init_distributed,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerolite")
 
 
+@collective
 def initialize(
     model: torch.nn.Module,
     config: ZeroliteConfig | dict[str, Any] | str | os.PathLike[str],
@@ -155,6 +157,7 @@ def _listed_params(entry: Any) -> Any:
 # -------------------------------------------------------------------- this rank's part of the model
 
 
+@collective
 def parallelize_model(
     model: torch.nn.Module,
     config: ZeroliteConfig,
@@ -166,8 +169,6 @@ def parallelize_model(
 
     Returns:
         The prepared stage, None without a pipeline; and the loss function, the given one or the model's.
-
-    Called on all ranks.
     """
     pipe_stage: Any = None
     if not topology.trivial:
@@ -204,11 +205,12 @@ def _shard_layers(model: torch.nn.Module, config: ZeroliteConfig, topology: Topo
         raise ValueError(f"tensor_parallel.plan: {sentence}")
 
 
+@collective
 def _keep_local_patterns(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
     """Return ``config`` without the patterns that match only modules of other stages.
 
     A LayerSpec makes its layer on its own stage alone, so the other stages do not have that module. Raises ConfigError
-    on all ranks for a pattern that matches on no stage. Called on all ranks.
+    on all ranks for a pattern that matches on no stage.
     """
     if topology.pipe.world_size == 1:
         return config
