@@ -10,7 +10,7 @@ import torch
 from zerolite.comm import Communicator, HostMaximum
 from zerolite.comm.ranks import name_ranks
 from zerolite.zero.engine_parts import EngineParts
-from zerolite.zero.grad_stats import SAME_BATCH
+from zerolite.zero.stats import SAME_BATCH
 
 NoteInputs = Callable[[list[torch.Tensor]], None]
 """Function that takes the inputs of a forward, to be compared with the step's statistics."""

@@ -8,8 +8,8 @@ import torch
 
 from zerolite.diagnostics.consistency import LatestNumbers, UpdateNumbers
 from zerolite.diagnostics.rank_comparison import describe_value
-from zerolite.zero.grad_stats import SquaresPlan
 from zerolite.zero.observers import StepObserver, Update
+from zerolite.zero.stats import SquaresPlan
 from zerolite.zero.update import SpanTensors
 
 Sums = dict[torch.device, torch.Tensor]  # of the squares of masters by param group, float64, where the masters are

@@ -38,7 +38,6 @@ from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts, ModuleCall
-from zerolite.zero.grad_stats import StatsCollector
 from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import AUTO_BUCKET, PartitionLayout
@@ -51,6 +50,7 @@ from zerolite.zero.stage3.partitioned_model import PartitionedModel
 from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks
 from zerolite.zero.stage3.partitioned_parameter import handle_of, move_shard
 from zerolite.zero.stages import STAGES
+from zerolite.zero.stats import StatsCollector
 from zerolite.zero.step import StepPipeline
 from zerolite.zero.step_state import StepState
 from zerolite.zero.step_update import StepUpdate

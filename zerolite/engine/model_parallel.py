@@ -21,11 +21,11 @@ from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.grad_stats import LOCAL, SAME_BATCH, StatsCollector
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import Fragment
 from zerolite.zero.observers import Observers, StepObserver
 from zerolite.zero.reducer import Reducer
+from zerolite.zero.stats import LOCAL, SAME_BATCH, StatsCollector
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import TiedParam

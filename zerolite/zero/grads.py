@@ -32,8 +32,8 @@ from zerolite.zero.sharded_gradient import ShardedGradient, Window
 from zerolite.zero.stage3.absent_parameter import as_plain_tensors
 
 if TYPE_CHECKING:
-    from zerolite.zero.grad_stats import StatsCollector, StatsVector
     from zerolite.zero.reducer import Reducer
+    from zerolite.zero.stats import StatsCollector, StatsVector
     from zerolite.zero.step import StepPipeline
 
 Factor = float | torch.Tensor

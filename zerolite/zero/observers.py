@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from zerolite.zero.grad_stats import GradStats
     from zerolite.zero.grads import Change
+    from zerolite.zero.stats import GradStats
     from zerolite.zero.update import SpanTensors
 
 REDUCE_WAIT, GATHER, STEP = "reduce_wait", "gather", "step"

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from zerolite.comm.flight_recorder import EVENTS
-from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.grads import Gradients
 from zerolite.zero.observers import REDUCE_WAIT, STEP
 from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.reducer import Reducer
+from zerolite.zero.stats import StatsCollector, StatsVector
 from zerolite.zero.step_state import StepState, mean_weight
 from zerolite.zero.step_update import StepUpdate, WrittenValues
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.grad_stats import GradStats
 from zerolite.zero.observers import StepObserver, UpdateFacts
+from zerolite.zero.stats import GradStats
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.fetch_schedule import FetchSchedule

@@ -23,10 +23,10 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.grad_stats import GradStats, StatsVector, clip_coefficient
 from zerolite.zero.grads import Change, Factor
 from zerolite.zero.layout import Slot
 from zerolite.zero.observers import Observers, UpdateFacts, WrittenSlice
+from zerolite.zero.stats import GradStats, StatsVector, clip_coefficient
 from zerolite.zero.update import UpdateMethod
 
 logger = logging.getLogger("zerolite")

@@ -9,13 +9,13 @@ import torch
 
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.grad_stats import StatsVector
 from zerolite.zero.grads import Factor
 from zerolite.zero.observers import Observers, Update
 from zerolite.zero.offload import OffloadUpdate
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.stats import StatsVector
 from zerolite.zero.step_state import StepState
 from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups
 
