@@ -40,10 +40,12 @@ class CpuKernels:
         self._update = declare(library.zl_cpu_update, c_int32, POINTER(Update))
         self._norm = declare(library.zl_cpu_norm, c_int32, POINTER(Norm))
         self.best_isa: int = declare(library.zl_best_isa, c_int32)()
-        self._isa = isa
+        self._isa, self._openmp = isa, _openmp()
 
     def update(self, call: UpdateCall) -> None:
-        _check(self._update(Update(call, self._isa, _threads())), "update")
+        error = self._update(Update(call, self._isa, Threads(*self._openmp, torch.get_num_threads())))
+        if error:
+            raise _refusal(error, "update")
 
     def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
         """Add the sum of squares of each segment to its owner's sum, in double.
@@ -53,20 +55,16 @@ class CpuKernels:
             values: flat tensors of one dtype.
             table: int64 [segments, 4], rows (tensor, start, elements, owner).
         """
-        arguments = Norm(sums, values, table, self._isa, _threads())
+        arguments = Norm(sums, values, table, self._isa, Threads(*self._openmp, torch.get_num_threads()))
         chunks = (table[:, 2].clamp(0, max(value.numel() for value in values)) + (NORM_CHUNK - 1)) // NORM_CHUNK
         arguments.allocate_partials(int(chunks.sum()), sums.device)
-        _check(self._norm(arguments), "norm")
+        error = self._norm(arguments)
+        if error:
+            raise _refusal(error, "norm")
 
 
-def _check(code: int, what: str) -> None:
-    if code:
-        raise ValueError(f"the CPU kernel for the {what} refused its arguments: {_ERRORS.get(code, code)}")
-
-
-def _threads() -> Threads:
-    parallel, thread_num = _openmp()
-    return Threads(parallel=parallel, thread_num=thread_num, threads=torch.get_num_threads())
+def _refusal(code: int, what: str) -> ValueError:
+    return ValueError(f"the CPU kernel for the {what} refused its arguments: {_ERRORS.get(code, code)}")
 
 
 @functools.cache

@@ -114,17 +114,11 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}{strided}"
 
 
-def _call_of(rule: int, count: int, arguments: Sequence[Any]) -> UpdateCall:
-    params, grads, *rest = arguments
-    states = tuple(rest[:count])
-    if rule == SGD and not states[0]:  # without momentum
-        states = ()
-    return UpdateCall(rule, params, grads, states, *rest[count:])
-
-
 def _update_implementation(rule: int, count: int, real: bool) -> Any:
     def implementation(*arguments: Any) -> None:
-        call = _call_of(rule, count, arguments)
+        params, grads, *rest = arguments
+        states = () if rule == SGD and not rest[0] else tuple(rest[:count])  # none: without momentum
+        call = UpdateCall(rule, params, grads, states, *rest[count:])
         _check(call)
         if not real or not call.params or not call.table.shape[0]:
             return

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, SGD, Tensors
+from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, Tensors
 from zerolite.ops.lion import Lion
 
 Group = Mapping[str, Any]
-Row = tuple[float, ...]
+Row = tuple[float, float, float, float, float, float, float, float]  # scalars of csrc/rules.h
 
 ONLY_HERE = ("bias_correction", "fp32_optimizer_states")
 """Keys of a param group that, if False, only the kernels (and their reference) support."""
@@ -96,14 +96,6 @@ class UpdateRule:
         return torch.bfloat16 if True in halves else update
 
 
-def _filled(*columns: float) -> Row:
-    return (*map(float, columns), *[0.0] * (COLUMNS - len(columns)))
-
-
-def _sign(group: Group) -> float:
-    return -1.0 if group.get("maximize") else 1.0
-
-
 def _adam_row(group: Group, step: int, decoupled: bool) -> Row:
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     beta1, beta2 = map(float, group["betas"])
@@ -111,40 +103,31 @@ def _adam_row(group: Group, step: int, decoupled: bool) -> Row:
     if not group.get("bias_correction", True):
         correction1 = correction2 = 1.0
     shrink, l2 = (-lr * decay, 0.0) if decoupled else (0.0, decay)
-    return _filled(
-        _sign(group),
-        shrink,
-        l2,
-        1.0 - beta1,
-        1.0 - beta2,
-        correction2**0.5,
-        float(group["eps"]),
-        -(lr / correction1),
-    )
+    sign = -1.0 if group.get("maximize") else 1.0
+    root, rate = correction2**0.5, lr / correction1
+    return sign, shrink, l2, 1.0 - beta1, 1.0 - beta2, root, float(group["eps"]), -rate
 
 
 def _lion_row(group: Group, step: int) -> Row:
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
-    return _filled(1.0, -lr * float(group["weight_decay"]), 1.0 - beta1, 1.0 - beta2, -lr)
+    return 1.0, -lr * float(group["weight_decay"]), 1.0 - beta1, 1.0 - beta2, -lr, 0.0, 0.0, 0.0
 
 
 def _adagrad_row(group: Group, step: int) -> Row:
+    sign = -1.0 if group.get("maximize") else 1.0
     rate = float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"]))
-    return _filled(_sign(group), float(group["weight_decay"]), float(group["eps"]), -rate)
+    return sign, float(group["weight_decay"]), float(group["eps"]), -rate, 0.0, 0.0, 0.0, 0.0
 
 
 def _sgd_row(group: Group, step: int) -> Row:
-    momentum = float(group["momentum"])
-    return _filled(
-        _sign(group),
+    sign, decay, momentum = (
+        -1.0 if group.get("maximize") else 1.0,
         float(group["weight_decay"]),
-        momentum,
-        1.0 - float(group["dampening"]),
-        step == 1,
-        bool(group["nesterov"]),
-        -float(group["lr"]),
+        float(group["momentum"]),
     )
+    fresh, nesterov = float(step == 1), float(bool(group["nesterov"]))
+    return sign, decay, momentum, 1.0 - float(group["dampening"]), fresh, nesterov, -float(group["lr"]), 0.0
 
 
 _ADAM_STATES = ("exp_avg", "exp_avg_sq")
