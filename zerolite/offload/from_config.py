@@ -14,7 +14,7 @@ import torch
 from zerolite.comm import Communicator, HostGroup, RaiseTogether
 from zerolite.config import ZeroliteConfig
 from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
-from zerolite.offload.placement import DiskPlacement, HostPlacement, Placement, Placements
+from zerolite.offload.placement import DiskPlacement, HostPlacement, OffloadOptions, Placement, Placements
 from zerolite.offload.swap_file import SwapFile
 from zerolite.ops.async_io import AsyncIO
 from zerolite.utils.accelerator import current_platform
@@ -82,10 +82,12 @@ def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) ->
         optimizer=_placement(zero.offload_optimizer, device, open_file, "offload_optimizer"),
         parameters=_placement(zero.offload_param, device, open_file, "offload_param"),
         separate_memory=kind != "cpu",
-        ratio=zero.offload_optimizer.ratio,
-        sub_group_numel=zero.sub_group_size,
-        buffer_count=zero.offload_optimizer.buffer_count,
-        max_in_host=zero.offload_param.max_in_cpu,
+        options=OffloadOptions(
+            zero.offload_optimizer.ratio,
+            zero.sub_group_size,
+            zero.offload_optimizer.buffer_count,
+            zero.offload_param.max_in_cpu,
+        ),
     )
 
 

@@ -9,7 +9,7 @@ buffers while it works: see :mod:`zerolite.offload.transfers`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -112,7 +112,23 @@ class DiskPlacement(Placement):
         return tag_memory(self.file.zeros(numel * dtype.itemsize).view(dtype), item, self.location)
 
 
-@dataclass
+@dataclass(frozen=True)
+class OffloadOptions:
+    """How much is offloaded, and in what portions.
+
+    Attributes:
+        ratio: fraction of the elements, from 0 to 1, whose states are offloaded; the others stay on the device.
+        sub_group_numel: most elements of a shard in one sub-group of an update that runs on the host or is staged.
+        buffer_count: sub-groups that are staged, updated or written back at the same time.
+        max_in_host: elements of this rank's shards that stay on the host if the others are on disk.
+    """
+
+    ratio: float = 1.0
+    sub_group_numel: int = 1_000_000_000
+    buffer_count: int = 4
+    max_in_host: int = 0
+
+
 class Placements:
     """Placements of an engine's states.
 
@@ -122,37 +138,27 @@ class Placements:
         parameters: placement of stage 3's shards.
         separate_memory: device and host have different memories. If the CPU computes they are the same, and nothing is
             copied between them.
-        ratio: fraction of the elements, from 0 to 1, that go to ``optimizer``; the others stay on the device.
-        sub_group_numel: most elements of a shard in one sub-group of an update that runs on the host or is staged.
-        buffer_count: sub-groups that are staged, updated or written back at the same time.
-        max_in_host: elements of this rank's shards that stay on the host if ``parameters`` is the disk.
+        options: see the class.
         on_drop_reads: callbacks that drop reads ahead.
     """
 
-    device: torch.device
-    optimizer: Placement
-    parameters: Placement
-    separate_memory: bool = True
-    ratio: float = 1.0
-    sub_group_numel: int = 1_000_000_000
-    buffer_count: int = 4
-    max_in_host: int = 0
-    on_drop_reads: list[Callable[[], None]] = field(default_factory=list)
-    _device_buckets: set[int] = field(default_factory=set)  # buckets whose optimizer states stay on the device
-    _buckets: int = 0  # number of buckets that `set_buckets` has seen
-
-    @classmethod
-    def on(cls, device: torch.device) -> Placements:
-        """Return the placements of an engine that offloads nothing."""
-        placement = Placement(device)
-        return cls(device, placement, placement)
-
-    @property
-    def offloads(self) -> bool:
-        return self.optimizer.location != DEVICE or self.parameters.location != DEVICE
+    def __init__(
+        self,
+        device: torch.device,
+        optimizer: Placement,
+        parameters: Placement,
+        separate_memory: bool = True,
+        options: OffloadOptions = OffloadOptions(),
+    ) -> None:
+        self.device, self.optimizer, self.parameters = device, optimizer, parameters
+        self.separate_memory, self.options = separate_memory, options
+        self.on_drop_reads: list[Callable[[], None]] = []
+        self._room_in_host = options.max_in_host
+        self._device_buckets: set[int] = set()  # buckets whose optimizer states stay on the device
+        self._buckets = 0  # number of buckets that `set_buckets` has seen
 
     def set_buckets(self, numels: Sequence[int]) -> None:
-        """Choose the buckets whose states stay on the device, so that about ``ratio`` of all elements are offloaded.
+        """Choose the buckets whose states stay on the device, so that ``options.ratio`` of all elements are offloaded.
 
         The last buckets stay: their gradients come last, so nothing would hide their transfers. Buckets that are added
         later are offloaded.
@@ -163,7 +169,7 @@ class Placements:
         if self._buckets or self.optimizer.location == DEVICE:
             return
         self._buckets = len(numels)
-        self._device_buckets = set(_last_ones(numels, 1.0 - self.ratio))
+        self._device_buckets = set(_last_ones(numels, 1.0 - self.options.ratio))
 
     def optimizer_placement(self, bucket: int) -> Placement:
         """Return the placement of a bucket's masters, states and gradients."""
@@ -171,16 +177,16 @@ class Placements:
 
     def place_parameters(self, numel: int, persistent: bool = False) -> Placement:
         """Return the placement of new shards. Called once for each shard: if ``parameters`` is the disk, the first
-        ``max_in_host`` elements stay on the host.
+        ``options.max_in_host`` elements stay on the host.
 
         Args:
             numel: elements of the shards.
             persistent: the whole parameters stay on the device. Then their shards stay on the host, too.
         """
         placement = self.parameters
-        if isinstance(placement, DiskPlacement) and (persistent or numel <= self.max_in_host):
+        if isinstance(placement, DiskPlacement) and (persistent or numel <= self._room_in_host):
             if not persistent:
-                self.max_in_host -= numel
+                self._room_in_host -= numel
             return HostPlacement(placement.pin)
         return placement
 
@@ -197,7 +203,7 @@ class Placements:
 
     def update_devices(self) -> list[torch.device]:
         """Return every device on which buckets may be updated."""
-        both = self.ratio < 1.0 and self.optimizer.location != DEVICE
+        both = self.options.ratio < 1.0 and self.optimizer.location != DEVICE
         return list(dict.fromkeys([self.optimizer.device, *([self.device] if both else [])]))
 
     @property

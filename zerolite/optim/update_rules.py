@@ -121,13 +121,9 @@ def _adagrad_row(group: Group, step: int) -> Row:
 
 
 def _sgd_row(group: Group, step: int) -> Row:
-    sign, decay, momentum = (
-        -1.0 if group.get("maximize") else 1.0,
-        float(group["weight_decay"]),
-        float(group["momentum"]),
-    )
-    fresh, nesterov = float(step == 1), float(bool(group["nesterov"]))
-    return sign, decay, momentum, 1.0 - float(group["dampening"]), fresh, nesterov, -float(group["lr"]), 0.0
+    sign, decay = -1.0 if group.get("maximize") else 1.0, float(group["weight_decay"])
+    momentum, taken = float(group["momentum"]), 1.0 - float(group["dampening"])
+    return sign, decay, momentum, taken, float(step == 1), float(bool(group["nesterov"])), -float(group["lr"]), 0.0
 
 
 _ADAM_STATES = ("exp_avg", "exp_avg_sq")

@@ -278,7 +278,7 @@ class OffloadUpdate:
         """
         alignment = SPAN_ALIGNMENT if self._method.splits_buckets else 0
         elements = sum(numel for side in buckets.values() for _, numel in side)
-        limit = min(self._placements.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
+        limit = min(self._placements.options.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
         self.groups = [group for side in buckets.values() for group in sub_groups(side, limit, alignment)]
 
     def run(self, gather: bool, update: Update, on_updated: Callable[[Sequence[SpanTensors], bool], None]) -> None:
@@ -295,7 +295,7 @@ class OffloadUpdate:
         if not gather:
             buckets = {span.bucket for spans in self.groups for span in spans}
             self._placements.drop_reads([master for bucket in buckets for master in bucket.sync_master_from_param()])
-        count = self._placements.buffer_count
+        count = self._placements.options.buffer_count
         plans = [[self._plan_span(span, gather) for span in spans] for spans in self.groups]
         sizes = [[tensor.nbytes for plan in group for tensor in plan.tensors.values()] for group in plans]
         buffer_bytes, longest = max(map(sum, sizes)), max(map(max, sizes))
