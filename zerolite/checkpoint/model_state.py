@@ -28,8 +28,8 @@ from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
+from zerolite.zero.stage3.comm_context import refresh
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, unpartitioned_numel, unpartitioned_shape
-from zerolite.zero.stage3.persistent_parameters import refresh
 from zerolite.zero.update import OptimParamShard
 
 PARAMETERS, BUFFERS, OPTIMIZER, RANKS = "parameters/", "buffers/", "optimizer/", "ranks/"

@@ -14,11 +14,8 @@ from zerolite.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.gathered_parameters import GatheredParameters
-    from zerolite.zero.stage3.init_context import Init
-    from zerolite.zero.stage3.partition_parameters import (
-        register_external_parameter,
-        unregister_external_parameter,
-    )
+    from zerolite.zero.stage3.param_group import register_external_parameter, unregister_external_parameter
+    from zerolite.zero.stage3.partition_parameters import Init
     from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus
 
 __all__ = [
@@ -35,9 +32,9 @@ __getattr__ = lazy_names(
     __name__,
     {
         "GatheredParameters": f"{_STAGE3}.gathered_parameters",
-        "Init": f"{_STAGE3}.init_context",
+        "Init": f"{_STAGE3}.partition_parameters",
         "ZeroParamStatus": f"{_STAGE3}.partitioned_parameter",
-        "register_external_parameter": f"{_STAGE3}.partition_parameters",
-        "unregister_external_parameter": f"{_STAGE3}.partition_parameters",
+        "register_external_parameter": f"{_STAGE3}.param_group",
+        "unregister_external_parameter": f"{_STAGE3}.param_group",
     },
 )

@@ -2,17 +2,17 @@
 
 The files, in the order of a parameter's life, which is the order in which to read them::
 
-    made        partition_parameters.py     an ordinary parameter becomes a partitioned one
-                init_context.py             zero.Init: as soon as its module is built
+    made        partition_parameters.py     an ordinary parameter becomes a partitioned one; zero.Init
                 partitioned_parameter.py    shard, full, view, and the states between them
-                comm_context.py             communicator and shard reader; launches all-gathers
+                comm_context.py             launches all-gathers; new values for parameters that stay available
+                shard_reader.py             stages offloaded shards in
     grouped     param_group.py              parameters that are gathered, released and reduced as one
                 partitioned_model.py        a model: partition, plan, place, start
     used        module_hooks.py             report when an execution of a group begins and ends
                 partitioned_param_coordinator.py
                                             gathers, waits and releases
                 fetch_schedule.py           decides which; fetch_plan.py precomputes it
-    updated     persistent_parameters.py    available parameters get new values where they are
-    read        live_view.py                p.norm(), p.data: operations on released parameters gather them
+    read        absent_parameter.py         p.shape, p.grad: the class of a parameter whose values are not here
+                live_view.py                p.norm(), p.data: operations on released parameters gather them
                 gathered_parameters.py      zero.GatheredParameters: full values for a block of code
 """

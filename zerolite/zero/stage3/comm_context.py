@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zerolite.comm import Pending
+from zerolite.comm import Communicator, Pending
 from zerolite.offload.placement import Placement
-from zerolite.utils.memory_tags import GATHERED, PERSISTENT, listeners, resize, tag_memory
+from zerolite.utils.accelerator import addresses
+from zerolite.utils.memory_tags import BUCKETS, DEVICE, GATHERED, PERSISTENT, listeners, resize, tag_memory
 from zerolite.utils.torch_private import undispatched
+from zerolite.zero.flat import copy_assigned_data
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.absent_parameter import restore_class
 from zerolite.zero.stage3.partitioned_parameter import (
@@ -289,3 +291,126 @@ def gather(members: Iterable[PartitionedParameter]) -> None:
     """Make ``members`` available, in one launch for each context. Called on all ranks, in the same order."""
     for context, of_context in group_by_context(members):
         context.gather(of_context)
+
+
+# -------------------------------------------------------------------- parameters that stay available
+
+
+class _Row(NamedTuple):
+    """Shards that are adjacent in memory, which one all-gather sends as one tensor.
+
+    Attributes:
+        shard: all of them as one flat tensor.
+        parts: the number of elements of each.
+        fulls: for each the full values [world size, elements]; in a row of one shard the parameter's flat ``full``.
+    """
+
+    shard: torch.Tensor
+    parts: list[int]
+    fulls: list[torch.Tensor]
+
+
+class AvailableParameters:
+    """Available parameters of one context.
+
+    The work on them is planned once, for the memory that shards and full values have now. It is planned again when a
+    parameter has got another tensor for its full values.
+    """
+
+    def __init__(self, context: CommContext, members: Sequence[PartitionedParameter]) -> None:
+        self._context = context
+        self._members = members
+        self._plan()
+
+    def _plan(self) -> None:
+        """Collect the tensors of all members, and join adjacent shards to rows."""
+        self._allocations = self._context.allocations
+        self._parameters = [member.parameter for member in self._members]
+        self._views = [member.view for member in self._members]
+        sharded = [member for member in self._members if member.storage is not None]
+        self._full_views = [member.local_shard() for member in sharded]
+        self._shards = [member.shard[: len(part)] for member, part in zip(sharded, self._full_views, strict=True)]
+        self._offloaded = [member for member in sharded if member.placement.location != DEVICE]
+        # Without the empty ones: torch's split_with_sizes_copy divides by zero on CUDA where a size is 0.
+        on_device = [m for m in sharded if m.placement.location == DEVICE and m.shard.numel()]
+        self._count, self._key = len(on_device), on_device[0].index + 1 if on_device else 0
+        self._rows = [self._row(members) for members in _neighbours(on_device)]
+
+    def _row(self, members: Sequence[PartitionedParameter]) -> _Row:
+        parts = [member.shard.numel() for member in members]
+        shard = members[0].shard.as_strided((sum(parts),), (1,))
+        if len(members) == 1:
+            return _Row(shard, parts, [members[0].full])
+        world = self._context.groups.shard.world_size
+        return _Row(shard, parts, [m.full.view(world, part) for m, part in zip(members, parts, strict=True)])
+
+    def copy_writes_to_shards(self) -> None:
+        """Copy the user's writes into full values, the same on all ranks, into the shards."""
+        if self._allocations != self._context.allocations:
+            self._plan()
+        found, expected = addresses(self._parameters), addresses(self._views)
+        if found != expected:  # a user has set p.data = values
+            for member, data, view in zip(self._members, found, expected, strict=True):
+                if data != view:
+                    copy_assigned_data(member.name, member.parameter, member.view)
+        reader = self._context.reader
+        if self._shards and reader is None:
+            torch._foreach_copy_(self._shards, self._full_views)
+        elif self._shards and reader is not None:
+            reader.write_back(self._shards, self._full_views)
+
+    def refresh(self) -> None:
+        """Gather the values of an update into the parameters' memory. One launch is for shards on the device, and one
+        for offloaded shards. Called on all ranks, in the same order."""
+        if self._allocations != self._context.allocations:
+            self._plan()
+        if self._offloaded:
+            for member in self._offloaded:
+                member.mark_stale()
+            self._context.gather(self._offloaded)
+        if self._rows:
+            coordinator = self._context.coordinator
+            if coordinator is not None:
+                coordinator.schedule.note_gather(self._key, self._count)
+            with undispatched():
+                self._gather_rows(self._context.groups.shard)
+
+    def _gather_rows(self, comm: Communicator) -> None:
+        """Gather each row as one tensor and copy it into the full values of its members; a row of one directly."""
+        gathered_rows = []
+        for shard, _, fulls in self._rows:
+            full = fulls[0]
+            if len(fulls) > 1:
+                full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS)
+            gathered_rows.append(full)
+        shards = [row.shard for row in self._rows]
+        comm.gather_shards(gathered_rows, shards, "parameters", self._key, shards).wait()
+        for full, (_, parts, fulls) in zip(gathered_rows, self._rows, strict=True):
+            if len(fulls) > 1:
+                torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=fulls)
+
+
+def refresh(members: Sequence[PartitionedParameter]) -> None:
+    """Gather new values into available parameters. Called on all ranks, in the same order."""
+    for context, of_context in group_by_context(members):
+        AvailableParameters(context, of_context).refresh()
+
+
+def _neighbours(members: Sequence[PartitionedParameter]) -> list[list[PartitionedParameter]]:
+    """Return ``members`` in runs whose shards are adjacent in memory.
+
+    Runs are in the order of ``members`` and not of addresses, because only the former is the same on all ranks.
+    """
+    runs: list[list[PartitionedParameter]] = []
+    # By storage and dtype: the last run there, and the element at which it ends.
+    latest: dict[tuple[int, torch.dtype], tuple[list[PartitionedParameter], int]] = {}
+    for member in members:
+        shard = member.shard
+        memory, start = (shard.untyped_storage()._cdata, shard.dtype), int(shard.storage_offset())
+        run, end = latest.get(memory, ([], -1))
+        if start != end:
+            run = []
+            runs.append(run)
+        run.append(member)
+        latest[memory] = (run, start + shard.numel())
+    return runs

@@ -12,11 +12,10 @@ import torch
 from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
 from zerolite.comm.initial_sync import broadcast_flat, content_hash
 from zerolite.utils.accelerator import address, host_values
-from zerolite.zero.stage3.comm_context import group_by_context
+from zerolite.zero.stage3.comm_context import group_by_context, refresh
 from zerolite.zero.stage3.live_view import save_views
-from zerolite.zero.stage3.partition_parameters import register_external_parameter
+from zerolite.zero.stage3.param_group import register_external_parameter
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
-from zerolite.zero.stage3.persistent_parameters import refresh
 
 _entered_contexts: list[GatheredParameters] = []  # the innermost last
 _WATCHED = "zerolite: a graph inside of GatheredParameters"
@@ -130,9 +129,10 @@ class GatheredParameters:
 
     def _watch_graphs(self) -> None:
         """Let graphs that are built inside outlive the context, and mark their ends at the parameters."""
-        outliving = [h for h in self._handles if not h.persistent and h.coordinator is not None]
+        outliving = [h for h in self._handles if not h.persistent]
         self._graphs.enter_context(save_views(outliving))
-        self._nodes = [_graph_end(h.parameter) for h in outliving if h.parameter.requires_grad]
+        of_engines = [h.parameter for h in outliving if h.coordinator is not None]
+        self._nodes = [_graph_end(parameter) for parameter in of_engines if parameter.requires_grad]
         for node in self._nodes:
             node.metadata[_WATCHED] = True
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
+from zerolite.comm.initial_sync import broadcast_flat
 from zerolite.utils.module_hook import WeakHook
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors, written_arguments
 from zerolite.utils.user_line import warn_of_collective
@@ -115,7 +116,7 @@ class LiveView(torch.Tensor):
             if function in _MEMORY_FUNCTIONS:
                 raise no_values_error(name, f"Tensor.{function.__name__} hands out memory that it does not have")
             if function == _SET_DATA:
-                raise assignment_error(name)
+                raise _assignment_error(name)
             if function is _T.requires_grad_ and view is not None and view.is_detached:
                 return _alias_of(view.sharded_param).requires_grad_(*args[1:], **kwargs)
             if function in _COPYING and view is not None:
@@ -213,11 +214,13 @@ def run_released(function: Function, args: Arguments, kwargs: Keywords, released
         if function in _MEMORY_FUNCTIONS and not (function is _T.set_ and first.context.initialising):
             raise no_values_error(first.name, f"Tensor.{function.__name__} hands out memory that it does not have")
         if function == _SET_DATA or function is _T.set_:
-            return first.assign(args[1])
+            return _assign(first, args[1])
     if function is torch.autograd.grad:  # whose inputs need no values; what runs in the backward may
         return function(*map_tensors(_edge_of, args), **map_tensors(_edge_of, kwargs))
     for parameter in released:
-        vars(parameter)["_sharded_param"].gather_for_forward()
+        sharded_param: PartitionedParameter = vars(parameter)["_sharded_param"]
+        if sharded_param.coordinator is not None and sharded_param.coordinator.in_forward:
+            sharded_param.coordinator.on_use(sharded_param)
     graph = torch.is_grad_enabled() and getattr(function, "__module__", "") != "torch.nn.init"  # which needs none
     views = {id(p): _replacement(p, graph) for p in released if isinstance(p, AbsentParameter)}
     if not views:
@@ -264,8 +267,21 @@ def _stays(function: Function, args: Arguments, kwargs: Keywords, sharded_param:
     return isinstance(result, torch.Tensor) and result.dtype == probe.dtype
 
 
-def assignment_error(name: str) -> RuntimeError:
-    """Return the error of ``p.data = values``."""
+def _assign(sharded_param: PartitionedParameter, values: torch.Tensor) -> None:
+    """Take over ``p.data = values``, where they are the parameter's own, as after ``p.data += 1``.
+
+    Raises:
+        RuntimeError: for other values, unless the model is being initialised.
+    """
+    own = isinstance(values, LiveView) and values.shows_all_of(sharded_param)
+    if own or values is sharded_param.ref():
+        return
+    if not sharded_param.context.initialising:
+        raise _assignment_error(sharded_param.name)
+    sharded_param.context.initialising.replace_values(sharded_param, values)
+
+
+def _assignment_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"parameter '{name}': expected its values to be changed by p.copy_(values) under torch.no_grad(), got "
         "p.data = values, which at stage 3 has no memory to replace. Casts and moves of a module are for before "
@@ -304,9 +320,22 @@ def _run(function: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
         if in_memory[id(view)].shape != view.shape or in_memory[id(view)].stride() != view.stride():
             raise no_values_error(view.sharded_param.name, f"and {function.overloadpacket} would give it another shape")
     for sharded_param in dict.fromkeys(view.sharded_param for view in written):
-        sharded_param.on_written(fulls[sharded_param])
+        _write(sharded_param, fulls[sharded_param])
     back = {id(in_memory[id(view)]): view for view in views}
     return map_tensors(lambda tensor: back.get(id(tensor), tensor), result)
+
+
+def _write(sharded_param: PartitionedParameter, full: torch.Tensor) -> None:
+    """Take over values that an operation has written into ``full``, the same on all ranks. While ``zero.Init`` builds a
+    model they are rank 0's."""
+    parameter = sharded_param.ref()
+    if parameter is not None and not parameter.is_inference():
+        torch.autograd.graph.increment_version(parameter)  # a graph may have saved it
+    if sharded_param.context.initialising:
+        broadcast_flat(full[: sharded_param.numel], sharded_param.groups.mean, "initial_sync", 0)
+    if not sharded_param.holds:  # otherwise the end of the gather context looks for changes
+        sharded_param.write(full)
+        sharded_param.mark_seen()
 
 
 def _replaced(kwargs: Keywords, in_memory: dict[int, torch.Tensor]) -> Keywords:

@@ -100,6 +100,18 @@ class ParamGroup:
         """Note that the backward needs values from now on: those of another parameter than the embedding's."""
         self.is_embedding = False
 
+    def check_parameters(self) -> None:
+        """Raise RuntimeError for tensors in the places of parameters (torch.func.functional_call), because a gradient
+        through them would reach the parameters outside of their group's backward."""
+        for module in (self.module, *self.inside):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, torch.nn.Parameter):
+                    raise RuntimeError(
+                        f"module '{self.name}' is called with a tensor in the place of its parameter '{name}', which "
+                        "stage 3 does not support (functional_call with fast weights); call a full copy of the model: "
+                        "copy.deepcopy(engine.module)"
+                    )
+
     def add_bucket(self, bucket: Bucket) -> None:
         """Let ``bucket`` wait for the backwards of this group."""
         if bucket not in self.buckets:
@@ -301,6 +313,41 @@ def is_released(parameter: torch.nn.Parameter) -> bool:
 def owns_released(module: torch.nn.Module) -> bool:
     """Return True if a module itself owns a parameter that is partitioned and not persistent."""
     return any(parameter is not None and is_released(parameter) for parameter in module._parameters.values())
+
+
+# -------------------------------------------------------------------- external parameters
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Gather ``parameter`` together with ``module``, which uses it in its forward without owning it. Called on all
+    ranks.
+
+    Uses that read the parameter as an attribute of its own module are found without this.
+    """
+    if not isinstance(module, torch.nn.Module) or not isinstance(parameter, torch.nn.Parameter):
+        raise ValueError(
+            "zero.register_external_parameter: expected a module and a parameter, got "
+            f"{type(module).__name__} and {type(parameter).__name__}"
+        )
+    known = module.__dict__.setdefault("_zero_external_parameters", [])
+    if all(parameter is not other for other in known):
+        known.append(parameter)
+    handle = handle_of(parameter)
+    if handle is not None and handle.context.coordinator is not None:
+        handle.context.coordinator.add_external(module, handle)
+
+
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Undo :func:`register_external_parameter` for engines that are made later. An existing engine goes on gathering
+    the two together. Raises ValueError if the parameter was not registered."""
+    known = external_parameters(module)
+    rest = [other for other in known if other is not parameter]
+    if len(rest) == len(known):
+        raise ValueError(
+            f"zero.unregister_external_parameter: the parameter of shape {tuple(getattr(parameter, 'ds_shape', ()))} "
+            f"was not registered with this {type(module).__name__}"
+        )
+    module.__dict__["_zero_external_parameters"] = rest
 
 
 def external_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -7,19 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from zerolite.comm.initial_sync import broadcast_into, differing
 from zerolite.offload.placement import HostPlacement, Placements
 from zerolite.offload.transfers import Transfers
-from zerolite.precision.dtypes import scales_of_quantized
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
-from zerolite.zero.flat import check_has_memory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import FetchLimits
-from zerolite.zero.stage3.gathered_parameters import GatheredParameters, check_not_gathered
+from zerolite.zero.stage3.gathered_parameters import check_not_gathered
 from zerolite.zero.stage3.module_hooks import install_hooks
 from zerolite.zero.stage3.param_group import LeafRule, ParamGroup, groups_of_parameters, plan_param_groups
-from zerolite.zero.stage3.partition_parameters import Initialising, broadcast_from_rank0, partition
+from zerolite.zero.stage3.partition_parameters import partition_model
 from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks, PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
 from zerolite.zero.stage3.shard_reader import ShardReader
@@ -222,75 +219,3 @@ def unpartition_model(model: torch.nn.Module) -> None:
         handle = handle_of(parameter)
         if handle is not None:
             handle.unpartition()
-
-
-# -------------------------------------------------------------------- partitioning
-
-
-@torch.no_grad()
-def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.dtype | None = None) -> None:
-    """Partition every ordinary parameter of ``model`` with rank 0's values. Modules on the meta device are materialised
-    one by one, children first. Called on all ranks, with equal models."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        check_has_memory(name, parameter)
-    plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
-    keeps = scales_of_quantized(model)
-    different = differing(plain, context.groups.mean, context.device)
-    for parameter, differs in zip(plain, different, strict=True):
-        if differs:
-            broadcast_from_rank0(parameter, context)
-        partition(parameter, names[id(parameter)], context, None if keeps(parameter) else dtype)
-    for name, module in _children_first(model):
-        _materialise(name, module, names, context, dtype)
-
-
-def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return every module once, after the modules inside it, because its initialisation may overwrite theirs."""
-    found: list[tuple[str, torch.nn.Module]] = []
-    seen: set[int] = set()
-
-    def walk(name: str, module: torch.nn.Module) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        for child_name, child in module.named_children():
-            walk(f"{name}.{child_name}" if name else child_name, child)
-        found.append((name, module))
-
-    walk("", model)
-    return found
-
-
-def _materialise(
-    name: str, module: torch.nn.Module, names: dict[int, str], context: CommContext, dtype: torch.dtype | None
-) -> None:
-    """Give a module's own meta parameters and buffers memory and values, then partition the parameters. Own parameters
-    that have values already (tied weights, from their first owner) keep them."""
-    own = list(module.parameters(recurse=False))
-    meta = [p for p in own if p.is_meta]
-    if not meta and not any(b.is_meta for b in module.buffers(recurse=False)):
-        return
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is None:
-        raise RuntimeError(
-            f"zerolite: module '{name}' ({type(module).__name__}) is on the meta device and has no reset_parameters() "
-            "method to give its parameters and buffers values; add one, or build the module inside zero.Init instead"
-        )
-    for parameter in meta:
-        # Keeps the Parameter object, which may be used in several places. torch.utils.swap_tensors would swap the
-        # attributes too, and refuses parameters with weak references, of which recurrent layers keep some.
-        fresh = torch.nn.Parameter(torch.empty_like(parameter, device=context.device), parameter.requires_grad)
-        torch._C._swap_tensor_impl(parameter, fresh)
-    for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[key] = torch.empty_like(buffer, device=context.device)
-    kept = GatheredParameters([p for p in own if handle_of(p) is not None])
-    with Initialising(dtype), kept:
-        reset()
-        kept.drop_changes()
-    for buffer in module.buffers(recurse=False):
-        broadcast_into(buffer, context.groups.mean, context.device, "initial_sync")
-    for parameter in meta:
-        broadcast_from_rank0(parameter, context)
-        partition(parameter, names[id(parameter)], context, dtype)

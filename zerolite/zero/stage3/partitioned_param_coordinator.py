@@ -27,13 +27,12 @@ from zerolite.utils.nested import find_in_objects
 from zerolite.zero.backward import coordinators
 from zerolite.zero.observers import GATHER, Observers
 from zerolite.zero.stage3.absent_parameter import restore_class, set_absent_class
-from zerolite.zero.stage3.comm_context import CommContext
+from zerolite.zero.stage3.comm_context import AvailableParameters, CommContext, refresh
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.module_hooks import ModuleExecution
 from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
-from zerolite.zero.stage3.persistent_parameters import AvailableParameters, refresh
 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
@@ -169,20 +168,7 @@ class PartitionedParameterCoordinator:
         if self._hidden:
             self._show(self.schedule.groups[group.index])
         if self._used_outside or self._second_order:
-            self._check_functional(group)
-
-    @staticmethod
-    def _check_functional(group: ParamGroup) -> None:
-        """Raise RuntimeError for tensors in the places of parameters (torch.func.functional_call), because a gradient
-        through them would reach the parameters outside of their group's backward."""
-        for module in (group.module, *group.inside):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and not isinstance(parameter, torch.nn.Parameter):
-                    raise RuntimeError(
-                        f"module '{group.name}' is called with a tensor in the place of its parameter '{name}', which "
-                        "stage 3 does not support (functional_call with fast weights); call a full copy of the model: "
-                        "copy.deepcopy(engine.module)"
-                    )
+            group.check_parameters()
 
     def leave_forward(self, group: ParamGroup, module: torch.nn.Module, outputs: object) -> None:
         """End a forward execution of ``group``, whose ``module`` has returned ``outputs``; None if it raised."""

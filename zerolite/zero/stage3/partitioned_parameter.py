@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.comm.initial_sync import broadcast_flat
 from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
@@ -41,7 +40,7 @@ from zerolite.zero.flat import dense_strides, flattened
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import shard_numel
 from zerolite.zero.stage3.absent_parameter import as_plain_tensors, present_class, restore_class, set_absent_class
-from zerolite.zero.stage3.live_view import LiveView, assignment_error, no_gather_error, run_released
+from zerolite.zero.stage3.live_view import no_gather_error, run_released
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.comm_context import AllGather, CommContext
@@ -241,11 +240,6 @@ class PartitionedParameter:
         assert parameter is not None, "a parameter outlives the code that works on it"
         return parameter
 
-    @property
-    def frozen(self) -> bool:
-        parameter = self.ref()
-        return parameter is not None and not parameter.requires_grad
-
     # ---------------------------------------------------------------- values
 
     @property
@@ -312,36 +306,6 @@ class PartitionedParameter:
     def run(self, function: Function, args: Arguments, kwargs: Keywords, absent: Sequence[torch.Tensor]) -> Any:
         """Return the result of ``function``, which touches the values of ``absent``, with the values."""
         return run_released(function, args, kwargs, absent)
-
-    def gather_for_forward(self) -> None:
-        """Gather the parameter for the module that is executing, and its backward, inside a forward of the model."""
-        coordinator = self.coordinator
-        if coordinator is not None and coordinator.in_forward:
-            coordinator.on_use(self)
-
-    def on_written(self, full: torch.Tensor) -> None:
-        """Take over values that an operation has written into ``full``, the same on all ranks. While ``zero.Init``
-        builds a model they are rank 0's."""
-        parameter = self.ref()
-        if parameter is not None and not parameter.is_inference():
-            torch.autograd.graph.increment_version(parameter)  # a graph may have saved it
-        if self.context.initialising:
-            broadcast_flat(full[: self.numel], self.groups.mean, "initial_sync", 0)
-        if not self.holds:  # otherwise the end of the gather context looks for changes
-            self.write(full)
-            self.mark_seen()
-
-    def assign(self, values: torch.Tensor) -> None:
-        """Take over ``p.data = values``, where they are the parameter's own, as after ``p.data += 1``.
-
-        Raises:
-            RuntimeError: for other values.
-        """
-        if values is self.ref() or (isinstance(values, LiveView) and values.shows_all_of(self)):
-            return
-        if not self.context.initialising:
-            raise assignment_error(self.name)
-        self.context.initialising.replace_values(self, values)
 
     # ---------------------------------------------------------------- called by users, as methods of the parameter
 
