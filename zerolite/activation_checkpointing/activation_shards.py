@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, collective
 from zerolite.utils.accelerator import host_values
 
 _ALIGNMENT = 16  # bytes: sizes of shards are multiples of it
@@ -30,10 +30,11 @@ class ActivationShards:
         """Return the bytes of each rank's shard of a tensor of ``nbytes``."""
         return -(-nbytes // (self._comm.world_size * _ALIGNMENT)) * _ALIGNMENT
 
+    @collective
     def gather(
         self, shards: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor], what: str
     ) -> list[torch.Tensor]:
-        """Return the full tensors, uint8 [world_size * shard]. Called on all ranks of the group, in the same order.
+        """Return the full tensors, uint8 [world_size * shard].
 
         Args:
             shards: this rank's shard of each tensor.

@@ -13,14 +13,15 @@ from zerolite.checkpoint.loading import Loader, LoadRequest
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.saving import Saver, SaveRequest, UserState
 from zerolite.checkpoint.training_run import run_of_this_job
-from zerolite.comm import HostGroup
+from zerolite.comm import HostGroup, collective
 from zerolite.data.dataloader import Loaders
 from zerolite.utils.accelerator import collector_off
 from zerolite.zero.engine_parts import EngineParts
 
 
+@collective
 class Checkpointer:
-    """The checkpoints of one engine. All methods are called on all ranks, between the engine's other calls."""
+    """The checkpoints of one engine. Its methods are called between the engine's other calls."""
 
     def __init__(self, parts: EngineParts, loaders: Loaders, register_unfrozen_params: Callable[[], None]) -> None:
         """

@@ -16,7 +16,7 @@ import torch
 from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.parameter_access import ParameterAccess
-from zerolite.comm import HostGroup, Topology
+from zerolite.comm import HostGroup, Topology, collective
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
@@ -66,9 +66,10 @@ def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
     return unpartitioned_shape(tensor) if handle_of(tensor) is not None else value.shape
 
 
+@collective
 def merge_stages(own: Mapping[str, object], topology: Topology) -> dict[str, Any]:
-    """Join the entries of all stages by name, :class:`FullTensor` or plain values. If several stages have a name, the
-    first one's entry counts. Called on all ranks."""
+    """Join the entries of all stages by name, :class:`FullTensor` or plain values. If several stages have a name,
+    the first one's entry counts."""
     if topology.model.world_size == 1:
         return dict(own)
     rows = HostGroup(topology.model, "whole model").gather(own)  # not that of checkpoints: a save may be under way
@@ -134,9 +135,10 @@ class FullModel:
     def tensors(self) -> Iterable[tuple[str, FullTensor]]:
         return ((name, entry) for name, entry in self.entries.items() if isinstance(entry, FullTensor))
 
+    @collective
     def get(self, entry: FullTensor, dtype: torch.dtype | None, rank0_only: bool) -> torch.Tensor | None:
-        """Return the full values, a copy on the CPU, or None on ranks that are not to have them. Called on all ranks,
-        with the same arguments. ``dtype``: see :func:`~zerolite.checkpoint.huggingface.exported_dtype`."""
+        """Return the full values, a copy on the CPU, or None on ranks that are not to have them. ``dtype``: see
+        :func:`~zerolite.checkpoint.huggingface.exported_dtype`."""
         topology = self._topology
         needed = not rank0_only or topology.world.rank == 0
         if topology.model.world_size == 1:

@@ -23,7 +23,7 @@ from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.checkpoint.safetensors import ToStore
-from zerolite.comm import Communicator, HostGroup, Topology, raise_together
+from zerolite.comm import Communicator, HostGroup, Topology, collective, raise_together
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import host_values
@@ -111,9 +111,9 @@ def _refuse_stage(what: str, remedy: str, module: torch.nn.Module, *rest: Any) -
         raise RuntimeError(f"{what}. {remedy}")
 
 
+@collective
 class FullState:
-    """Full state dicts of one engine's model and optimizer, and export of the model into files. All methods are called
-    on all ranks."""
+    """Full state dicts of one engine's model and optimizer, and export of the model into files."""
 
     def __init__(self, states: ModelState, access: ParameterAccess) -> None:
         self._states, self._parts, self._access = states, states.parts, access
@@ -281,11 +281,12 @@ class _Gathered:
             raise
 
 
+@collective
 def _on_rank0(
     work: Callable[[], object], comm: Communicator, device: torch.device, values: _Gathered | None = None
 ) -> None:
     """Run ``work`` on rank 0, while the other ranks only iterate over ``values``. If it raises, all ranks raise: the
-    others CheckpointError. Called on all ranks."""
+    others CheckpointError."""
     failure: Exception | None = None
     if comm.rank == 0:
         try:
@@ -309,12 +310,11 @@ def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
+@collective
 def _distribute(
     given: torch.Tensor | None, target: FullTensor, here: torch.Tensor | None, topology: Topology, device: torch.device
 ) -> None:
     """Send rank 0's full values, or this rank's part of them, into the tensor ``here``.
-
-    Called on all ranks.
 
     Args:
         given: the values, on rank 0 alone.
@@ -390,9 +390,10 @@ def _expected(name: str, target: FullTensor | None) -> str:
 _NUMBER, _ELEMENTS, _OTHER = "number", "elements", "other"
 
 
+@collective
 @torch.no_grad()
 def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0_only: bool) -> dict[str, Any]:
-    """See :meth:`zerolite.Engine.full_optimizer_state_dict`. Called on all ranks."""
+    """See :meth:`zerolite.Engine.full_optimizer_state_dict`."""
     if states.parts.topology.pipe.world_size > 1:
         raise RuntimeError(
             "full_optimizer_state_dict: expected all layers on every rank, got a pipeline, whose stages each have the "

@@ -39,7 +39,7 @@ from zerolite.checkpoint.state import (
     joined,
 )
 from zerolite.checkpoint.training_run import TrainingRun
-from zerolite.comm import HostGroup, RaiseTogether
+from zerolite.comm import HostGroup, RaiseTogether, collective
 from zerolite.data.dataloader import Loaders
 from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
 
@@ -94,9 +94,9 @@ class Loader:
         self._model_state, self._parts = state, state.parts
         self._host, self._register_unfrozen_params, self._run = host, register_unfrozen_params, run
 
+    @collective
     def load(self, request: LoadRequest, scheduler: Any, loaders: Loaders) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint. Called on all ranks. Returns its directory and the client state; (None, {}) if a missing
-        one is allowed.
+        """Load a checkpoint. Returns its directory and the client state; (None, {}) if a missing one is allowed.
 
         Raises CheckpointError. Until the tensors are read, nothing has been changed when it is raised.
         """
@@ -265,9 +265,10 @@ class Loader:
 
     # ---------------------------------------------------------------- reading
 
+    @collective
     @torch.no_grad()
     def _read(self, plan: _Plan, ranks: RaiseTogether) -> None:
-        """Read parameters, buffers and states. Called on all ranks."""
+        """Read parameters, buffers and states."""
         pipeline, reader = self._parts.pipeline, plan.reader
         # The outcome of the last step may still be on the device: read it now, or it would change the loaded counters
         # later.

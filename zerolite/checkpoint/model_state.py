@@ -25,6 +25,7 @@ from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.reader import Target
 from zerolite.checkpoint.safetensors import dtype_name
 from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
+from zerolite.comm import collective
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
@@ -341,9 +342,9 @@ class ModelState:
             if name in buffers and buffers[name].numel():
                 yield from _targets_of(BUFFERS + name, buffers[name], None)
 
+    @collective
     def after_loading(self, stored_names: dict[str, str]) -> None:
-        """Refresh gathered copies of partitioned frozen parameters, and tell autograd of new values. Called on all
-        ranks."""
+        """Refresh gathered copies of partitioned frozen parameters, and tell autograd of new values."""
         frozen = [parameter for name, parameter in self._frozen() if name in stored_names]
         handles = [handle for parameter in frozen if (handle := handle_of(parameter)) is not None]
         gathered = [handle for handle in handles if handle.status is AVAILABLE]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerolite.comm import Communicator, largest
+from zerolite.comm import Communicator, collective, largest
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.engine_parts import EngineParts
@@ -27,6 +27,7 @@ OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Weak reference to the engine that trains a parameter, by the parameter, which is referenced weakly too."""
 
 
+@collective
 def get_full_grad(parameters: Parameters) -> Any:
     """Return the pending gradient: the mean over ranks, without loss scale, before clipping.
 
@@ -42,11 +43,12 @@ def get_full_grad(parameters: Parameters) -> Any:
     Raises:
         ValueError: for a parameter that no engine trains.
 
-    Called on all ranks, with the same parameters.
+    All ranks pass the same parameters.
     """
     return _read_all(parameters, lambda access, indices: access.gradients(indices))
 
 
+@collective
 def set_full_grad(parameters: Parameters, value: object) -> None:
     """Replace the pending gradient for the next step. The norm and clipping use the new one.
 
@@ -59,27 +61,30 @@ def set_full_grad(parameters: Parameters, value: object) -> None:
         ValueError: for a wrong shape.
         RuntimeError: with a pipeline, whose steps leave no gradient pending.
 
-    Called on all ranks, with the same arguments, after the backwards of a gradient accumulation.
+    Called after the backwards of a gradient accumulation.
     """
     _set(parameters, value, lambda access, index, one: access.set_gradient(index, one))
 
 
+@collective
 def get_full_master(parameters: Parameters) -> Any:
     """Return copies of the full master weights, in their own dtype (fp32 in mixed precision).
 
-    Arguments and errors are those of :func:`get_full_grad`. Called on all ranks.
+    Arguments and errors are those of :func:`get_full_grad`.
     """
     return _read_all(parameters, lambda access, indices: access.masters(indices))
 
 
+@collective
 def set_full_master(parameters: Parameters, value: object) -> None:
     """Set the master weights to ``value``, full and the same on all ranks. The module's parameter is set at once, too.
 
-    Raises ValueError for a wrong shape or None. Called on all ranks, between steps.
+    Raises ValueError for a wrong shape or None. Called between steps.
     """
     _set(parameters, value, lambda access, index, one: access.set_master(index, one))
 
 
+@collective
 def get_full_optimizer_state(parameters: Parameters, name: str) -> Any:
     """Return a copy of one full optimizer state, in its dtype.
 
@@ -92,12 +97,11 @@ def get_full_optimizer_state(parameters: Parameters, name: str) -> Any:
 
     Raises:
         ValueError: on all ranks, if the parameter has states and none of them has that name.
-
-    Called on all ranks.
     """
     return _read_all(parameters, lambda access, indices: access.states(indices, name))
 
 
+@collective
 def set_full_optimizer_state(parameters: Parameters, name: str, value: object) -> None:
     """Set one optimizer state.
 
@@ -109,7 +113,7 @@ def set_full_optimizer_state(parameters: Parameters, name: str, value: object) -
     Raises:
         ValueError: for a wrong shape, and before the parameter's first update.
 
-    Called on all ranks, between steps.
+    Called between steps.
     """
     _set(parameters, value, lambda access, index, one: access.set_state(index, name, one))
 
@@ -259,10 +263,11 @@ class ParameterAccess:
         self._pipeline.state.settle()
         return {index: self._optimizer.method.state_of(shard) or {} for index, shard in self._shards(indices)}
 
+    @collective
     def full_state(self, index: int, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Gather a state that has a value for each element of its parameter.
 
-        Called on all ranks, with the same index and dtype.
+        All ranks pass the same index and dtype.
 
         Args:
             part: this rank's part; None if it has none.

@@ -24,7 +24,7 @@ from zerolite.checkpoint.safetensors import as_bytes
 from zerolite.checkpoint.state import ModelFacts, joined
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
-from zerolite.comm import HostGroup, RaiseTogether, keep_track
+from zerolite.comm import HostGroup, RaiseTogether, collective, keep_track
 from zerolite.config import ZeroliteConfig
 from zerolite.utils.dtypes import CODES
 from zerolite.utils.pinned_memory import host_memory
@@ -93,8 +93,9 @@ class Saver:
         self._failure: BaseException | None = None
         keep_track(self)
 
+    @collective
     def save(self, request: SaveRequest, user: Callable[[], UserState], scheduler: object) -> str:
-        """Save a checkpoint and return its directory. Called on all ranks.
+        """Save a checkpoint and return its directory.
 
         Args:
             request: arguments of the call.

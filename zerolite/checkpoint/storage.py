@@ -35,7 +35,7 @@ from zerolite.checkpoint.manifest import (
 from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.checkpoint.training_run import TrainingRun
-from zerolite.comm import read_objects_without_numpy
+from zerolite.comm import collective, read_objects_without_numpy
 from zerolite.utils.torch_private import save_by_plan
 
 
@@ -62,10 +62,11 @@ class Commit:
     overwrite: bool = False
 
 
+@collective
 def write_checkpoint(
     save_dir: Path, tag: str, shards: Sequence[Shard], scalars: Scalars, commit: Commit | None, group: Any = None
 ) -> Path:
-    """Write ``shards`` and commit. Called on all ranks of the group. Returns the checkpoint's directory.
+    """Write ``shards`` and commit. Returns the checkpoint's directory.
 
     Args:
         shards: shards of this rank; functions in them are called when their values are written.

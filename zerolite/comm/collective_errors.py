@@ -17,6 +17,7 @@ import torch
 
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.control import largest
+from zerolite.comm.flight_recorder import collective
 from zerolite.comm.host_group import HostGroup
 
 Result = TypeVar("Result")
@@ -78,6 +79,7 @@ class RaiseTogether:
         return f"{self.call}: rank {self.host.global_rank}{verb}: {text}"
 
 
+@collective
 def raise_together(
     comm: Communicator,
     device: torch.device,
@@ -89,7 +91,7 @@ def raise_together(
 ) -> None:
     """Raise on all ranks if one of them has an ``error``; it costs one small all-reduce while none has.
 
-    Only after a failure are the texts exchanged, as by :class:`RaiseTogether`. Called on all ranks of ``comm``.
+    Only after a failure are the texts exchanged, as by :class:`RaiseTogether`.
     """
     if largest([int(error is not None)], comm, device, tag)[0]:
         RaiseTogether(HostGroup(comm, "errors"), call, kind, failed).exchange(error)

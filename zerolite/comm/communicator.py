@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm import recorder
-from zerolite.comm.flight_recorder import WAIT, FlightRecorder, Raw, ShardSize, wait_for
+from zerolite.comm.flight_recorder import WAIT, FlightRecorder, Raw, ShardSize, collective, wait_for
 from zerolite.comm.process_group import keep_track
 from zerolite.comm.transport import DryTransport, Work
 from zerolite.utils.accelerator import address
@@ -109,10 +109,11 @@ class Watcher(Protocol):
         ...
 
 
+@collective
 class Communicator:
     """Collectives of one data-parallel group. This class itself is for a group of one process, where nothing is sent.
 
-    All methods are called on all ranks of the group, in the same order, with tensors of the same length and dtype.
+    All ranks pass tensors of the same length and dtype.
 
     Attributes:
         dimension: dimension of the grid of ranks, for the record: see :class:`~zerolite.comm.topology.Topology`.
@@ -168,8 +169,7 @@ class Communicator:
     def second(self, backend: str) -> Communicator:
         """Return a communicator of the same ranks and kind over a second process group.
 
-        The two have independent orders of collectives. It is this communicator itself if nothing has to be sent. Called
-        on all ranks of the group.
+        The two have independent orders of collectives. It is this communicator itself if nothing has to be sent.
         """
         return self
 
@@ -221,8 +221,8 @@ class Communicator:
         """Gather several tensors in one launch: after ``wait()`` every ``fulls[i]`` is the concatenation of all ranks'
         ``shards[i]``.
 
-        Called on all ranks, in the same order, with as many tensors of the same lengths and dtypes. The result of
-        ``wait()`` means nothing. On one process ``fulls[i]`` may be ``shards[i]``, and is left alone then.
+        All ranks pass as many tensors of the same lengths and dtypes. The result of ``wait()`` means nothing. On one
+        process ``fulls[i]`` may be ``shards[i]``, and is left alone then.
 
         Args:
             fulls: flat [world_size * numel of ``shards[i]``], contiguous; written to until ``wait()`` has returned.

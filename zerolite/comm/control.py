@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator
-from zerolite.comm.flight_recorder import wait_for
+from zerolite.comm.flight_recorder import collective, wait_for
 from zerolite.comm.process_group import second_group
 from zerolite.utils.accelerator import HostRead
 
@@ -34,10 +34,11 @@ class HostMaximum:
         ranks = range(comm.world_size) if comm.group is None else dist.get_process_group_ranks(comm.group)
         self._rounds = [(ranks[to], ranks[source]) for to, source in rounds(comm.rank, comm.world_size)]
 
+    @collective
     def of(self, numbers: Sequence[int]) -> list[int]:
         """Return for each of ``numbers``, 64-bit integers, the largest of all ranks.
 
-        Called on all ranks, with equally many numbers.
+        All ranks pass equally many numbers.
         """
         known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         recorder.note("all_reduce", known, TAG, self._comm.dimension, self._comm.world_size)
@@ -52,13 +53,14 @@ class HostMaximum:
         return known.tolist()
 
 
+@collective
 def largest(
     numbers: Sequence[T], comm: Communicator, device: torch.device, tag: str, dtype: torch.dtype = torch.int64
 ) -> list[T]:
     """Return for each of ``numbers`` the largest of all ranks: one small all-reduce on ``device``, for which the host
     waits.
 
-    Called on all ranks of ``comm``, with equally many numbers.
+    All ranks pass equally many numbers.
     """
     if comm.world_size == 1:
         return list(numbers)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm.communicator import Communicator, NativeCommunicator
+from zerolite.comm.flight_recorder import collective
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.host_memory import same_host
 from zerolite.comm.process_group import engine_group
@@ -18,8 +19,9 @@ from zerolite.comm.transport import DryTransport, ProcessGroupTransport
 _factories: list[Callable[[int, int], Communicator]] = []
 
 
+@collective
 def create_communicator(device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
-    """Return the communicator of ``group`` for tensors on ``device``. Called on all its ranks.
+    """Return the communicator of ``group`` for tensors on ``device``.
 
     Args:
         group: default: all processes, in the group of :func:`~zerolite.comm.process_group.engine_group`.
@@ -63,6 +65,7 @@ _KINDS: dict[str, Callable[[DryTransport], Communicator]] = {
 }
 
 
+@collective
 def second_communicator(comm: Communicator, device: torch.device) -> Communicator:
     """Return a communicator of ``comm``'s ranks and kind for tensors on ``device``, over a second process group.
 
@@ -70,8 +73,7 @@ def second_communicator(comm: Communicator, device: torch.device) -> Communicato
     differently. But ranks must not wait for each other in a circle. (Over shared memory a second launch waits for the
     first.) With one process it is ``comm`` itself.
 
-    The group is made once for each parent group and lives as long as that. It is closed with ``comm``. Called on all
-    ranks of ``comm``, in the same order as their other collectives.
+    The group is made once for each parent group and lives as long as that. It is closed with ``comm``.
     """
     made = comm.second("none" if comm.group is None else _backend_name(comm.group, device))
     return made if made is comm else made.serve(comm.dimension, made.main)

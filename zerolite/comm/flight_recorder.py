@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -42,13 +44,17 @@ def is_debug_run() -> bool:
 
 
 def collective(function: Marked) -> Marked:
-    """Mark a function that all ranks of its group call, in the same order: it launches collectives, or may do so.
+    """Mark a function that all ranks of its group call, in the same order: it launches collectives, or may do so. Of a
+    marked class these are all methods.
 
     The diagnosis of a hang in a debug run (``ZEROLITE_CHECK_COLLECTIVES=1``, when zerolite is imported) says in which
     call the ranks have parted. Otherwise the function itself is returned, and a call costs nothing.
     """
     function.is_collective = True  # type: ignore[attr-defined]
-    return _recorded(function) if _RECORDS_CALLS else function
+    if function.__doc__:
+        whom = "its methods" if isinstance(function, type) else "it"
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nAll ranks call {whom}, in the same order."
+    return _recorded(function) if _RECORDS_CALLS and not isinstance(function, type) else function
 
 
 def _recorded(function: Any) -> Any:
@@ -56,7 +62,8 @@ def _recorded(function: Any) -> Any:
 
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        _calls.append((_calls[-1][0] + 1 if _calls else 1, name))
+        if threading.current_thread() is threading.main_thread():  # saves in the background come at any time
+            _calls.append((_calls[-1][0] + 1 if _calls else 1, name))
         return function(*args, **kwargs)
 
     return recorded

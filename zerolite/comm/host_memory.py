@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerolite.comm.flight_recorder import blocked
+from zerolite.comm.flight_recorder import blocked, collective
 from zerolite.comm.objects import gather_objects
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
@@ -26,9 +26,9 @@ _PREFIX = "zerolite-"
 _PAGE = 4096
 
 
+@collective
 def same_host(group: dist.ProcessGroup) -> bool:
-    """Return True if all ranks of ``group`` run on one host and can share memory there. Called on all ranks of the
-    group."""
+    """Return True if all ranks of ``group`` run on one host and can share memory there."""
     ids = _gather(_memory_id(), group)
     return ids[0] != "" and all(each == ids[0] for each in ids)
 
@@ -78,11 +78,12 @@ class HostMemory:
         """Return True if the regions are that large already; the same answer on all ranks."""
         return nbytes <= self._bytes
 
+    @collective
     def regions(self, turn: int, nbytes: int, like: torch.Tensor) -> list[torch.Tensor] | None:
         """Return region ``turn`` (modulo their number) of every rank, as uint8 [nbytes] by rank; None if there is no
         memory.
 
-        Called on all ranks in the same order with the same arguments; all ranks get regions or none does.
+        All ranks get regions, or none does.
 
         Args:
             like: a tensor that will be copied there.
@@ -110,12 +111,13 @@ class HostMemory:
         return True
 
 
+@collective
 def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Map ``nbytes`` of memory of every rank of ``group``: uint8 [nbytes] by rank; an empty list on all ranks if there
     is no room.
 
     The files behind it are removed as soon as all ranks have mapped them. If a signal ends a process before that, the
-    next call of any process on this host removes its file. Called on all ranks of ``group``.
+    next call of any process on this host removes its file.
     """
     _remove_abandoned()
     path = _DIRECTORY / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"

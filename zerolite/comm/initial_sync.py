@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from zerolite.comm import Communicator
+from zerolite.comm.flight_recorder import collective
 from zerolite.utils.accelerator import HostRead, is_fake
 
 _ROW = 1 << 14  # words of a row; each has a factor of its own
@@ -68,10 +69,11 @@ def _odd(count: int, device: torch.device) -> torch.Tensor:
     return mixed | 1
 
 
+@collective
 def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:
     """Return for each tensor True if its bytes differ between ranks, by one small all-reduce.
 
-    Called on all ranks with as many tensors.
+    All ranks pass as many tensors.
     """
     if comm.world_size == 1 or not tensors:
         return [False] * len(tensors)
@@ -83,8 +85,9 @@ def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch
     return [bool(value) for value in HostRead(largest != smallest).get().tolist()]
 
 
+@collective
 def synchronize_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device, tag: str) -> None:
-    """Overwrite those of ``tensors`` that differ with rank 0's values. Called on all ranks with the same shapes."""
+    """Overwrite those of ``tensors`` that differ with rank 0's values. All ranks pass the same shapes."""
     for tensor, different in zip(tensors, differing(tensors, comm, device), strict=True):
         if different:
             broadcast_into(tensor, comm, device, tag)
@@ -101,8 +104,9 @@ def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.devic
     tensor.copy_(sent)
 
 
+@collective
 def broadcast_flat(flat: torch.Tensor, comm: Communicator, tag: str, source: int = 0) -> None:
-    """Copy the values of rank ``source`` into ``flat`` [n], of any dtype, on all ranks. Called on all ranks."""
+    """Copy the values of rank ``source`` into ``flat`` [n], of any dtype, on all ranks."""
     if flat.numel():
         comm.broadcast(flat.view(torch.uint8), tag, source)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerolite.comm.flight_recorder import collective
 from zerolite.utils.listening import SECRET_VARIABLE
 from zerolite.utils.torch_private import read_objects_by
 
@@ -64,8 +65,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or cls in (bool, int, float, str)
 
 
+@collective
 def gather_objects(value: object, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's ``value``, in rank order. Called on all ranks of ``group``, which is a gloo group."""
+    """Return every rank's ``value``, in rank order."""
     own = to_tensor(value)
     world_size = dist.get_world_size(group)
     # Gloo gathers equal lengths only: first all lengths, then the bytes, padded to the longest.
@@ -76,9 +78,9 @@ def gather_objects(value: object, group: dist.ProcessGroup) -> list[Any]:
     return [from_tensor(row, length) for row, length in zip(rows, lengths, strict=True)]
 
 
+@collective
 def broadcast_object(value: object, source: int, group: dist.ProcessGroup) -> Any:
-    """Return rank ``source``'s ``value``; other ranks' values are ignored. Called on all ranks of ``group``, a gloo
-    group."""
+    """Return rank ``source``'s ``value``; other ranks' values are ignored."""
     is_source = dist.get_rank(group) == source
     own = to_tensor(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = torch.tensor([own.numel()], device="cpu")

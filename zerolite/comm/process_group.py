@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from zerolite.comm.environment import Rendezvous, find_local_rank, read_environment
-from zerolite.comm.flight_recorder import blocked
+from zerolite.comm.flight_recorder import blocked, collective
 from zerolite.comm.rendezvous import first_barrier, open_store
 from zerolite.utils.accelerator import current_platform, default_device, make_current
 from zerolite.utils.listening import is_loopback, loopback_interface
@@ -54,12 +54,13 @@ _second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | No
 )
 
 
+@collective
 def engine_group() -> dist.ProcessGroup | None:
     """Return the group of all processes on which engines communicate; None without torch.distributed.
 
     A program may launch collectives of its own in a backward (SyncBatchNorm, an all-to-all) on torch's default group,
     while reductions are launched when this rank's gradients have come. In one group the ranks would mix the two in
-    different orders. Called on all ranks, in the order of their collectives.
+    different orders.
     """
     world = dist.group.WORLD
     if world is None or dist.get_world_size() == 1:
@@ -74,13 +75,13 @@ def program_collectives() -> int:
     return sum(launched_collectives(group) for group in process_groups() if group.group_desc != SECOND_GROUP)
 
 
+@collective
 def second_group(parent: dist.ProcessGroup, backend: str | None, purpose: str = GATHERS) -> dist.ProcessGroup:
     """Return a process group of ``parent``'s ranks, with its timeout and one ``backend`` (a name such as "gloo"); None:
     its backends.
 
     Every call with the same ``purpose`` returns the same group. It lives as long as ``parent``, not as its engine. The
     end of a group may wait for other ranks, but Python may collect an engine at different times on different ranks.
-    Called on all ranks of ``parent``, in the order of their collectives.
     """
     known = _second_groups.setdefault(parent, {})
     key = (backend, purpose)
@@ -105,11 +106,10 @@ def group_options(backend: str | None, purpose: str, timeout: timedelta) -> Any:
     return options
 
 
+@collective
 def new_group_within(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Return a process group of some of ``parent``'s ranks (global), with its timeout and backend; None on other ranks.
-
-    Called on all ranks of ``parent``, in the order of their collectives.
-    """
+    """Return a process group of some of ``parent``'s ranks (global), with its timeout and backend; None on other
+    ranks."""
     with blocked(("new_group", "stages", len(ranks), None, 0)):
         return _new_group_within(parent, list(ranks), None, None)
 
@@ -161,6 +161,7 @@ def nccl_environment(torch_version: TorchVersion, env: Mapping[str, str]) -> dic
     return {_AVOID_RECORD_STREAMS: "1"} if old else {}
 
 
+@collective
 def init_distributed(
     backend: str | None = None,
     init_method: str | None = None,
@@ -168,8 +169,7 @@ def init_distributed(
     world_size: int | None = None,
     timeout: timedelta | float | None = None,
 ) -> None:
-    """Start torch.distributed; harmless if it runs already. Called on all ranks; ``zerolite.initialize`` calls it
-    first.
+    """Start torch.distributed; harmless if it runs already. ``zerolite.initialize`` calls it first.
 
     Without arguments it reads the environment of torchrun, mpirun or srun; without such an environment it starts as a
     single process, without any port.
@@ -214,11 +214,12 @@ def init_distributed(
     make_current(default_device(local_rank()))
 
 
+@collective
 def destroy() -> None:
     """End everything that :func:`init_distributed` started: process groups, their threads, their sockets.
 
-    Called on all ranks, after the last step. A group that the caller started is left alone. It waits for checkpoints
-    that are being saved in the background, and raises CheckpointError if one fails.
+    Called after the last step. A group that the caller started is left alone. It waits for checkpoints that are being
+    saved in the background, and raises CheckpointError if one fails.
     """
     global _started_here, _gloo_kept_here
     failed: Exception | None = None

@@ -12,6 +12,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
+from zerolite.comm.flight_recorder import collective
 from zerolite.comm.ranks import list_of, name_ranks
 from zerolite.comm.store_barrier import Patience, StoreBarrier
 from zerolite.comm.store_requests import StoreSilent, call_with_timeout
@@ -112,10 +113,11 @@ def _refusal(host: str, port: int, left_s: float) -> str | None:
 # ------------------------------------------------------------------ the first barrier
 
 
+@collective
 def first_barrier(
     store: dist.Store, rank: int, world_size: int, timeout_s: float, what: str = "init_distributed"
 ) -> None:
-    """Wait until all ranks are here. Called once for each ``store`` (its keys), on all ranks.
+    """Wait until all ranks are here. Called once for each ``store`` (its keys).
 
     A warning names the missing ranks after 30 s and then once a minute.
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.create import create_communicator, dry_communicator
-from zerolite.comm.flight_recorder import blocked
+from zerolite.comm.flight_recorder import blocked, collective
 from zerolite.comm.process_group import SECOND_GROUP, keep_track, new_group_within, timeout_of
 
 DIMENSIONS = ("pipe", "data", "tensor")
@@ -85,11 +85,11 @@ def data_topology(comm: Communicator) -> Topology:
     return Topology(comm, comm, alone, alone, alone, shard=comm)
 
 
+@collective
 def create_topology(world: Communicator, device: torch.device, pipe: int = 1, tensor: int = 1) -> Topology:
     """Make the grid of ``world``, all processes, for tensors on ``device``.
 
-    Called on all ranks, with equal arguments; groups are made once for each grid. Raises ValueError if pipe × tensor
-    does not divide the number of processes.
+    Groups are made once for each grid. Raises ValueError if pipe × tensor does not divide the number of processes.
     """
     model = pipe * tensor
     if world.world_size % model:

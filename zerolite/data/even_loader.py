@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
-from zerolite.comm import Communicator, HostMaximum
+from zerolite.comm import Communicator, HostMaximum, collective
 from zerolite.zero.accumulation import GradAccumulation
 
 
@@ -80,10 +80,9 @@ class EvenLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    @collective
     def _next(self, batches: Iterator[Counted], last: Counted | None) -> Counted | None:
         """Return this rank's next batch, the last one with 0 samples where it has run out, or None if all ranks have.
-
-        Called on all ranks.
 
         Raises:
             ValueError: on all ranks, because one of them has no batch at all.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from zerolite.comm import Communicator, HostGroup
+from zerolite.comm import Communicator, HostGroup, collective
 from zerolite.data.dataloader import Loaders, Rows
 from zerolite.utils.accelerator import HostRead
 
@@ -41,9 +41,10 @@ class _Unfit(ValueError):
     """This rank's value cannot be sent."""
 
 
+@collective
 @torch.no_grad()
 def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> Any:
-    """See :meth:`zerolite.engine.engine.Engine.reduce`. Called on all ranks."""
+    """See :meth:`zerolite.engine.engine.Engine.reduce`."""
 
     def leaf(path: str, item: object) -> _Leaf:
         if op not in OPS:
@@ -60,12 +61,12 @@ def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> 
     return _together(f"engine.reduce, op={op}", value, leaf, comm, device)
 
 
+@collective
 @torch.no_grad()
 def gather(
     value: object, comm: Communicator, device: torch.device, loaders: Loaders | None = None, loader: object = None
 ) -> Any:
-    """See :meth:`zerolite.engine.engine.Engine.gather`; with ``loaders``, ``gather_for_metrics`` there. Called on all
-    ranks."""
+    """See :meth:`zerolite.engine.engine.Engine.gather`; with ``loaders``, ``gather_for_metrics`` there."""
     problem, rows = "", None
     repeats = loaders is not None and loader is None and loaders.repeats
     if loaders is not None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerolite.comm import Communicator, HostGroup, largest
+from zerolite.comm import Communicator, HostGroup, collective, largest
 from zerolite.comm.flight_recorder import CHECK_VARIABLE
 from zerolite.comm.ranks import name_ranks
 from zerolite.config import ZeroliteConfig
@@ -59,6 +59,7 @@ class Description:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+@collective
 def check_equal_on_ranks(
     mine: Description,
     comm: Communicator,
@@ -69,7 +70,7 @@ def check_equal_on_ranks(
 ) -> None:
     """Raise RuntimeError on all ranks, with the differences by name, if ``mine`` is not the same on all of them.
 
-    Called on all ranks of ``comm``. It costs one small all-reduce while the ranks are equal.
+    It costs one small all-reduce while the ranks are equal.
 
     Args:
         what: begin of the message: the call, and what is different.
@@ -85,12 +86,13 @@ def check_equal_on_ranks(
         raise_differences(mine, comm, what, remedy)
 
 
+@collective
 def raise_differences(
     mine: Description, comm: Communicator, what: str, remedy: str = "", part: Hashable = None
 ) -> NoReturn:
     """Raise RuntimeError with the differences between the ranks' descriptions: the same error on all ranks of ``comm``.
 
-    Called on all ranks of ``comm``; ``what`` and ``remedy`` as in :func:`check_equal_on_ranks`.
+    ``what`` and ``remedy`` are as in :func:`check_equal_on_ranks`.
 
     Args:
         part: the part of the model on this rank; only ranks with the same part are compared.
@@ -127,10 +129,11 @@ def check_initialize(
         check_equal_on_ranks(joined(*described), comm, device, _DIFFERENT)
 
 
+@collective
 def check_made_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, comm: Communicator, device: torch.device
 ) -> None:
-    """Compare the optimizer that a user's function has made between all ranks; called on all of them."""
+    """Compare the optimizer that a user's function has made between all ranks."""
     if comm.world_size > 1:
         check_equal_on_ranks(describe_optimizer(optimizer, optimizer.param_groups, model), comm, device, _DIFFERENT)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerolite.comm import Communicator, HostMaximum
+from zerolite.comm import Communicator, HostMaximum, collective
 from zerolite.comm.ranks import name_ranks
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stats import SAME_BATCH
@@ -37,8 +37,9 @@ class SameInputs:
         compares_shapes = tensor.group is not None and parts.device.type == "cpu"
         return cls(parts.note_inputs, tensor, HostMaximum(tensor) if compares_shapes else None)
 
+    @collective
     def compare(self, tensors: list[torch.Tensor]) -> None:
-        """Compare the inputs before a forward; called on all ranks of ``comm``.
+        """Compare the inputs before a forward.
 
         Raises RuntimeError on all of them if shapes differ: the collectives of the layers would exchange tensors of
         different sizes. Values are compared later, with the step's statistics, which costs no collective of its own.

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerolite.comm import SharedStore, keep_track
+from zerolite.comm import SharedStore, collective, keep_track
 from zerolite.comm.flight_recorder import EVENTS, WAIT, Mismatch
 from zerolite.comm.ranks import name_ranks
 from zerolite.diagnostics.diagnosis import Absent, diagnose
@@ -97,8 +97,9 @@ class Watchdog:
         self._signalled = _listen(self._woken)
         self._thread = threading.Thread(target=self._run, name=WATCHDOG_THREAD, daemon=True)
 
+    @collective
     def start(self, timeout_s: float) -> None:
-        """Start to watch, or change the timeout. Called on all ranks, when ``initialize`` begins.
+        """Start to watch, or change the timeout. Called when ``initialize`` begins.
 
         Args:
             timeout_s: time that a rank may wait for the others, 0 for ever. The shortest of all living engines is used.

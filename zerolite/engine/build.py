@@ -70,7 +70,7 @@ def build_engine(
     device_kind: str | None = None,
     pipe_stage: PreparedStage | None = None,
 ) -> Engine:
-    """Make the engine of ``model`` on ``device``. Called on all ranks, with equal arguments.
+    """Make the engine of ``model`` on ``device``.
 
     Args:
         model: this rank's part of the full model.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.comm import Topology
+from zerolite.comm import Topology, collective
 from zerolite.config import ZeroliteConfig
 from zerolite.engine.arguments import OptimizerChoice, check_parameters
 from zerolite.engine.model_parallel import (
@@ -63,8 +63,9 @@ _PADDED = 1.5  # warn if buckets of whole parameters have more than 1.5 times th
 logger = logging.getLogger("zerolite")
 
 
+@collective
 class PartsBuilder:
-    """Makes the parts of one engine, each from earlier ones. All methods are called on all ranks.
+    """Makes the parts of one engine, each from earlier ones.
 
     Attributes:
         fp32: the modules that stay in fp32.

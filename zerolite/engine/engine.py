@@ -134,8 +134,6 @@ class Engine(EngineBase):
         Raises:
             ValueError: for a loss that is not a scalar or needs no gradient, and for a weight that is negative or not a
                 number.
-
-        Called on all ranks.
         """
         check_loss(loss)
         pipeline, reducer, accumulation = self._parts.pipeline, self._parts.reducer, self._parts.accumulation
@@ -176,8 +174,6 @@ class Engine(EngineBase):
 
         Returns:
             True if an update was due.
-
-        Called on all ranks.
         """
         pipeline, accumulation = self._parts.pipeline, self._parts.accumulation
         # All ranks call the same backwards, so all see the same answer here, even if one got no gradients.
@@ -214,8 +210,6 @@ class Engine(EngineBase):
         Raises:
             StopIteration: if the iterator ends.
             RuntimeError: in the middle of a gradient accumulation.
-
-        Called on all ranks.
         """
         batches = self._batches_of(data_iter, "train_batch")
         return whole_steps.train_batch(self, batches) if self._runner is None else self._runner.train_batch(batches)
@@ -240,8 +234,6 @@ class Engine(EngineBase):
         Returns:
             The loss as :meth:`train_batch` returns it, the outputs, or (loss, outputs). Outputs are a list over
             micro-batches; with a pipeline, None on ranks that do not have the last layers.
-
-        Called on all ranks.
         """
         batches = self._batches_of(data_iter, "eval_batch")
         count = num_micro_batches
@@ -299,7 +291,7 @@ class Engine(EngineBase):
 
     @collective
     def reduce_gradients(self) -> None:
-        """Finish the mean over ranks of all gradients since the last step. Called on all ranks."""
+        """Finish the mean over ranks of all gradients since the last step."""
         self._parts.pipeline.reduce()
 
     def get_global_grad_norm(self) -> float | None:
@@ -330,8 +322,6 @@ class Engine(EngineBase):
 
         Args:
             max_norm: replaces the config's ``gradient_clipping`` for this step. ``float("inf")`` clips nothing.
-
-        Called on all ranks.
         """
         return self._parts.pipeline.clip(max_norm)
 
@@ -339,19 +329,18 @@ class Engine(EngineBase):
     def update(self) -> None:
         """Update the master weights that this rank owns, then counters, scheduler and loss scale.
 
-        If a gradient is not finite, the update is skipped. :meth:`publish` and :meth:`zero_grad` must follow. Called on
-        all ranks.
+        If a gradient is not finite, the update is skipped. :meth:`publish` and :meth:`zero_grad` must follow.
         """
         self._parts.pipeline.update()
 
     @collective
     def publish(self) -> None:
-        """All-gather the updated values into the module's parameters. Called on all ranks."""
+        """All-gather the updated values into the module's parameters."""
         self._parts.pipeline.all_gather_params()
 
     @collective
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step; ``set_to_none`` has no effect. Called on all ranks."""
+        """Drop all gradients since the last step; ``set_to_none`` has no effect."""
         self._parts.pipeline.zero_grad()
 
     # ---------------------------------------------------------------- data and metrics
@@ -409,8 +398,6 @@ class Engine(EngineBase):
         Raises:
             ValueError: on all ranks if one passes a value or an ``op`` that cannot be reduced.
             RuntimeError: on all ranks if their values differ in structure, dtype or shape.
-
-        Called on all ranks.
         """
         return metrics.reduce(value, op, self._parts.topology.data, self.device)
 
@@ -422,7 +409,7 @@ class Engine(EngineBase):
             tensors: a tensor ``[rows, ...]`` of any dtype, or nested dicts, lists and tuples of such tensors. Ranks may
                 have different numbers of rows, and none. A 0-dim tensor or a number is one row.
 
-        Raises the errors of :meth:`reduce`. Called on all ranks.
+        Raises the errors of :meth:`reduce`.
         """
         return metrics.gather(tensors, self._parts.topology.data, self.device)
 
@@ -438,8 +425,7 @@ class Engine(EngineBase):
             tensors: as in :meth:`gather`, with one row for each sample of the current batch.
             loader: such a loader, after its loop: ``tensors`` are then this rank's rows of all its batches.
 
-        Raises the errors of :meth:`reduce`, and ValueError if there is not one row for each sample. Called on all
-        ranks.
+        Raises the errors of :meth:`reduce`, and ValueError if there is not one row for each sample.
         """
         return metrics.gather(tensors, self._parts.topology.data, self.device, self._loaders, loader)
 

@@ -91,8 +91,6 @@ class EngineBase:
         Raises:
             RuntimeError: between ``update`` and ``publish``, and after an earlier call.
             ValueError: for another device or another name.
-
-        Called on all ranks.
         """
         self._offload.offload(include, device, pin_memory, non_blocking)
 
@@ -105,8 +103,6 @@ class EngineBase:
         Args:
             non_blocking: accepted for DeepSpeed's sake, without effect. This call frees the memory on the host, so it
                 must wait for the copies.
-
-        Called on all ranks.
         """
         self._offload.reload()
 
@@ -160,8 +156,6 @@ class EngineBase:
             RuntimeError: if ranks hold different weights or learning rates.
             FloatingPointError: for non-finite weights.
             TypeError: for a client_state that is not plain.
-
-        Called on all ranks with the same arguments.
         """
         request = save_dir, tag, save_latest, exclude_frozen_parameters, async_save
         return self._checkpointer.save(self.lr_scheduler, client_state, *request)
@@ -196,15 +190,13 @@ class EngineBase:
         Raises:
             CheckpointError: on all ranks. If the checkpoint does not fit, nothing has been changed; if a file turns out
                 to be damaged, a part has been loaded.
-
-        Called on all ranks with the same arguments.
         """
         flags = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, missing_ok
         return self._checkpointer.load(self.lr_scheduler, load_dir, tag, *flags)
 
     @collective
     def wait_for_checkpoint(self) -> None:
-        """Wait for a save in the background. Raises CheckpointError if it fails. Called on all ranks."""
+        """Wait for a save in the background. Raises CheckpointError if it fails."""
         self._checkpointer.wait()
 
     # ---------------------------------------------------------------- full models
@@ -220,8 +212,6 @@ class EngineBase:
 
         Returns:
             Full tensors, copies on the CPU. Tied tensors are one object.
-
-        Called on all ranks.
         """
         return self._full_state.get(rank0_only, dtype)
 
@@ -236,8 +226,6 @@ class EngineBase:
         Raises:
             RuntimeError: on all ranks, before anything is changed, if shapes differ, or with ``strict`` if names are
                 missing or unexpected.
-
-        Called on all ranks.
         """
         self._full_state.load(state, strict)
 
@@ -254,7 +242,7 @@ class EngineBase:
         Raises:
             RuntimeError: with a pipeline.
 
-        Called on all ranks, between steps.
+        Called between steps.
         """
         return self._full_state.get_optimizer_state(rank0_only)
 
@@ -277,8 +265,6 @@ class EngineBase:
 
         Raises:
             CheckpointError: on all ranks if rank 0 cannot write. Older files are left as they were.
-
-        Called on all ranks.
         """
         self._full_state.save_16bit(save_dir, max_shard_size, exclude_frozen_parameters)
 

@@ -60,7 +60,7 @@ def initialize(
     num_local_io_workers: int = 0,
     loss_fn: LossFunction | None = None,
 ) -> Engine:
-    """Make an :class:`~zerolite.engine.engine.Engine` of ``model``. Called on all ranks, with equal arguments.
+    """Make an :class:`~zerolite.engine.engine.Engine` of ``model``.
 
     If torch.distributed is not running, it is started from the environment. With ``tensor_parallel`` and ``pipeline``,
     only this rank's part stays in ``model``.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.comm import Communicator, Topology, stages_communicator
+from zerolite.comm import Communicator, Topology, collective, stages_communicator
 from zerolite.comm.initial_sync import content_hash
 from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks
 from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
@@ -124,8 +124,9 @@ class InputComparison(StepObserver):
         )
 
 
+@collective
 class SharedGradReducer(StepObserver):
-    """All-reduce of the gradients of shared parameters. All methods are called on all ranks, in the same order."""
+    """All-reduce of the gradients of shared parameters."""
 
     def __init__(
         self,

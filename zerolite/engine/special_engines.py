@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.engine.engine import Engine
 from zerolite.utils.accelerator import HostRead
 from zerolite.utils.module_hook import ModuleHook
@@ -87,9 +88,9 @@ class EvaluationEngine(Engine):
                 self._agree_on_schedule(self._agreement)
         return super().__call__(*args, **kwargs)
 
+    @collective
     def _agree_on_schedule(self, agreement: ScheduleAgreement) -> None:
-        """Let stage 3 follow its recorded schedule if all ranks have the same; the host waits for the answer. Called on
-        all ranks."""
+        """Let stage 3 follow its recorded schedule if all ranks have the same; the host waits for the answer."""
         numbers = torch.zeros(agreement.slice_size, dtype=torch.float64, device=self.device)
         agreement.write_slice(numbers)
         self.topology.data.all_reduce(numbers, tag="stats").wait()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from zerolite.comm import Communicator, raise_together
+from zerolite.comm import Communicator, collective, raise_together
 from zerolite.config import ZeroliteConfig
 from zerolite.config.monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig
 
@@ -16,6 +16,7 @@ from .monitor import Monitor
 from .writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
 
 
+@collective
 def open_monitor(
     config: ZeroliteConfig,
     comm: Communicator,
@@ -24,7 +25,7 @@ def open_monitor(
 ) -> Monitor:
     """Open the monitor: on rank 0 with the writers that ``config`` enables, on other ranks with none.
 
-    Called on all ranks; it costs one small all-reduce.
+    It costs one small all-reduce.
 
     Args:
         config: the configuration.

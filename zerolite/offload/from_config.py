@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from zerolite.comm import Communicator, HostGroup, RaiseTogether
+from zerolite.comm import Communicator, HostGroup, RaiseTogether, collective
 from zerolite.config import ZeroliteConfig
 from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from zerolite.offload.placement import DiskPlacement, HostPlacement, OffloadOptions, Placement, Placements
@@ -23,8 +23,9 @@ from zerolite.utils.memory_tags import DEVICE
 logger = logging.getLogger("zerolite")
 
 
+@collective
 def placements_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Communicator) -> Placements:
-    """Return the placements that ``zero_optimization`` asks for. Called on all ranks.
+    """Return the placements that ``zero_optimization`` asks for.
 
     Args:
         config: the config.

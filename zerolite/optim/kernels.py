@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from zerolite.comm import Communicator, largest
+from zerolite.comm import Communicator, collective, largest
 from zerolite.ops.library import unavailable_reason
 from zerolite.optim.update_rules import ONLY_HERE, UpdateRule, rule_of, unsupported
 from zerolite.utils.dtypes import FLOATS
@@ -18,14 +18,14 @@ from zerolite.utils.dtypes import FLOATS
 logger = logging.getLogger("zerolite")
 
 
+@collective
 def kernel_chooser(
     comm: Communicator, device: torch.device, updates: Sequence[torch.device]
 ) -> Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]:
     """Return a function (optimizer, dtypes of its master weights) -> rule of the kernels.
 
     The function returns None if torch's own implementation makes the update. If one rank cannot load the kernels, no
-    rank uses them, because at stage 0 all ranks must compute the same bits. Called on all ranks; it costs one small
-    all-reduce.
+    rank uses them, because at stage 0 all ranks must compute the same bits. It costs one small all-reduce.
 
     Args:
         comm: communicator of all ranks.

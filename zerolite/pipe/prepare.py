@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerolite.comm import Communicator, HostGroup, RaiseTogether, Topology, make_stage_groups, stages_communicator
+from zerolite.comm import (
+    Communicator,
+    HostGroup,
+    RaiseTogether,
+    Topology,
+    collective,
+    make_stage_groups,
+    stages_communicator,
+)
 from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.config.parallelism import PipelineConfig
 from zerolite.data.micro_batch import LossFunction
@@ -59,6 +67,7 @@ class PreparedStage:
     schedule: str
 
 
+@collective
 def prepare(
     model: nn.Module,
     settings: PipelineConfig,
@@ -68,8 +77,8 @@ def prepare(
 ) -> PreparedStage:
     """Leave in ``model`` the layers of this rank's stage, with the values of the first stage's ranks.
 
-    Called on all ranks, before anything else is made from the model. Parameters keep their names; those of other stages
-    lose their memory. Raises ValueError for a model that cannot be divided.
+    Called before anything else is made from the model. Parameters keep their names; those of other stages lose their
+    memory. Raises ValueError for a model that cannot be divided.
 
     Args:
         model: a :class:`~zerolite.pipe.modules.PipelineModule`, an ``nn.Sequential``, or any other model, divided at

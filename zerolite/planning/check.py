@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from zerolite.comm import collective
 from zerolite.planning.errors import PlanError
 from zerolite.planning.measure import Measurement, measure
 from zerolite.planning.report import Screen
@@ -123,8 +124,9 @@ def run_job(request: Mapping[str, str | None], world_size: int, device: str) -> 
         return Measurement.model_validate_json(result.read_text(encoding="utf-8"))
 
 
+@collective
 def measure_rank(directory: Path) -> None:
-    """Run the request in ``directory`` as one rank of the job, and write its measurement there. Called on all ranks."""
+    """Run the request in ``directory`` as one rank of the job, and write its measurement there."""
     request = json.loads((directory / _REQUEST).read_text(encoding="utf-8"))
     batch, loss = request["batch"], request["loss"]
     measured = measure(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from zerolite.comm import local_rank, record
+from zerolite.comm import collective, local_rank, record
 from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
 from zerolite.engine.engine import Engine
@@ -51,6 +51,7 @@ class Measurement(BaseModel):
     traffic: list[Traffic]
 
 
+@collective
 def measure(
     make_model: Callable[[], torch.nn.Module],
     config: ConfigLike,
@@ -59,7 +60,7 @@ def measure(
 ) -> Measurement:
     """Make the model and its engine in this process and train a few steps, as a plan does on tensors without memory.
 
-    Memory that is allocated before does not count. Called on all ranks, with equal arguments.
+    Memory that is allocated before does not count.
 
     Args:
         make_model: makes the model.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.engine.engine import Engine
 from zerolite.engine.special_engines import EvaluationEngine, PipelineEngine
@@ -68,10 +69,11 @@ def required_parameters(function: Callable[..., Any]) -> list[str]:
     return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in optional]
 
 
+@collective
 def train_one_step(
     engine: Engine, batch: MakeBatch, loss: Loss | None = None, phase: Phase = contextlib.nullcontext
 ) -> None:
-    """Train all micro-batches of one accumulation, each made anew, and update. Called on all ranks.
+    """Train all micro-batches of one accumulation, each made anew, and update.
 
     An engine without an optimizer runs a forward only.
 

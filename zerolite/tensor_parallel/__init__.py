@@ -3,7 +3,7 @@
 :func:`parallelize_module` shards a model that is written without it; the layers can also be used directly.
 """
 
-from zerolite.comm import Communicator, create_communicator, create_topology, init_distributed, local_rank
+from zerolite.comm import Communicator, collective, create_communicator, create_topology, init_distributed, local_rank
 from zerolite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from zerolite.tensor_parallel.functions import all_gather, copy, gather, reduce, reduce_scatter, scatter
 from zerolite.tensor_parallel.layers import (
@@ -18,12 +18,12 @@ from zerolite.tensor_parallel.plan import TensorPlanError
 from zerolite.utils.accelerator import default_device
 
 
+@collective
 def tensor_ranks(size: int) -> Communicator:
     """Return the communicator of the ``size`` ranks that share layers with this one.
 
     Use it for layers that are made before ``zerolite.initialize`` is called with that ``tensor_parallel.size``. It
-    starts torch.distributed if necessary. Called on all ranks, in the same order. Raises ValueError if ``size`` does
-    not divide the number of ranks.
+    starts torch.distributed if necessary. Raises ValueError if ``size`` does not divide the number of ranks.
     """
     init_distributed()
     device = default_device(local_rank())

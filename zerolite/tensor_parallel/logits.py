@@ -15,19 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, collective
 from zerolite.tensor_parallel import functions
 from zerolite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from zerolite.utils.nested import Arguments, Function, Keywords
 
 
+@collective
 class VocabParallelLogits(Tensor):
     """Logits [..., vocabulary], of which this rank has [..., ceil(vocabulary / ranks)].
 
     ``F.cross_entropy`` (nn.CrossEntropyLoss) with one target for each token is computed on the shards. The dtype or the
     leading dimensions may change before, and the logits may be multiplied by a number. Every other operation first
     gathers the logits, once, and continues with an ordinary tensor. So results are always those of the full logits.
-    Each operation is called on all ranks of the tensor group, in the same order.
     """
 
     _state: _State
@@ -65,8 +65,9 @@ class VocabParallelLogits(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"VocabParallelLogits(shape={list(self.shape)}, dtype={self._state.local.dtype})"
 
+    @collective
     def gathered(self) -> Tensor:
-        """Return an ordinary tensor with all logits. Called on all ranks of the tensor group."""
+        """Return an ordinary tensor with all logits."""
         return self._state.gathered()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.offload.placement import Placement, Placements
 from zerolite.utils.accelerator import addresses
 from zerolite.utils.memory_tags import COMPUTE, tag_memory
@@ -110,10 +111,11 @@ class ParameterBuffer:
         low, high = self.layout.shard_range(layout, self.rank)
         return full[low:high]
 
+    @collective
     def gather(
         self, indices: Sequence[int], shards: Mapping[int, torch.Tensor], dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """Gather full tensors of parameters from the parts that the ranks own, in one all-gather. Called on all ranks.
+        """Gather full tensors of parameters from the parts that the ranks own, in one all-gather.
 
         Args:
             indices: indices of the parameters.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerolite.comm import Communicator, Pending, Topology, second_communicator
+from zerolite.comm import Communicator, Pending, Topology, collective, second_communicator
 from zerolite.utils.dtypes import HALF
 
 
@@ -63,11 +63,10 @@ class RankGroups:
         """Return the groups where all ranks of ``comm`` split all states."""
         return cls(comm, None, comm, comm)
 
+    @collective
     def for_gathers(self, device: torch.device) -> RankGroups:
-        """Return the same groups with communicators of their own, so that gathers and reductions need no common order.
-
-        Called on all ranks, in the same order.
-        """
+        """Return the same groups with communicators of their own, so that gathers and reductions need no common
+        order."""
         shard = second_communicator(self.shard, device)
         mean = shard if self.mean is self.shard else second_communicator(self.mean, device)
         return RankGroups(shard, self.replicate, mean, self.agree)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from zerolite.comm import collective
+
 if TYPE_CHECKING:
     from zerolite.zero.grads import Change
     from zerolite.zero.stats import GradStats
@@ -77,9 +79,10 @@ class StepObserver:
         """Called like :meth:`read_slice`, for a step that updates something and lacks gradients of some parameters."""
         return None
 
+    @collective
     def raise_errors(self) -> None:
-        """Raise what the statistics have shown, with the help of the other ranks. Called on all ranks at the same
-        places, once all have read the same statistics."""
+        """Raise what the statistics have shown, with the help of the other ranks. Called once all ranks have read
+        the same statistics."""
 
     def explain_skip(self) -> str:
         """Return why an update before has made this one's gradients non-finite; "" if none has."""

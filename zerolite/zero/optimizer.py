@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zerolite.comm import collective
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.zero.bucket import Bucket
@@ -83,8 +84,9 @@ class ShardedOptimizer(Optimizer):
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
 
+    @collective
     def add_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """Update these new buckets too, whose parameters are in the param groups. Called on all ranks."""
+        """Update these new buckets too, whose parameters are in the param groups."""
         self._make_shards(buckets, self.inner.param_groups)
         states = self._take_states(parameter for bucket in buckets for parameter in bucket.parameters)
         self.method.add_buckets(buckets)
@@ -170,9 +172,9 @@ class ShardedOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- torch's interface
 
+    @collective
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update from all gradients since the last update, as ``engine.step()`` does at a boundary. Called on all
-        ranks."""
+        """Update from all gradients since the last update, as ``engine.step()`` does at a boundary."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -180,8 +182,9 @@ class ShardedOptimizer(Optimizer):
         self._step()
         return loss
 
+    @collective
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step. Called on all ranks."""
+        """Drop all gradients since the last step."""
         if self._pipeline is not None:
             self._pipeline.zero_grad()
 
@@ -209,8 +212,9 @@ class ShardedOptimizer(Optimizer):
             hook(optimizer, (), {})
         return bool(calls)
 
+    @collective
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters of the engine's module. Called on all ranks, between steps.
+        """Train further parameters of the engine's module. Called between steps.
 
         Args:
             param_group: ``params`` and the hyperparameters that differ from the defaults, as in torch.
@@ -245,8 +249,9 @@ class ShardedOptimizer(Optimizer):
                 group[SHARDED_OVER] = self._buffer.layout.world_size
         return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}
 
+    @collective
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. Called on all ranks, each with its own state.
+        """Load the result of :meth:`state_dict`. Each rank passes its own state.
 
         Keys that choose an implementation (``foreach``, ``fused``, …) are not loaded.
 

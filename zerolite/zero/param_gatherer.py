@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.comm import Communicator, Pending
+from zerolite.comm import Communicator, Pending, collective
 from zerolite.utils.module_hook import WeakHook, is_compiled
 from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.utils.torch_private import untraced
@@ -82,8 +82,9 @@ class ParamGatherer:
         if self.overlaps:
             _overlapping.add(self)
 
+    @collective
     def gather_bucket(self, bucket: Bucket, rounded: bool = False) -> None:
-        """Launch the all-gather of a bucket. Called on all ranks, in the same order of buckets.
+        """Launch the all-gather of a bucket. All ranks call it in the same order of buckets.
 
         Args:
             bucket: the bucket.

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import listeners
@@ -350,10 +351,11 @@ class Reducer:
         elif self.current.accumulated > 1:  # those of earlier backwards have been hidden
             self.shown.show(self.used)
 
+    @collective
     @torch.no_grad()
     def launch_early(self, buckets: Sequence[int]) -> None:
-        """Launch buckets between backwards, because no later backward of the step brings them a gradient, unless every
-        backward reduces, or the last one has. Called on all ranks, with the same buckets in the same order."""
+        """Launch buckets between backwards, because no later backward of the step brings them a gradient, unless
+        every backward reduces, or the last one has. All ranks pass the same buckets in the same order."""
         current = self.current
         if self._options.overlap and not (current.reducing or self.reduces_each_backward):
             for index in buckets:
@@ -378,10 +380,10 @@ class Reducer:
             if launches and (self._contributions_known or self._new_buckets):
                 self._launch_all(only_complete=True)
 
+    @collective
     @torch.no_grad()
     def on_group_end(self, group: ParamGroup) -> None:
-        """Launch the buckets that are due when a backward of ``group`` has ended. Called on all ranks, in the same
-        order."""
+        """Launch the buckets that are due when a backward of ``group`` has ended."""
         current = self.current
         if current.open and current.reducing and not current.launches_at_end:
             for bucket in group.buckets:
@@ -499,10 +501,11 @@ class Reducer:
         while self._in_flight:
             self._in_flight.pop(0).finish()
 
+    @collective
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what no backward has reduced, and wait for all reductions. Every bucket then has ``reduced``. Called
-        once per accumulation, on all ranks."""
+        """Reduce what no backward has reduced, and wait for all reductions. Every bucket then has ``reduced``.
+        Called once per accumulation."""
         if self.current.open:
             self.end_backward(complete=False)
         self._wait_for_all()

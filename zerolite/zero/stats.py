@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
+from zerolite.comm import collective
 from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
@@ -319,9 +320,10 @@ class StatsCollector:
             assert self._squares is not None
             self._squares.index_fill_(0, self._slots_of(bucket), 0.0)
 
+    @collective
     @torch.no_grad()
     def collect(self, reducer: Reducer, accumulation: GradAccumulation) -> StatsVector:
-        """Collect the statistics of all ranks. Called once per step, on all ranks, when the gradients are reduced."""
+        """Collect the statistics of all ranks. Called once per step, when the gradients are reduced."""
         mean, layout, observers = self._groups.mean, self._layout, self._observers.slices
         sizes = [observer.slice_size for observer in observers]
         vector = torch.zeros(layout.slices.start + sum(sizes) - LOCAL.start, dtype=torch.float64, device=self._device)
@@ -349,9 +351,10 @@ class StatsCollector:
         self.latest = StatsVector(vector, layout, mean.world_size, reducer.used, weight, written)
         return self.latest
 
+    @collective
     def exchange_slices(self) -> tuple[list[WrittenSlice], torch.Tensor]:
-        """Add the observers' slices alone over all ranks of the job: what they have written, and the sums on the host.
-        Called on all ranks, between steps."""
+        """Add the observers' slices alone over all ranks of the job: what they have written, and the sums on the
+        host. Called between steps."""
         observers = self._observers.slices
         sizes = [observer.slice_size for observer in observers]
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)

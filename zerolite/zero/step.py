@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.zero.grads import Gradients
 from zerolite.zero.observers import REDUCE_WAIT, STEP
@@ -37,8 +38,9 @@ _NOT_IN_P_GRAD = (
 )
 
 
+@collective
 class StepPipeline:
-    """See the module. All methods are called on all ranks, in the same order.
+    """See the module.
 
     Attributes:
         state: what has happened in this step and in those before it.
@@ -330,9 +332,10 @@ class StepPipeline:
                 "ahead of the parameters; call engine.publish() and engine.zero_grad() first"
             )
 
+    @collective
     def check_ranks(self) -> None:
         """Raise on all ranks if their weights or the numbers of their updates differ, or if the last update has made
-        weights non-finite. Called on all ranks, between steps."""
+        weights non-finite. Called between steps."""
         self.state.raise_error()
         facts = self.state.facts(self._max_norm, ())._replace(divisor=self.state.next_loss_scale())
         for check in self._observers.before_save:
@@ -342,8 +345,9 @@ class StepPipeline:
             raise error
         self.state.raise_error()
 
+    @collective
     def on_all_loaded(self, state: Mapping[str, Any]) -> None:
-        """Take over loaded weights, masters and states. Called on all ranks, after :meth:`zero_grad`.
+        """Take over loaded weights, masters and states. Called after :meth:`zero_grad`.
 
         Args:
             state: saved :meth:`StepState.state_dict`.
@@ -358,8 +362,9 @@ class StepPipeline:
 
     # ---------------------------------------------------------------- inside
 
+    @collective
     def divisor(self) -> float:
-        """Return the divisor of the accumulated gradient. Called on all ranks."""
+        """Return the divisor of the accumulated gradient."""
         divisor = self.state.local_divisor()
         return divisor * mean_weight(self.stats().get()) if self._accumulation.weighted else divisor
 

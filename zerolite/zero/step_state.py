@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.comm.ranks import name_ranks
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.accelerator import host_value
@@ -334,9 +335,9 @@ class StepState:
             start += size
         return next(filter(None, errors), None)
 
+    @collective
     def raise_error(self) -> None:
-        """Settle, and raise the errors of earlier steps. Called on all ranks, which have then settled the same
-        steps."""
+        """Settle, and raise the errors of earlier steps. All ranks have then settled the same steps."""
         if self._unread is not None:
             self.settle()
         error, self._error = self._error, None
@@ -345,9 +346,9 @@ class StepState:
         for raise_errors in self.observers.raise_errors:
             raise_errors()
 
+    @collective
     def on_weights_replaced(self) -> None:
-        """Settle, and drop the errors of earlier steps, because all weights have been loaded anew. Called on all
-        ranks."""
+        """Settle, and drop the errors of earlier steps, because all weights have been loaded anew."""
         self.settle()
         self._error = None
         for notify in self.observers.on_weights_written:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import zerolite
+from zerolite.comm import collective
 from zerolite.compat.deepspeed.comm import init_distributed
 from zerolite.compat.deepspeed.pipe import PipelineModule
 from zerolite.compat.deepspeed.runtime.config import is_stage3, read_config
@@ -18,6 +19,7 @@ from zerolite.compat.deepspeed.utils.logging import log_dist, warn_once
 _DEFAULT_PORT = 29500
 
 
+@collective
 def initialize(
     args: object = None,
     model: Any = None,
@@ -33,7 +35,7 @@ def initialize(
     mesh_param: object = None,
     config_params: object = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Make an engine of ``model`` as :func:`zerolite.initialize` does, with DeepSpeed's arguments. Called on all ranks.
+    """Make an engine of ``model`` as :func:`zerolite.initialize` does, with DeepSpeed's arguments.
 
     Args:
         args: may have the path of the config as its attribute ``deepspeed_config``.

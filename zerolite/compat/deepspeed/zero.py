@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import zerolite.zero
+from zerolite.comm import collective
 from zerolite.compat.deepspeed.runtime.config import read_config
 from zerolite.compat.deepspeed.utils.init_on_device import OnDevice
 from zerolite.zero import (
@@ -82,9 +83,10 @@ class GatheredParameters(zerolite.zero.GatheredParameters):
         )
 
 
+@collective
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
-    """Context in which the parameters of an engine's module are gathered. It yields the module. Called on all ranks."""
+    """Context in which the parameters of an engine's module are gathered. It yields the module."""
     module = getattr(model, "module", model)
     with GatheredParameters(module):
         yield module

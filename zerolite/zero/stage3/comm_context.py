@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zerolite.comm import Communicator, Pending
+from zerolite.comm import Communicator, Pending, collective
 from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import addresses
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, GATHERED, PERSISTENT, listeners, resize, tag_memory
@@ -161,8 +161,9 @@ class CommContext:
 
     # ---------------------------------------------------------------- gathers
 
+    @collective
     def issue_all_gather(self, members: Sequence[PartitionedParameter]) -> None:
-        """Launch one all-gather of ``members``, all of them not available. Called on all ranks, in the same order."""
+        """Launch one all-gather of ``members``, all of them not available."""
         self._notify(members)
         try:
             # The others have their full values in their shard.
@@ -179,8 +180,9 @@ class CommContext:
             raise
         mark_in_flight(members, all_gather)
 
+    @collective
     def gather(self, members: Sequence[PartitionedParameter]) -> None:
-        """Make ``members`` available: launch one all-gather and wait. Called on all ranks, in the same order."""
+        """Make ``members`` available: launch one all-gather and wait."""
         missing = dict.fromkeys(member for member in members if member.status is NOT_AVAILABLE)
         if missing:
             self.issue_all_gather(list(missing))
@@ -188,10 +190,11 @@ class CommContext:
             if member.pending is not None:
                 member.pending.wait()
 
+    @collective
     @torch.inference_mode(False)  # the copies may outlive the user's inference mode
     def gather_copies(self, members: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
-        """Return copies of the full values of ``members``, each flat and with padding. No parameter changes its state.
-        Called on all ranks, in the same order."""
+        """Return copies of the full values of ``members``, each flat and with padding. No parameter changes its
+        state."""
         for member in members:
             if member.pending is not None:
                 member.pending.wait()
@@ -242,16 +245,18 @@ class CommContext:
                 raise
             return AllGather(members, pending, staged)
 
+    @collective
     def gather_for_user(self, member: PartitionedParameter) -> None:
-        """Make ``member`` available until the user or the engine releases it. Called on all ranks."""
+        """Make ``member`` available until the user or the engine releases it."""
         self.gather([member])
         if not member.persistent:
             self.gathered_by_user.add(member)
 
     # ---------------------------------------------------------------- gather contexts
 
+    @collective
     def hold(self, members: Sequence[PartitionedParameter]) -> None:
-        """Gather ``members`` and keep them available until :meth:`unhold`; calls nest. Called on all ranks."""
+        """Gather ``members`` and keep them available until :meth:`unhold`; calls nest."""
         self.gather(members)
         new = [member for member in members if member.hold()]
         coordinator = self._coordinator()
@@ -260,8 +265,9 @@ class CommContext:
         for member in members:
             restore_class(member.parameter)  # between forward and backward an available one may look released
 
+    @collective
     def unhold(self, members: Sequence[PartitionedParameter]) -> None:
-        """End one :meth:`hold`, and release those that nothing else needs. Called on all ranks."""
+        """End one :meth:`hold`, and release those that nothing else needs."""
         ended = [member for member in members if member.unhold()]
         for member in ended:
             member.mark_seen()  # the context has written or dropped what was changed in it
@@ -287,8 +293,9 @@ def group_by_context(
     return list(found.items())
 
 
+@collective
 def gather(members: Iterable[PartitionedParameter]) -> None:
-    """Make ``members`` available, in one launch for each context. Called on all ranks, in the same order."""
+    """Make ``members`` available, in one launch for each context."""
     for context, of_context in group_by_context(members):
         context.gather(of_context)
 
@@ -359,9 +366,10 @@ class AvailableParameters:
         elif self._shards and reader is not None:
             reader.write_back(self._shards, self._full_views)
 
+    @collective
     def refresh(self) -> None:
-        """Gather the values of an update into the parameters' memory. One launch is for shards on the device, and one
-        for offloaded shards. Called on all ranks, in the same order."""
+        """Gather the values of an update into the parameters' memory. One launch is for shards on the device, and
+        one for offloaded shards."""
         if self._allocations != self._context.allocations:
             self._plan()
         if self._offloaded:
@@ -390,8 +398,9 @@ class AvailableParameters:
                 torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=fulls)
 
 
+@collective
 def refresh(members: Sequence[PartitionedParameter]) -> None:
-    """Gather new values into available parameters. Called on all ranks, in the same order."""
+    """Gather new values into available parameters."""
     for context, of_context in group_by_context(members):
         AvailableParameters(context, of_context).refresh()
 

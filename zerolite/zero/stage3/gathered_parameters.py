@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
 from zerolite.comm.initial_sync import broadcast_flat, content_hash
 from zerolite.utils.accelerator import address, host_values
@@ -145,18 +146,20 @@ class GatheredParameters:
             if parameter.requires_grad and _WATCHED in _graph_end(parameter).metadata:
                 self._in_graphs.append(handle)
 
+    @collective
     def _report_dropped(self, names: Sequence[str]) -> None:
-        """Report dropped changes of the parameters ``names``. Called on all ranks, with the same names."""
+        """Report dropped changes of the parameters ``names``. All ranks pass the same names."""
         raise RuntimeError(
             "zero.GatheredParameters: parameters were changed inside a read-only context, so ranks would disagree: "
             f"{', '.join(names)}. The changes are dropped; pass modifier_rank=0 (the rank whose values all ranks "
             "take) to make some."
         )
 
+    @collective
     @torch.no_grad()
     def drop_changes(self) -> None:
         """Drop the changes since the context was entered. Parameters that outlive the context get their values back;
-        the others are released at its end. Called on all ranks."""
+        the others are released at its end."""
         for handle in self._handles:
             if handle in self._values_before:
                 handle.full.copy_(self._values_before[handle])
@@ -237,8 +240,9 @@ def _graph_end(parameter: torch.nn.Parameter) -> Any:
         return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
+@collective
 def _note_use_outside_groups(handles: Iterable[PartitionedParameter]) -> None:
-    """Note that graphs use these parameters outside of all groups. Called on all ranks, in the same step."""
+    """Note that graphs use these parameters outside of all groups. All ranks call it in the same step."""
     for handle in handles:
         if handle.coordinator is not None:
             handle.coordinator.on_use_outside_groups()

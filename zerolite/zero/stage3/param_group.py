@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.utils.module_hook import is_compiled
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
 
@@ -318,9 +319,9 @@ def owns_released(module: torch.nn.Module) -> bool:
 # -------------------------------------------------------------------- external parameters
 
 
+@collective
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Gather ``parameter`` together with ``module``, which uses it in its forward without owning it. Called on all
-    ranks.
+    """Gather ``parameter`` together with ``module``, which uses it in its forward without owning it.
 
     Uses that read the parameter as an attribute of its own module are found without this.
     """

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
+from zerolite.comm import Communicator, collective, create_communicator, init_distributed, local_rank
 from zerolite.comm.initial_sync import broadcast_flat, broadcast_into, differing
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.offload import OffloadOptimizerConfig
@@ -35,6 +35,7 @@ from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, cop
 from zerolite.zero.stage3.shard_reader import ShardReader
 
 
+@collective
 @torch.no_grad()
 def partition(
     parameter: torch.nn.Parameter,
@@ -43,8 +44,7 @@ def partition(
     dtype: torch.dtype | None = None,
     placement: Placement | None = None,
 ) -> PartitionedParameter:
-    """Partition an ordinary parameter. It remains the same object with the same attributes and strides. Called on all
-    ranks, in the same order.
+    """Partition an ordinary parameter. It remains the same object with the same attributes and strides.
 
     Args:
         parameter: the parameter, with the same values on all ranks.
@@ -60,10 +60,11 @@ def partition(
     return handle
 
 
+@collective
 @torch.no_grad()
 def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Parameter:
     """Return the result of ``copy.deepcopy``: an ordinary parameter with full values, or a partitioned one inside
-    ``zero.Init``. Called on all ranks, in the same order."""
+    ``zero.Init``."""
     if not handle.context.initialising:
         return handle.full_copy(memo)
     values = torch.empty_strided(handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.context.device)
@@ -74,9 +75,10 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
     return copied
 
 
+@collective
 @torch.no_grad()
 def broadcast_from_rank0(parameter: torch.nn.Parameter, context: CommContext) -> None:
-    """Copy rank 0's values into an ordinary parameter. Called on all ranks."""
+    """Copy rank 0's values into an ordinary parameter."""
     data = parameter.data
     if data.device == context.device and data.stride() == dense_strides(data):
         broadcast_flat(flattened(data), context.groups.mean, "initial_sync", 0)
@@ -126,10 +128,11 @@ class Initialising:
 # -------------------------------------------------------------------- models
 
 
+@collective
 @torch.no_grad()
 def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.dtype | None = None) -> None:
-    """Partition every ordinary parameter of ``model`` with rank 0's values. Modules on the meta device are materialised
-    one by one, children first. Called on all ranks, with equal models."""
+    """Partition every ordinary parameter of ``model`` with rank 0's values. Modules on the meta device are
+    materialised one by one, children first."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)

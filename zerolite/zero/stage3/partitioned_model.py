@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.offload.placement import HostPlacement, Placements
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
@@ -212,8 +213,9 @@ def _merge_runs(runs: Sequence[list[int]], numels: Sequence[int], limit: int) ->
     return groups
 
 
+@collective
 def unpartition_model(model: torch.nn.Module) -> None:
-    """Turn all partitioned parameters of ``model`` into ordinary ones. Called on all ranks, in the same order."""
+    """Turn all partitioned parameters of ``model`` into ordinary ones."""
     check_not_gathered(model.parameters())
     for parameter in model.parameters():
         handle = handle_of(parameter)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.comm.flight_recorder import Mismatch
 from zerolite.utils.memory_tags import DISK
 from zerolite.utils.nested import find_in_objects
@@ -109,9 +110,10 @@ class PartitionedParameterCoordinator:
         """True if a forward is under way, or a graph of one waits for its backward, which gathers."""
         return self._step_open
 
+    @collective
     def add_external(self, module: torch.nn.Module, handle: PartitionedParameter) -> None:
         """Add a parameter to the group of ``module``, or of the root if it has none. It is gathered with this group
-        from the next execution on, and now if one is under way. Called on all ranks."""
+        from the next execution on, and now if one is under way."""
         if handle.context is not self.context or handle.persistent:
             return
         group = self._group_of.get(id(module), self.groups[0])
@@ -367,9 +369,9 @@ class PartitionedParameterCoordinator:
         if self.context.reader is not None:
             self.context.reader.drop_reads()  # read ahead for gathers that did not follow
 
+    @collective
     def reset(self) -> None:
-        """End all executions and release what is not held, after an exception or a change of values. Called on all
-        ranks."""
+        """End all executions and release what is not held, after an exception or a change of values."""
         self._step_open = self._second_order = False
         for execution in (*self._forward, *self._backward):
             execution.group.reset()
@@ -389,8 +391,9 @@ class PartitionedParameterCoordinator:
                 handle.keep_written_values()
         self.context.unhold(held)
 
+    @collective
     def on_update(self) -> None:
-        """Bring the new values of an update to available parameters. Called on all ranks, by the parameter gatherer."""
+        """Bring the new values of an update to available parameters. The parameter gatherer calls it."""
         self.context.on_update()
         self._used_outside = False
         self._round += 1

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
@@ -309,9 +310,9 @@ class PartitionedParameter:
 
     # ---------------------------------------------------------------- called by users, as methods of the parameter
 
+    @collective
     def all_gather(self) -> None:
-        """Gather the full values and keep them until :meth:`partition` is called or the engine releases them. Called on
-        all ranks, in the same order."""
+        """Gather the full values and keep them until :meth:`partition` is called or the engine releases them."""
         self.may_have_aliases = True
         with torch._C.DisableTorchFunction():  # otherwise the function mode of zero.Init would gather, too
             self.context.gather_for_user(self)
@@ -329,9 +330,9 @@ class PartitionedParameter:
         """Return the number of elements in ``ds_tensor``, padding included, which is the same on all ranks."""
         return self.shard.numel()
 
+    @collective
     def full_copy(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Return an ordinary parameter with a copy of the full values, for ``copy.deepcopy``. Called on all ranks, in
-        the same order."""
+        """Return an ordinary parameter with a copy of the full values, for ``copy.deepcopy``."""
         parameter = self.parameter
         known = memo.get(id(parameter))
         if known is not None:
@@ -345,8 +346,9 @@ class PartitionedParameter:
             values.copy_(self.context.gather_copies([self])[0].as_strided(self.shape, self.strides))
         return copy_with_values(parameter, values, memo)
 
+    @collective
     def unpartition(self) -> None:
-        """Turn the parameter into an ordinary one with full values. Called on all ranks, in the same order."""
+        """Turn the parameter into an ordinary one with full values."""
         parameter = self.parameter
         self.context.gather([self])
         parameter.data = self.view

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.engine.engine import Engine
 from zerolite.zero.stage3.param_group import external_parameters
 
@@ -68,28 +69,33 @@ class DeepSpeedOptimizer:
     def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults
 
+    @collective
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Run ``engine.backward`` without the division by gradient_accumulation_steps. Called on all ranks."""
+        """Run ``engine.backward`` without the division by gradient_accumulation_steps."""
         self._engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
 
+    @collective
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update from all gradients since the last step. Called on all ranks."""
+        """Update from all gradients since the last step."""
         return self._engine.optimizer.step(closure)
 
+    @collective
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step. Called on all ranks."""
+        """Drop all gradients since the last step."""
         self._engine.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's states, for an engine of the same stage and world size."""
         return self._engine.optimizer.state_dict()
 
+    @collective
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. Called on all ranks."""
+        """Load the result of :meth:`state_dict`."""
         self._engine.optimizer.load_state_dict(state_dict)
 
+    @collective
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the module to train. Called on all ranks, between steps."""
+        """Add parameters of the module to train. Called between steps."""
         self._engine.optimizer.add_param_group(param_group)
 
 

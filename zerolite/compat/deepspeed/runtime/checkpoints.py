@@ -9,7 +9,7 @@ from typing import Any
 
 from zerolite.checkpoint.directory import MANIFEST
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.comm import raise_together
+from zerolite.comm import collective, raise_together
 from zerolite.compat.deepspeed_files import find_tag
 from zerolite.compat.deepspeed_import import import_deepspeed
 from zerolite.engine.engine import Engine
@@ -27,8 +27,9 @@ main()
 '''
 
 
+@collective
 def on_rank0(engine: Engine, call: str, work: Callable[[], object]) -> None:
-    """Run ``work`` on rank 0. If it raises, all ranks raise CheckpointError. Called on all ranks.
+    """Run ``work`` on rank 0. If it raises, all ranks raise CheckpointError.
 
     Args:
         engine: the engine.

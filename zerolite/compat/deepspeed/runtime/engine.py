@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.compat.deepspeed.runtime import checkpoints
 from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, make_optimizer
 from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
@@ -71,10 +72,11 @@ class DeepSpeedEngine(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.zerolite(*args, **kwargs)
 
+    @collective
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **ignored: Any
     ) -> torch.Tensor:
-        """Run backward through ``loss`` and return it. Called on all ranks.
+        """Run backward through ``loss`` and return it.
 
         Args:
             loss: divided by gradient_accumulation_steps unless ``scale_wrt_gas`` is False.
@@ -87,8 +89,9 @@ class DeepSpeedEngine(torch.nn.Module):
             raise TypeError(f"DeepSpeedEngine.backward got unexpected arguments: {', '.join(sorted(unknown))}")
         return self.zerolite.backward(loss, scale_wrt_gas, retain_graph)
 
+    @collective
     def step(self, lr_kwargs: Any = None) -> None:
-        """End a micro-batch. Called on all ranks.
+        """End a micro-batch.
 
         At the boundary of a gradient accumulation, clip and update, clear the gradients and step the schedule.
         """
@@ -98,8 +101,9 @@ class DeepSpeedEngine(torch.nn.Module):
             )
         self._at_boundary = self.zerolite.step()
 
+    @collective
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step. Called on all ranks."""
+        """Drop all gradients since the last step."""
         self.zerolite.zero_grad()
 
     def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
@@ -128,8 +132,9 @@ class DeepSpeedEngine(torch.nn.Module):
             )
         return self.zerolite.eval_batch(data_iter, return_logits, compute_loss, num_micro_batches)
 
+    @collective
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Complete the average of all gradients over ranks. Called on all ranks."""
+        """Complete the average of all gradients over ranks."""
         self.zerolite.reduce_gradients()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -182,6 +187,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     # ---------------------------------------------------------------- checkpoints and full models
 
+    @collective
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -190,13 +196,14 @@ class DeepSpeedEngine(torch.nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint to ``save_dir/tag``, by default ``global_step<N>``. Called on all ranks.
+        """Save a checkpoint to ``save_dir/tag``, by default ``global_step<N>``.
 
         ``zero_to_fp32.py`` is written beside it. See :meth:`zerolite.Engine.save_checkpoint`.
         """
         checkpoints.save(self.zerolite, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 
+    @collective
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -207,7 +214,7 @@ class DeepSpeedEngine(torch.nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint of this class or of DeepSpeed, of any stage and number of ranks. Called on all ranks.
+        """Load a checkpoint of this class or of DeepSpeed, of any stage and number of ranks.
 
         Returns:
             Its directory and the client state, or (None, {}) if there is none.
@@ -219,10 +226,11 @@ class DeepSpeedEngine(torch.nn.Module):
         self.loaded_checkpoint_tag = None if path is None else os.path.basename(path)
         return path, client_state
 
+    @collective
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the full model as one file of ``torch.save``, in the compute dtype. Called on all ranks."""
+        """Write the full model as one file of ``torch.save``, in the compute dtype."""
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
         def write() -> None:
@@ -234,11 +242,9 @@ class DeepSpeedEngine(torch.nn.Module):
 
     save_fp16_model = save_16bit_model
 
+    @collective
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object] | None:
-        """Return the full model's state on rank 0's CPU in the compute dtype; None on other ranks.
-
-        Called on all ranks.
-        """
+        """Return the full model's state on rank 0's CPU in the compute dtype; None on other ranks."""
         state = self.zerolite.full_state_dict(rank0_only=True)
         if self.zerolite.rank != 0:
             return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerolite.comm import collective
 from zerolite.compat.deepspeed.accelerator import get_accelerator
 from zerolite.compat.deepspeed.utils.logging import log_dist
 from zerolite.utils.nested import map_tensors
@@ -37,10 +38,11 @@ def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (
         log_dist(f"{message}: {format_size(now)} allocated, {format_size(peak)} at the peak", ranks=ranks)
 
 
+@collective
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, mpu: object = None
 ) -> torch.Tensor:
-    """Clip gradients as ``torch.nn.utils.clip_grad_norm_`` does, at every stage. Called on all ranks.
+    """Clip gradients as ``torch.nn.utils.clip_grad_norm_`` does, at every stage.
 
     Raises ValueError for an ``mpu``.
     """
