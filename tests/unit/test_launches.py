@@ -18,8 +18,8 @@ from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments
 from zerolite.engine.build import build_engine
-from zerolite.zero.bucket import Bucket
 from zerolite.zero.gradient_memory import GradientMemory
+from zerolite.zero.local_sum import LocalSum
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("without_ranks")
@@ -288,13 +288,13 @@ def test_what_rank_0_does_not_use_is_reduced_last() -> None:
 def test_a_bucket_is_filled_before_a_reduction_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = Simulated(0, 4)
     engine = make_engine(comm, stack(), 2, zero={"contiguous_gradients": False})
-    prepare_launch = Bucket.prepare_launch
+    complete = LocalSum.complete
 
-    def watched(self: Bucket, factor: float) -> torch.Tensor:
-        comm.log.append(("fill", self.index))
-        return prepare_launch(self, factor)
+    def watched(self: LocalSum, factor: float) -> torch.Tensor:
+        comm.log.append(("fill", self.layout.index))
+        return complete(self, factor)
 
-    monkeypatch.setattr(Bucket, "prepare_launch", watched)
+    monkeypatch.setattr(LocalSum, "complete", watched)
     train(engine)
     for bucket in range(2, 8):
         order = [("fill", bucket), ("wait", bucket - 2), ("launch", bucket)]

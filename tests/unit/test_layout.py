@@ -5,7 +5,7 @@ import torch
 
 from zerolite.zero.flat import destinations, zero_gap
 from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
-from zerolite.zero.small_gradients import gaps_to_clear
+from zerolite.zero.local_sum import gaps_to_clear
 
 SIZES = [7, 0, 1, 1000, 33, 64, 129, 5, 0, 2048, 31, 32]
 

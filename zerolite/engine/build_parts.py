@@ -36,6 +36,7 @@ from zerolite.optim.kernels import kernel_chooser
 from zerolite.precision.dtypes import GraphBoundary, scales_of_quantized
 from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.zero.accumulation import GradAccumulation
+from zerolite.zero.backward import Backward
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts, ModuleCall
 from zerolite.zero.gradient_memory import GradientMemory
@@ -234,7 +235,7 @@ class PartsBuilder:
         )
         is_on_device = placements.is_accessible(placements.optimizer, on_host=False)
         offloads = None if is_on_device else GradientTransfers(placements.device, self._transfers)
-        return GradientMemory(self._groups, options, offloads)
+        return GradientMemory(self._groups, options, Backward(options.copy_factor), offloads)
 
     def _make_optimizer(self, choice: OptimizerChoice, param_groups: Groups) -> ShardedOptimizer:
         choose = kernel_chooser(self.topology.world, self.device, self._placements.update_devices())
@@ -281,7 +282,7 @@ class PartsBuilder:
         boundary = GraphBoundary(pipeline.begin_backward, loss_scale, self.precision)
         if scales:
             self._observers.on_backward_begin.append(boundary.expect_scale)
-        self._reducer.attach(
+        self._reducer.hooks.attach(
             pipeline.begin_backward,
             boundary.check_scaled if scales else None,
             gatherer.on_gradient if gatherer.overlaps else None,

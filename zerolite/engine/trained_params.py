@@ -255,7 +255,7 @@ class UnfrozenParams:
         parts.buffer.set_layout(layout, everything)
         fill_buckets(parts.buffer, parts.precision, comm, parts.device)
         parts.reducer.use_layout()
-        parts.reducer.attach_new()
+        parts.reducer.hooks.attach_new()
         parts.optimizer.add_buckets(parts.buffer.buckets[first:])
         parts.pipeline.use_layout()
         parts.param_gatherer.install_hooks(parts.model)

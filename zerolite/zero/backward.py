@@ -1,14 +1,27 @@
-"""The backward under way, as the buckets of one engine see it, beside those of other engines."""
+"""The backward under way: what buckets and engines know of it, and the hooks that bring its gradients.
+
+Autograd calls the hook of a parameter when it has accumulated a gradient in ``p.grad``. The hook takes the gradient out
+and leaves a tensor without memory, which stands for the mean over ranks. The hook of a small parameter only puts the
+gradient into ``LocalSum.held``, once a first gradient has begun the backward and opened the buckets for that. All
+others go through :meth:`GradientHooks._process`.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerolite.utils.memory_tags import listeners
+from zerolite.zero.bucket import Bucket, BucketState
+from zerolite.zero.layout import Slot
+from zerolite.zero.sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
-    from zerolite.zero.bucket import Bucket
+    from zerolite.zero.reducer import Reducer
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 
@@ -79,10 +92,6 @@ class Backward:
         waiting, self.waiting = self.waiting, []
         return waiting
 
-    def on_launch(self, buckets: int) -> None:
-        """Note that this many buckets have been launched."""
-        self.launched = buckets
-
     def on_all_reduced(self, consumed: bool = False) -> None:
         """Note that no bucket has unreduced gradients. consumed: a step has also used them, or they were dropped."""
         self.unreduced = 0
@@ -95,3 +104,171 @@ _open: weakref.WeakSet[Backward] = weakref.WeakSet()  # backwards that have begu
 
 coordinators: weakref.WeakSet[PartitionedParameterCoordinator] = weakref.WeakSet()
 """Coordinators of all engines at stage 3. A backward through a graph of theirs gathers, on all ranks together."""
+
+
+class GradientHooks:
+    """The hooks of one engine. They run inside backward, and call the reducer.
+
+    Attributes:
+        handles: handles of the installed hooks.
+    """
+
+    def __init__(self, reducer: Reducer, copy_on_arrival: bool) -> None:
+        """
+        Args:
+            reducer: the reducer, which keeps this object.
+            copy_on_arrival: see :class:`ReductionOptions`.
+        """
+        self._reducer: Reducer = weakref.proxy(reducer)
+        self._current, self._copy_on_arrival = reducer.current, copy_on_arrival
+        self.handles: list[Any] = []
+        self._hook_dicts: list[dict[int, Any]] = []  # of each parameter: all its hooks of this kind, in their order
+        self._seen_gradient = False  # this backward has brought a gradient
+
+    def attach(
+        self,
+        begin: Callable[[], None],
+        check_first: Callable[[str], None] | None,
+        on_gradient: Callable[[int], None] | None,
+    ) -> None:
+        """Install one hook per parameter.
+
+        Args:
+            begin: begins a backward whose first sign is a gradient, because it has passed no other hook of the engine.
+            check_first: called with the parameter's name before the first gradient of every backward is moved.
+            on_gradient: called with the parameter's index before each gradient is moved.
+        """
+        self._begin, self._check_first, self._on_gradient = begin, check_first, on_gradient
+        self.attach_new()
+
+    def attach_new(self) -> None:
+        """Install hooks on the parameters that have none yet."""
+        # Weak, because a model may outlive its engine, and Python's cycle collector does not see the hooks of a tensor.
+        reducer, known = self._reducer, weakref.ref(self)
+        for slot in reducer.buffer.layout.slots[len(self.handles) :]:
+            hook = _make_hook(known, slot)
+            parameter: Any = reducer.parameters[slot.index]
+            self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
+
+    def begin_backward(self) -> None:
+        """Let hooks that the user has registered since run before the engine's, which takes the gradient out."""
+        self._seen_gradient = False
+        # One pass in C, because this runs in every backward and usually finds the engine's hooks alone.
+        if sum(map(len, self._hook_dicts)) > len(self._hook_dicts):
+            for hooks, handle in zip(self._hook_dicts, self.handles, strict=True):
+                if len(hooks) > 1 and handle.id in hooks:
+                    hooks[handle.id] = hooks.pop(handle.id)
+
+    def _process(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Process the gradient in ``parameter.grad``: begin the backward, run the checks, pass the gradient to its
+        bucket, and launch what is complete."""
+        gradient, reducer = parameter.grad, self._reducer
+        first = not (self._seen_gradient and self._current.open)
+        if first or isinstance(gradient, ShardedGradient):
+            gradient = self._process_first(slot, parameter, gradient)
+        if self._on_gradient is not None:
+            self._on_gradient(slot.index)
+        if gradient is None:
+            return
+        bucket = reducer.bucket_of[slot.index]
+        if self._current.discards_gradients:
+            parameter.grad = None
+            if slot.numel:
+                bucket.local.discard(slot.index)
+        else:
+            if gradient.layout is not torch.strided:
+                parameter.grad = None
+                raise RuntimeError(
+                    f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
+                    "sparse gradients are not supported: build the embedding with sparse=False"
+                )
+            reducer.shown.expected[slot.index] = parameter.grad = reducer.gradients[slot.index]
+            reducer.used.add(slot.index)
+            if slot.numel:
+                self._add(slot, bucket, gradient)
+        if slot.numel:
+            reducer.on_gradient(bucket)
+        if first:
+            self._open_directly()
+
+    def _process_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the new gradient, if it is the first of a backward or autograd has added it to what ``p.grad`` shows.
+
+        The first gradient may be the first sign of a backward. ``torch.autograd.backward`` on another tensor than the
+        model's outputs passes no earlier hook of the engine. Then it begins the backward.
+
+        Args:
+            slot: slot of the parameter.
+            parameter: the parameter.
+            gradient: content of ``parameter.grad``.
+        """
+        reducer = self._reducer
+        if isinstance(gradient, ShardedGradient):  # autograd has added to it
+            added, gradient.added = gradient.added, None
+            gradient = added
+        elif self._current.open:
+            parameter.grad = None
+        else:
+            # The engine did not know of this backward, so what it has shown would still be in ``p.grad``. It is not:
+            # the user has removed or replaced it.
+            if reducer.shown.expected[slot.index] is not None:
+                reducer.drop(slot.index)
+            reducer.shown.put(slot.index, None)
+        if not self._current.open:
+            self._begin()
+        if not self._seen_gradient:
+            if self._check_first is not None:
+                self._check_first(slot.name)
+            self._seen_gradient = True
+        return gradient
+
+    def _add(self, slot: Slot, bucket: Bucket, gradient: torch.Tensor) -> None:
+        """Pass a gradient to its bucket."""
+        reducer = self._reducer
+        if bucket.state is not BucketState.FILL:
+            reducer.on_late_gradient(bucket, slot)
+        if slot.index in bucket.local.held:  # a second contribution: all held gradients are copied in first
+            reducer.close(bucket)
+        # A gradient that is copied at once frees its memory for the next one. At stage 3 gradients are held: the
+        # bucket is filled in one call when its group's backward ends, soon after.
+        at_once = self._copy_on_arrival and not self._current.launches_by_group
+        if not torch.is_grad_enabled():
+            bucket.local.add(slot, gradient, at_once, self._current.factor, tag=bool(listeners))
+            return
+        with torch.no_grad():  # backward(create_graph=True) runs hooks with autograd on
+            bucket.local.add(slot, gradient.detach(), at_once, self._current.factor, tag=bool(listeners))
+
+    def _open_directly(self) -> None:
+        """Let hooks put small gradients into their buckets without another call, unless each must be looked at."""
+        current = self._current
+        # Such a hook drops no gradient, calls no `on_gradient`, tags no memory and detaches nothing.
+        if current.discards_gradients or self._on_gradient is not None or listeners or torch.is_grad_enabled():
+            return
+        for bucket in self._reducer.order:
+            if bucket.state is BucketState.FILL:  # a gradient for one that has been launched is late
+                bucket.local.open_directly(current.launches_by_group)
+
+
+def _make_hook(hooks_ref: weakref.ref[GradientHooks], slot: Slot) -> Callable[[torch.Tensor], None]:
+    """Return the hook of one parameter. It is called for every parameter in every backward, so for small parameters it
+    calls no method."""
+    index = slot.index
+
+    def hook(parameter: torch.Tensor) -> None:
+        hooks = hooks_ref()
+        if hooks is None:
+            return
+        reducer = hooks._reducer
+        local = reducer.bucket_of[index].local
+        if index in local.direct and index not in local.held:
+            gradient = parameter.grad
+            if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+                local.held[index] = gradient
+                parameter.grad = reducer.gradients[index]
+                if len(local.held) == local.waits_for:
+                    reducer.on_gradient(reducer.bucket_of[index])
+                return
+        hooks._process(slot, parameter)
+
+    return hook

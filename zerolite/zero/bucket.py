@@ -16,9 +16,8 @@ backward, and go on from there in the last one of a step.
 
 from __future__ import annotations
 
-import bisect
 import enum
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,22 +25,19 @@ import torch
 from zerolite.comm import Pending
 from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address
-from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, GRADIENTS, MASTERS, tag_memory
 from zerolite.utils.rounding import sync_master_from_param_
-from zerolite.zero.flat import copy_assigned_data, dense_strides, destinations, zero_gap, zero_slot
+from zerolite.zero.flat import copy_assigned_data, dense_strides
 from zerolite.zero.gradient_memory import GradientDtypes
 from zerolite.zero.layout import BucketLayout, Fragment, Slot
+from zerolite.zero.local_sum import LocalSum
 from zerolite.zero.offload import OffloadedGradient
-from zerolite.zero.small_gradients import BucketFiller, Segment, gaps_to_clear, many_small, plan_segments
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 if TYPE_CHECKING:
     from zerolite.zero.buffer import ParameterBuffer
     from zerolite.zero.stage3.param_group import ParamGroup
     from zerolite.zero.update import OptimParamShard
-
-_CLOSED: frozenset[int] = frozenset()
 
 
 class BucketState(enum.Enum):
@@ -60,13 +56,9 @@ class BucketState(enum.Enum):
 class Bucket:
     """Parameters of one bucket of the layout, and their tensors on this rank; see the module's picture.
 
-    A *contribution* is one gradient that autograd has accumulated for one parameter. A shared parameter may get several
-    in a backward.
-
     Attributes:
         layout: slots of the parameters.
         index: position of the bucket in the layout.
-        place: position of the bucket in the order of launches.
         parameters: in the order of the slots.
         strides: strides of the full parameters, by index.
         fragments: the parts of the parameters that this rank updates.
@@ -83,12 +75,8 @@ class Bucket:
         compute_placement: placement of ``owned``.
         updates_on_host: the CPU updates the masters, because the states are on host or disk.
         state: see :class:`BucketState`.
-        held: gradients that wait to be copied into ``local``, by index of the parameter.
-        direct: indices of the parameters whose gradients hooks may put into ``held`` without another call.
-        local: sum of this rank's gradients that have not been reduced yet [numel]; None before the first copy.
-        written: indices of the parameters whose gradients ``local`` contains.
-        waits_for: contributions of the current backward that are not in ``local`` yet. When so many are held, all have
-            come. Below 0 if more came than expected.
+        local: this rank's sum of gradients that have not been reduced yet.
+        dtypes: dtypes of the gradients.
         groups: parameter groups of stage 3. The bucket is launched when no backward of theirs is to come.
         ends_last: it has a persistent parameter, whose gradient may come at any time.
         ended_again: a group's backward has ended after the launch, and may have brought gradients; equal on all ranks.
@@ -97,7 +85,6 @@ class Bucket:
             [numel / ranks] at stages 1 to 3. None before the first reduction.
         is_offloaded: ``reduced`` is stored off the device.
         is_lent: the user may have views of ``reduced``.
-        reduces_in_place: the reduction runs in the memory that keeps full gradients anyway, so it needs no more.
     """
 
     def __init__(
@@ -117,8 +104,6 @@ class Bucket:
         """
         placements, memory = buffer.placements, buffer.gradient_memory
         self.layout, self.index, self.parameters = layout, layout.index, list(parameters)
-        self.place = layout.index
-        self._slots = {slot.index: slot for slot in layout.slots}
         self._parameter_of = {slot.index: p for slot, p in zip(layout.slots, parameters, strict=True)}
         self.strides = {
             index: dense_strides(p.data) if (sharded_param := handle_of(p)) is None else sharded_param.strides
@@ -141,37 +126,23 @@ class Bucket:
         self.states: dict[str, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # each parameter's view of `compute`; none at stage 3
         self._memory = memory
-        self._dtypes = GradientDtypes(compute.dtype, memory.options.communication_dtype(parameters[0]), memory.options)
-        self._filler = BucketFiller(layout, self.strides, self.device) if many_small(layout) else None
-        self._segments = [] if layout.rows else plan_segments(layout, self.strides)
-        self._filled = frozenset(slot.index for slot in layout.slots if slot.numel)
-        self._small = frozenset(index for segment in self._segments for index in segment.indices)
-        # Padding must be zero, because it is sent and summed. Padding inside a segment is written with the segment.
-        ends, begins = [0, *(segment.high for segment in self._segments)], [segment.low for segment in self._segments]
-        self._gaps = [gap for gap in gaps_to_clear(layout) if gap.start >= ends[bisect.bisect(begins, gap.start)]]
-        self.held: dict[int, torch.Tensor] = {}
-        self.direct = _CLOSED
-        self.local: torch.Tensor | None = None
-        self.written: set[int] = set()
-        self._staged = False  # `local` is the communicator's memory, which is sent without a copy
-        self._launching = False  # `local` is being filled for a launch that follows at once
-        self._came: set[int] = set()  # parameters with a contribution in this backward; those in `held` may be left out
-        self._repeats: dict[int, int] = {}  # contributions in this backward, of parameters with more than one
-        self._most: dict[int, int] = {}  # the most of them in any backward
+        self.dtypes = GradientDtypes(compute.dtype, memory.options.communication_dtype(parameters[0]), memory.options)
+        self.local = LocalSum(layout, self.strides, self.device, self.dtypes, memory)
         self.groups: list[ParamGroup] = []
         self.ends_last = self.ended_again = False
         self.open(multiple_backwards=False)
         self.pending: Pending | None = None
         self._sent: torch.Tensor | None = None  # input of `pending`
+        self._sent_item = BUCKETS  # its item of memory
         self.reduced: torch.Tensor | None = None
         self.is_lent = False
         self._offloaded: OffloadedGradient | None = None
         if memory.offloads is not None and not placements.is_accessible(self.placement, on_host=False):
             numel = layout.numel // memory.groups.shard.world_size
-            self._offloaded = OffloadedGradient(memory.offloads, self.index, self.placement, numel, self.mean_dtype)
+            self._offloaded = OffloadedGradient(memory.offloads, self.index, self.placement, numel, self.dtypes.mean[0])
         self.is_offloaded = self._offloaded is not None
 
-    # ---------------------------------------------------------------- fill
+    # ---------------------------------------------------------------- fill and reduce
 
     def open(self, multiple_backwards: bool) -> None:
         """Expect one launch: of a backward that begins, or of a step that reduces what no backward has.
@@ -180,51 +151,10 @@ class Bucket:
             multiple_backwards: ``local`` contains more than one backward when it is sent, so it may be sent in a wider
                 dtype.
         """
-        self.state = BucketState.FILL
-        self.ended_again = False
-        self._came.clear()
-        self._repeats.clear()
-        # A parameter may have several contributions if reentrant checkpointing runs a backward inside the backward.
-        self.waits_for = len(self._filled) + sum(self._most.values()) - len(self._most)
-        self._reduce_dtype = self._dtypes.reduce[multiple_backwards]
-        self.reduces_in_place = self._dtypes.in_place[multiple_backwards]
-        self._sent_item = GRADIENTS if self.reduces_in_place else BUCKETS
-
-    def open_directly(self, by_group: bool) -> None:
-        """Let hooks put small gradients into ``held`` without another call.
-
-        Args:
-            by_group: no gradient launches a bucket, so a whole bucket may be held until its group's backward ends.
-        """
-        if self.state is BucketState.FILL and not self.layout.rows:
-            self.direct = self._small
-        elif self.state is BucketState.FILL and by_group and self.local is None:
-            self.direct = self._filled
-
-    def close(self) -> None:
-        """Let hooks put nothing into ``held`` any more."""
-        self.direct = _CLOSED
-
-    @property
-    def is_complete(self) -> bool:
-        """True if all contributions that are expected in this backward have come."""
-        return len(self.held) >= self.waits_for
-
-    def count(self, index: int) -> None:
-        """Note a contribution that a hook has not put into ``held``."""
-        if index in self._came or index in self.held:
-            self._repeats[index] = self._repeats.get(index, 1) + 1
-        self._came.add(index)
-
-    def discard(self, index: int) -> None:
-        """Count a contribution whose values are dropped."""
-        self.count(index)
-        self.waits_for -= 1
-
-    def learn_contributions(self) -> None:
-        """Expect as many contributions from now on as this complete backward has brought, if that is more."""
-        for index, count in self._repeats.items():
-            self._most[index] = max(count, self._most.get(index, 1))
+        self.state, self.ended_again = BucketState.FILL, False
+        if multiple_backwards != self.dtypes.multiple_backwards:
+            self.dtypes.open(multiple_backwards)
+        self.local.begin()
 
     def set_groups(self, groups: Sequence[ParamGroup], ends_last: bool) -> None:
         """Set the parameter groups that fill the bucket."""
@@ -244,163 +174,30 @@ class Bucket:
         assert self.state is not BucketState.FILL
         self.state = BucketState.LATE
 
-    def add(self, slot: Slot, gradient: torch.Tensor, at_once: bool, factor: float, tag: bool) -> None:
-        """Copy a contribution into ``local``, or hold it until it is copied with others.
-
-        Args:
-            slot: slot of the parameter.
-            gradient: the contribution, in the parameter's shape.
-            at_once: copy it now, unless it is small or the bucket is filled in one call.
-            factor: factor of gradients that are copied.
-            tag: tag the memory of a held gradient, because a tracker listens.
-        """
-        index = slot.index
-        self.count(index)
-        if index in self.held:
-            self.copy_in_held(factor)
-        holds = self.local is None and (self._filler is not None or not at_once)
-        if holds or index in self._small:
-            self.held[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
-        else:
-            self.waits_for -= 1
-            self._copy_in(slot, gradient, factor)
-
-    def copy_in_held(self, factor: float) -> None:
-        """Copy all held gradients into ``local``, in as few calls as possible."""
-        held, self.held = self.held, {}
-        self.waits_for -= len(held)
-        self._came.update(held)
-        if not held or (self.local is None and self._filler is not None and self._fill(held, factor)):
-            return
-        for segment in self._segments:
-            if not segment.indices.isdisjoint(held):
-                self._copy_in_segment(segment, held, factor)
-        for index in sorted(held.keys() - self._small):
-            self._copy_in(self._slots[index], held[index], factor)
-
-    def _copy_in_segment(self, segment: Segment, held: Mapping[int, torch.Tensor], factor: float) -> None:
-        joined, indices = segment.joined(held), segment.indices & held.keys()
-        local = self._open_local(joined) if self.local is None else self.local
-        target, written = local[segment.low : segment.high], self.written & segment.indices
-        # One call writes all elements of the segment, and zeros where no gradient came. So either all its gradients
-        # must be the first ones of their slots, or all must be added to earlier ones. A mixture is copied slot by slot.
-        if not written:
-            if factor != 1.0:
-                torch.mul(joined, factor, out=target)
-            else:
-                target.copy_(joined)
-        elif written >= indices:
-            self._widen()[segment.low : segment.high].add_(joined, alpha=factor)
-        else:
-            for index in sorted(indices):
-                self._copy_in(self._slots[index], held[index], factor)
-        self.written |= indices
-
-    def _copy_in(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
-        """Copy the first gradient of a slot into ``local``, times ``factor``; add later ones in accumulate_dtype."""
-        local = self._open_local(gradient) if self.local is None else self.local
-        first = slot.index not in self.written
-        if not first:
-            local = self._widen()
-        for target, values in destinations(local, self.layout, slot, gradient, self.strides[slot.index]):
-            if not first:
-                target.add_(values, alpha=factor)
-            elif factor != 1.0:
-                torch.mul(values, factor, out=target)
-            else:
-                target.copy_(values)
-        self.written.add(slot.index)
-
-    def _fill(self, held: Mapping[int, torch.Tensor], factor: float) -> bool:
-        """Write all of ``local`` in one call. Return False if that is not possible; ``local`` is then allocated."""
-        assert self._filler is not None
-        local = self._open_local(next(iter(held.values())), clear_gaps=False)
-        if not self._filler.fill(local, held, factor):
-            self._clear_gaps(local)
-            return False
-        self.written.update(held)
-        return True
-
-    def _open_local(self, gradient: torch.Tensor, clear_gaps: bool = True) -> torch.Tensor:
-        """Allocate ``local`` for a first gradient like ``gradient``; only its padding is initialised."""
-        dtype, sent = self._dtypes.accumulate or gradient.dtype, self._reduce_dtype
-        # A bucket that is sent in a wider dtype is filled in it: a conversion would read and write it once more. It
-        # takes more memory, so those that wait long for their launch are converted then.
-        wider = self._dtypes.accumulate is None and dtype != sent and torch.promote_types(dtype, sent) == sent
-        if wider and self._memory.is_launched_soon(self, self._launching):
-            dtype = sent
-        sendable = self._dtypes.communication in (None, dtype)
-        self.local, self._staged = local, _ = self._memory.allocate(self, dtype, sendable, self._launching)
-        if clear_gaps and self._gaps:
-            self._clear_gaps(local)
-        return local
-
-    def _clear_gaps(self, local: torch.Tensor) -> None:
-        for gap in self._gaps:
-            zero_gap(local, self.layout, gap)
-
-    def _widen(self) -> torch.Tensor:
-        """Convert ``local`` to the dtype in which several contributions are summed."""
-        dtype, local = self._memory.options.accumulate_dtype, self.local
-        assert local is not None
-        # In bf16 a small gradient vanishes in a large sum. A single gradient is sent as it came, with half the bytes.
-        if dtype is not None and local.dtype in HALF:
-            self.local, self._staged = local, _ = tag_memory(local.to(dtype), self._memory.item()), False
-        return local
-
-    def drop(self, index: int) -> None:
-        """Drop the gradient of a parameter as far as it has not been reduced."""
-        self.held.pop(index, None)
-        if self.local is not None and index in self.written:
-            zero_slot(self.local, self.layout, self._slots[index])
-
-    # ---------------------------------------------------------------- reduce
-
-    def prepare_launch(self, factor: float) -> torch.Tensor:
-        """Copy in all held gradients, and return the full bucket [numel] for :meth:`launch`.
-
-        It has zeros where no gradient came: every rank sends every bucket, whatever its own graph has used.
-        """
-        self._launching = True
-        try:
-            self.copy_in_held(factor)
-        finally:
-            self._launching = False
-        if self.local is None:
-            zeros = torch.zeros(self.layout.numel, dtype=self._reduce_dtype, device=self.device)
-            return tag_memory(zeros, self._memory.item())
-        if len(self.written) < len(self._filled):
-            for segment in self._segments:  # a segment that was copied in already has these zeros
-                if self.written.isdisjoint(segment.indices):
-                    self.local[segment.low : segment.high].zero_()
-            for index in sorted(self._filled - self._small - self.written):
-                zero_slot(self.local, self.layout, self._slots[index])
-        return self.local
-
-    def launch(self, local: torch.Tensor) -> None:
+    def launch(self, full: torch.Tensor) -> None:
         """Launch the reduction.
 
         Args:
-            local: return value of :meth:`prepare_launch`.
+            full: return value of :meth:`LocalSum.complete`.
         """
         assert self.pending is None, "a bucket has one reduction under way"
-        options, groups, key = self._memory.options, self._memory.groups, self.index + 1
-        if local.dtype != self._reduce_dtype:
-            own, local = local, local.to(self._reduce_dtype)
-            if not self._staged:
+        options, groups, key, dtypes = self._memory.options, self._memory.groups, self.index + 1, self.dtypes
+        in_comm_memory = self.local.take()
+        if full.dtype != dtypes.sent:
+            own, full = full, full.to(dtypes.sent)
+            if not in_comm_memory:
                 self._memory.release(own)
-            self._staged = False
+            in_comm_memory = False
         if options.predivide_factor != 1.0:
-            local.div_(options.predivide_factor)
+            full.div_(options.predivide_factor)
         divisor = groups.mean.world_size * options.copy_factor / options.predivide_factor
         if options.shard and options.use_reduce_scatter:
-            self.pending = groups.reduce_scatter(local, "gradients", divisor, self.mean_dtype, key)
+            self.pending = groups.reduce_scatter(full, "gradients", divisor, dtypes.mean[self.reduced is not None], key)
         else:
-            self.pending = groups.mean.all_reduce(local, "gradients", divisor, key)
+            self.pending = groups.mean.all_reduce(full, "gradients", divisor, key)
         # Kept, so that its memory can be reused after the reduction. The communicator reuses its own memory itself.
-        self._sent = None if self._staged else tag_memory(local, self._sent_item)
-        self.local, self._staged = None, False
-        self.written.clear()
+        self._sent_item = GRADIENTS if dtypes.reduces_in_place else BUCKETS
+        self._sent = None if in_comm_memory else tag_memory(full, self._sent_item)
         if self.state is BucketState.FILL:  # the second launch of a late bucket leaves it late
             self.state = BucketState.REDUCE
 
@@ -411,7 +208,7 @@ class Bucket:
         self.pending = None
         if options.shard and not options.use_reduce_scatter:
             total = self._memory.groups.shard.shard(total).clone()
-        dtype = self.mean_dtype
+        dtype = self.dtypes.mean[self.reduced is not None]
         mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
         self.store(mean)
         sent, self._sent = self._sent, None
@@ -420,11 +217,6 @@ class Bucket:
             self._memory.release(sent)
 
     # ---------------------------------------------------------------- the mean gradient
-
-    @property
-    def mean_dtype(self) -> torch.dtype:
-        """Dtype of ``reduced`` after the next :meth:`finish`."""
-        return self._dtypes.mean[self.reduced is not None]
 
     def store(self, mean: torch.Tensor) -> None:
         """Replace the mean gradient by ``mean``, which is on the device; write it back if it is offloaded."""
@@ -446,7 +238,8 @@ class Bucket:
 
     def mean(self) -> torch.Tensor:
         """Return the mean gradient as it is stored, after waiting for its write-back."""
-        self.wait_for_storage()
+        if self._offloaded is not None:
+            self._offloaded.wait()
         assert self.reduced is not None, "it is read after the reducer's finish()"
         return self.reduced
 
@@ -490,31 +283,21 @@ class Bucket:
 
     def clear(self) -> None:
         """Drop all gradients. Called between backwards, with no reduction in flight."""
-        if self.local is not None and not self._staged:
-            self._memory.release(self.local)
-        self.local, self._staged = None, False
-        self.written.clear()
-        self.held.clear()
+        if self.local.flat is not None or self.local.held:
+            self.local.clear()
         self.release()
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of this bucket's gradients with their items of memory."""
-        item = self._memory.item()
         if self._offloaded is not None:
             yield GRADIENTS, self._offloaded.stored
         elif self.reduced is not None:
             yield GRADIENTS, self.reduced
-        if self.local is not None:
-            yield (BUCKETS if self._staged else item), self.local
+        yield from self.local.memory()
         if self._sent is not None:
             yield self._sent_item, self._sent
-        yield from ((item, gradient) for gradient in self.held.values())
         if self.pending is not None:
             yield from ((BUCKETS, tensor) for tensor in self.pending.memory())
-
-    def set_place(self, place: int) -> None:
-        """Set the position of the bucket in the order of launches."""
-        self.place = place
 
     @property
     def master_placement(self) -> Placement:

@@ -10,11 +10,11 @@ import torch
 
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
-from zerolite.zero.backward import Backward
 from zerolite.zero.groups import RankGroups
 
 if TYPE_CHECKING:
-    from zerolite.zero.bucket import Bucket
+    from zerolite.zero.backward import Backward
+    from zerolite.zero.local_sum import LocalSum
     from zerolite.zero.offload import GradientTransfers
 
 IN_FLIGHT = 2
@@ -68,8 +68,9 @@ class GradientDtypes:
     Attributes:
         communication: dtype in which the config wants gradients to be sent; None for the dtype of ``local``.
         accumulate: dtype of ``local``, if it keeps a sum between backwards; None for the gradients' own dtype.
-        reduce: dtype in which the bucket is sent: [0] one backward, [1] the sum of several.
-        in_place: the bucket is reduced in the memory that keeps full gradients; [0] and [1] as in ``reduce``.
+        multiple_backwards: the next launch sends the sum of more than one.
+        sent: dtype in which the bucket is sent at its next launch.
+        reduces_in_place: that launch runs in the memory that keeps full gradients anyway, so it needs no more.
         mean: dtype of the mean over ranks: [0] of the first reduction, [1] after it was added to an earlier one.
     """
 
@@ -87,11 +88,17 @@ class GradientDtypes:
         sums_locally = options.several_expected and not options.reduce_each_backward
         self.communication = communication
         self.accumulate = accumulate if sums_locally else None
-        self.reduce = (communication or (several if sums_locally else own), communication or several)
+        self._reduce = (communication or (several if sums_locally else own), communication or several)
         offloaded = several if sums_locally else own
         kept = sums_locally or not options.shard
-        self.in_place = (kept and self.reduce[0] == offloaded, kept and self.reduce[1] == offloaded)
+        self._in_place = (kept and self._reduce[0] == offloaded, kept and self._reduce[1] == offloaded)
         self.mean = (several if options.several_expected else own, several)
+        self.open(False)
+
+    def open(self, multiple_backwards: bool) -> None:
+        """Choose the dtype of the next launch. multiple_backwards: it sends the sum of more than one."""
+        self.multiple_backwards = multiple_backwards
+        self.sent, self.reduces_in_place = self._reduce[multiple_backwards], self._in_place[multiple_backwards]
 
 
 class GradientMemory:
@@ -109,9 +116,10 @@ class GradientMemory:
         offloads: copies of offloaded mean gradients; None if all stay on the device.
     """
 
-    def __init__(self, groups: RankGroups, options: ReductionOptions, offloads: GradientTransfers | None) -> None:
-        self.groups, self.options, self.offloads = groups, options, offloads
-        self.current = Backward(options.copy_factor)
+    def __init__(
+        self, groups: RankGroups, options: ReductionOptions, current: Backward, offloads: GradientTransfers | None
+    ) -> None:
+        self.groups, self.options, self.current, self.offloads = groups, options, current, offloads
         self._limit = 0  # most full buckets in `_free`
         self._free: list[torch.Tensor] = []
 
@@ -129,11 +137,11 @@ class GradientMemory:
         if self.offloads is not None:
             self.offloads.set_max_nbytes(4 * widest // self.groups.shard.world_size)  # sums are in fp32
 
-    def is_launched_soon(self, bucket: Bucket, launching: bool) -> bool:
+    def is_launched_soon(self, bucket: LocalSum, launching: bool) -> bool:
         """Return True if few buckets are launched before this one, so that few are kept like it.
 
         Args:
-            bucket: the bucket.
+            bucket: local sum of the bucket.
             launching: it is filled to be launched. One that is in flight alone waits for the one before it all the
                 same, when it has been filled.
         """
@@ -143,13 +151,14 @@ class GradientMemory:
         return bucket.place - current.launched <= IN_FLIGHT
 
     def allocate(
-        self, bucket: Bucket, dtype: torch.dtype, sendable: bool, launching: bool
+        self, bucket: LocalSum, dtype: torch.dtype, device: torch.device, sendable: bool, launching: bool
     ) -> tuple[torch.Tensor, bool]:
         """Allocate a full bucket.
 
         Args:
-            bucket: the bucket.
+            bucket: local sum of the bucket.
             dtype: dtype of the memory.
+            device: device of the memory.
             sendable: it is sent in this dtype.
             launching: it is launched as soon as it is filled.
 
@@ -172,7 +181,7 @@ class GradientMemory:
         for index, tensor in enumerate(self._free):
             if tensor.numel() == numel and tensor.dtype == dtype:
                 return tag_memory(self._free.pop(index), self.item()), False
-        return tag_memory(torch.empty(numel, dtype=dtype, device=bucket.device), self.item()), False
+        return tag_memory(torch.empty(numel, dtype=dtype, device=device), self.item()), False
 
     def item(self) -> str:
         """Return the item of ``local``: BUCKETS if it is only in transit to a reduction, otherwise GRADIENTS."""

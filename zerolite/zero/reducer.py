@@ -1,9 +1,6 @@
 """Reducer: moves gradients from ``p.grad`` into buckets while backward runs, and reduces these alike on all ranks.
 
-**Arrival.** Every trainable parameter has a hook that autograd calls when it has accumulated a gradient in ``p.grad``.
-The hook takes the gradient out and leaves a tensor without memory, which stands for the mean over ranks.
-The hook of a small parameter only puts the gradient into ``Bucket.held``, once a first gradient has begun the backward
-and opened the buckets for that. All others go through :meth:`Reducer._process`.
+Gradients come through the hooks of backward.py.
 
 **Order.** A backward that reduces, reduces every bucket exactly once, in an order that all ranks share. So the ranks
 launch the same collectives, whatever their graphs look like.
@@ -28,18 +25,15 @@ reduced once more if the backward of one of its groups has ended after its launc
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
 from zerolite.comm import collective
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.utils.accelerator import host_values
-from zerolite.utils.memory_tags import listeners
 from zerolite.utils.torch_private import after_backward
-from zerolite.zero.backward import coordinators
+from zerolite.zero.backward import GradientHooks, coordinators
 from zerolite.zero.bucket import Bucket, BucketState
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.gradient_memory import ALONE_NUMEL, IN_FLIGHT
@@ -69,7 +63,7 @@ class Reducer:
         by_group: True at stage 3, where ends of groups' backwards launch buckets, and no gradient.
         program_communicates: True if the program launches collectives of its own within backwards. The ranks need not
             agree on it: only a rank that waits there can hold up the others.
-        handles: handles of the installed hooks.
+        hooks: hooks that bring the gradients.
     """
 
     def __init__(self, buffer: ParameterBuffer, observers: Observers) -> None:
@@ -83,20 +77,18 @@ class Reducer:
         self.gradients: Sequence[ShardedGradient] = ()
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
-        self.handles: list[Any] = []
-        self._hook_dicts: list[dict[int, Any]] = []  # of each parameter: all its hooks of this kind, in their order
         self._engine_began = False  # a call of the engine, which all ranks make, has begun a backward
         self._in_flight: list[Bucket] = []
         self._learning = False  # the order is replaced at the end of the next backward that reduces
         self._completed: dict[Bucket, None] = {}  # an ordered set: buckets by their latest gradient in this backward
         self._new_buckets = False  # there are buckets that no backward has reduced yet; equal on all ranks
         self._late_error: RuntimeError | None = None  # for a late gradient, while the backward still matches its plan
-        self._seen_gradient = False  # this backward has brought a gradient
         # A complete backward has shown how many contributions each parameter gets. Until then stage 0 reduces at the
         # end of backward only. The other stages take one to be all, so that no rank needs memory for all gradients and
         # reduce late ones once more. Known to this rank alone: it may decide when a bucket is launched, and never if.
         self._contributions_known = False
         self.program_communicates = False
+        self.hooks = GradientHooks(self, memory.options.copy_on_arrival)
         self.use_layout()
 
     def use_layout(self) -> None:
@@ -104,10 +96,10 @@ class Reducer:
         assert not self.current.open, "a backward counts the buckets that it began with"
         buffer = self.buffer
         self.by_group = any(bucket.layout.rows for bucket in buffer.buckets)
-        self.parameters, self._slots = buffer.parameters, buffer.layout.slots
-        self.bucket_of = [buffer.buckets[slot.bucket] for slot in self._slots]
+        self.parameters, slots = buffer.parameters, buffer.layout.slots
+        self.bucket_of = [buffer.buckets[slot.bucket] for slot in slots]
         self._memory.use(len(buffer.buckets), max((bucket.layout.numel for bucket in buffer.buckets), default=0))
-        self.shown.use(self._slots, self.parameters, [bucket.strides[i] for i, bucket in enumerate(self.bucket_of)])
+        self.shown.use(slots, self.parameters, [bucket.strides[i] for i, bucket in enumerate(self.bucket_of)])
         self._set_order([*self.order, *buffer.buckets[len(self.order) :]])
         follows_gradients = not self.by_group and self._options.overlap and self.groups.mean.world_size > 1
         self._learning = follows_gradients and len(self.order) > 1
@@ -117,134 +109,7 @@ class Reducer:
     def _set_order(self, order: list[Bucket]) -> None:
         self.order = order
         for place, bucket in enumerate(order):
-            bucket.set_place(place)
-
-    # ---------------------------------------------------------------- hooks
-
-    def attach(
-        self,
-        begin: Callable[[], None],
-        check_first: Callable[[str], None] | None,
-        on_gradient: Callable[[int], None] | None,
-    ) -> None:
-        """Install one hook per parameter.
-
-        Args:
-            begin: begins a backward whose first sign is a gradient, because it has passed no other hook of the engine.
-            check_first: called with the parameter's name before the first gradient of every backward is moved.
-            on_gradient: called with the parameter's index before each gradient is moved.
-        """
-        self._begin, self._check_first, self._on_gradient = begin, check_first, on_gradient
-        self.attach_new()
-
-    def attach_new(self) -> None:
-        """Install hooks on the parameters that have none yet."""
-        # Weak, because a model may outlive its engine, and Python's cycle collector does not see the hooks of a tensor.
-        known = weakref.ref(self)
-        for slot in self._slots[len(self.handles) :]:
-            hook = _make_hook(known, slot)
-            parameter: Any = self.parameters[slot.index]
-            self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
-            self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
-
-    def _move_hooks_last(self) -> None:
-        """Let hooks that the user has registered since run before the engine's, which takes the gradient out."""
-        for hooks, handle in zip(self._hook_dicts, self.handles, strict=True):
-            if len(hooks) > 1 and handle.id in hooks:
-                hooks[handle.id] = hooks.pop(handle.id)
-
-    def _process(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Process the gradient in ``parameter.grad``: begin the backward, run the checks, pass the gradient to its
-        bucket, and launch what is complete."""
-        gradient = parameter.grad
-        first = not (self._seen_gradient and self.current.open)
-        if first or isinstance(gradient, ShardedGradient):
-            gradient = self._process_first(slot, parameter, gradient)
-        if self._on_gradient is not None:
-            self._on_gradient(slot.index)
-        if gradient is None:
-            return
-        bucket = self.bucket_of[slot.index]
-        if self.current.discards_gradients:
-            parameter.grad = None
-            if slot.numel:
-                bucket.discard(slot.index)
-        else:
-            if gradient.layout is not torch.strided:
-                parameter.grad = None
-                raise RuntimeError(
-                    f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
-                    "sparse gradients are not supported: build the embedding with sparse=False"
-                )
-            self.shown.expected[slot.index] = parameter.grad = self.gradients[slot.index]
-            self.used.add(slot.index)
-            if slot.numel:
-                self._add(slot, bucket, gradient)
-        if slot.numel:
-            self.on_gradient(bucket)
-        if first:
-            self._open_directly()
-
-    def _process_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the new gradient, if it is the first of a backward or autograd has added it to what ``p.grad`` shows.
-
-        The first gradient may be the first sign of a backward. ``torch.autograd.backward`` on another tensor than the
-        model's outputs passes no earlier hook of the engine. Then it begins the backward.
-
-        Args:
-            slot: slot of the parameter.
-            parameter: the parameter.
-            gradient: content of ``parameter.grad``.
-        """
-        if isinstance(gradient, ShardedGradient):  # autograd has added to it
-            added, gradient.added = gradient.added, None
-            gradient = added
-        elif self.current.open:
-            parameter.grad = None
-        else:
-            # The engine did not know of this backward, so what it has shown would still be in ``p.grad``. It is not:
-            # the user has removed or replaced it.
-            if self.shown.expected[slot.index] is not None:
-                self.drop(slot.index)
-            self.shown.put(slot.index, None)
-        if not self.current.open:
-            self._begin()
-        if not self._seen_gradient:
-            if self._check_first is not None:
-                self._check_first(slot.name)
-            self._seen_gradient = True
-        return gradient
-
-    def _add(self, slot: Slot, bucket: Bucket, gradient: torch.Tensor) -> None:
-        """Pass a gradient to its bucket."""
-        if bucket.state is not BucketState.FILL:
-            self._on_late_gradient(bucket, slot)
-        if slot.index in bucket.held:  # a second contribution: all held gradients are copied in first
-            self._close(bucket)
-        # A gradient that is copied at once frees its memory for the next one. At stage 3 gradients are held: the
-        # bucket is filled in one call when its group's backward ends, soon after.
-        at_once = self._options.copy_on_arrival and not self.current.launches_by_group
-        if not torch.is_grad_enabled():
-            bucket.add(slot, gradient, at_once, self.current.factor, tag=bool(listeners))
-            return
-        with torch.no_grad():  # backward(create_graph=True) runs hooks with autograd on
-            bucket.add(slot, gradient.detach(), at_once, self.current.factor, tag=bool(listeners))
-
-    def _open_directly(self) -> None:
-        """Let hooks put small gradients into their buckets without another call, unless each must be looked at."""
-        current = self.current
-        # Such a hook drops no gradient, calls no `on_gradient`, tags no memory and detaches nothing.
-        if current.discards_gradients or self._on_gradient is not None or listeners or torch.is_grad_enabled():
-            return
-        for bucket in self.order:
-            bucket.open_directly(current.launches_by_group)
-
-    def _close(self, bucket: Bucket) -> None:
-        """Let every hook of a bucket come here from now on, and note what hooks have put into it."""
-        self.used.update(bucket.held)
-        for index in bucket.held:
-            self.shown.expected[index] = self.gradients[index]
-        bucket.close()
+            bucket.local.set_place(place)
 
     # ---------------------------------------------------------------- a backward
 
@@ -276,10 +141,7 @@ class Reducer:
             current.expect_waiting_peers(self.groups.shard.launches_at_once)
         self._completed.clear()
         self.gradients = self.shown.begin_backward()
-        # One pass in C, because this runs in every backward and usually finds the engine's hooks alone.
-        if sum(map(len, self._hook_dicts)) > len(self._hook_dicts):
-            self._move_hooks_last()
-        self._seen_gradient = False
+        self.hooks.begin_backward()
         early = current.early  # a gradient for one of these is late
         if early and reducing and self.order[: len(early)] != early:
             self._set_order([*early, *(bucket for bucket in self.order if bucket not in early)])
@@ -311,39 +173,52 @@ class Reducer:
             return
         waiting = self.current.end()
         try:
-            self._seen_gradient = False
-            self._close_all()
             if complete:
                 self._contributions_known = True
                 for bucket in self.order:
-                    bucket.learn_contributions()
-            if complete or not self.shown.all_dropped():  # else the user has dropped all gradients
-                self.show_accumulated()
-            if self.current.reducing:  # decided before the backward, from counters that are equal on all ranks
+                    if bucket.local.repeats:
+                        bucket.local.learn_contributions()
+            reducing = self.current.reducing  # decided before the backward, from counters that all ranks share
+            if reducing:
                 self._launch_all()
-                self._reduce_late()
-                self.current.on_all_reduced()
             else:  # a later backward may have another factor
                 for bucket in self.order:
-                    bucket.copy_in_held(self.current.factor)
+                    self.close(bucket)
+                    bucket.local.copy_in_held(self.current.factor)
+            if complete or not self.shown.all_dropped():  # else the user has dropped all gradients
+                self._show()
+            if reducing:
+                self._reduce_late()
+                self.current.on_all_reduced()
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
         for end in waiting:
             end()
 
+    def close(self, bucket: Bucket) -> None:
+        """Let every hook of a bucket come here from now on, and note what hooks have put into it."""
+        self.used.update(bucket.local.held)
+        for index in bucket.local.held:
+            self.shown.expected[index] = self.gradients[index]
+        bucket.local.close()
+
     def _close_all(self) -> None:
         for bucket in self.order:
-            self._close(bucket)
+            self.close(bucket)
 
     def show_accumulated(self) -> None:
-        """Show the gradients of the accumulation in ``p.grad`` after a backward, also after one that has raised.
+        """Show the gradients of the accumulation in ``p.grad`` after a backward that has raised."""
+        self._close_all()
+        self._show()
+
+    def _show(self) -> None:
+        """Show the gradients of the accumulation in ``p.grad`` after a backward.
 
         On several ranks a parameter that this rank has not used shows a gradient too, because another rank may have
         used it. So norms, and the gradients that the user may drop, are the same on all ranks. Nothing is shown after
         ``torch.autograd.grad`` alone, which leaves no gradient on any rank.
         """
-        self._close_all()
         several_ranks = self.groups.mean.world_size > 1
         if len(self.used) < len(self.parameters) and (self._engine_began or (self.used and several_ranks)):
             trained = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
@@ -372,7 +247,7 @@ class Reducer:
         launch at its own time, as in DDP.
         """
         current = self.current
-        if not self.by_group and bucket.is_complete:
+        if not self.by_group and bucket.local.is_complete:
             if self._learning:
                 self._completed.pop(bucket, None)
                 self._completed[bucket] = None
@@ -390,7 +265,7 @@ class Reducer:
                 if bucket.on_group_end():
                     self._launch(bucket)
 
-    def _on_late_gradient(self, bucket: Bucket, slot: Slot) -> None:
+    def on_late_gradient(self, bucket: Bucket, slot: Slot) -> None:
         """Note a gradient that has come after the launch of its bucket.
 
         Raises:
@@ -469,25 +344,25 @@ class Reducer:
         """
         for place in range(self.current.launched, len(self.order)):
             bucket = self.order[place]
-            if only_complete and not bucket.is_complete:
+            if only_complete and not bucket.local.is_complete:
                 return
             if bucket.state is BucketState.FILL:
                 self._launch(bucket)
-            self.current.on_launch(place + 1)
+            self.current.launched = place + 1
 
     def _launch(self, bucket: Bucket) -> None:
         """Launch the reduction of one bucket. The bucket is filled before this waits for earlier reductions, so that
         its copies overlap with them."""
         options = self._options
-        self._close(bucket)  # a gradient that comes from here on is late: its hook must run
-        local = bucket.prepare_launch(self.current.factor)
+        self.close(bucket)  # a gradient that comes from here on is late: its hook must run
+        local = bucket.local.complete(self.current.factor)
         if options.sum_buckets:
             # bf16 has the range of fp32, and on the CPU a sum of another dtype would first copy the bucket.
             self.bucket_sums.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
         # Each reduction in flight holds the memory of a whole bucket, unless full gradients are kept anyway (stage 0).
         # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
         # first, because the bucket has one mean.
-        unbound = bucket.reduces_in_place and not bucket.is_offloaded
+        unbound = bucket.dtypes.reduces_in_place and not bucket.is_offloaded
         unbound |= self.current.peers_may_wait and self.current.open
         most = len(self.order) if unbound else 1 if bucket.layout.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
@@ -509,7 +384,7 @@ class Reducer:
         if self.current.open:
             self.end_backward(complete=False)
         self._wait_for_all()
-        self.current.on_launch(0)
+        self.current.launched = 0
         # Both conditions depend on the backwards of the accumulation, which all ranks have begun alike. They do not
         # depend on gradients: a backward without any also opens and reduces every bucket.
         if self.current.unreduced or any(bucket.reduced is None for bucket in self.order):
@@ -560,7 +435,7 @@ class Reducer:
         self._close_all()
         self.used.discard(index)
         bucket = self.bucket_of[index]
-        bucket.drop(index)
+        bucket.local.drop(index)
         if bucket.reduced is not None and (part := bucket.mean_part(index)) is not None:
             return [part.zero_()]
         return []
@@ -590,26 +465,3 @@ def _late_error(name: str, advice: str) -> RuntimeError:
         f"parameter '{name}' got another gradient in the same backward after its bucket was reduced: its graph has "
         f"more uses of the parameter than ever before. {advice}"
     )
-
-
-def _make_hook(reducer_ref: weakref.ref[Reducer], slot: Slot) -> Callable[[torch.Tensor], None]:
-    """Return the hook of one parameter. It is called for every parameter in every backward, so for small parameters it
-    calls no method."""
-    index = slot.index
-
-    def hook(parameter: torch.Tensor) -> None:
-        reducer = reducer_ref()
-        if reducer is None:
-            return
-        bucket = reducer.bucket_of[index]
-        if index in bucket.direct and index not in bucket.held:
-            gradient = parameter.grad
-            if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
-                bucket.held[index] = gradient
-                parameter.grad = reducer.gradients[index]
-                if len(bucket.held) == bucket.waits_for:
-                    reducer.on_gradient(bucket)
-                return
-        reducer._process(slot, parameter)
-
-    return hook
