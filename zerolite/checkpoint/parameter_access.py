@@ -194,6 +194,7 @@ class ParameterAccess:
             )
         values = None if value is None else self._flat(index, value)
         self._pipeline.reduce()
+        self._pipeline.grads.apply_factors()
         for _, shard in self._shards([index]):
             part = shard.bucket.view_of(shard.fragment, shard.bucket.mean())
             if values is None:

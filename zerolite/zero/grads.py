@@ -1,4 +1,4 @@
-"""``p.grad`` between backward and step: the tensors that it shows, their values, and what the user changes.
+"""``p.grad`` between backward and step: the values behind it, and what the user changes.
 
 A hook takes every gradient out of ``p.grad`` into its bucket, and leaves a :class:`ShardedGradient`. The engine
 remembers what it has put into each ``p.grad``; any other tensor that it finds there was put there by the user.
@@ -15,11 +15,10 @@ remembers what it has put into each ``p.grad``; any other tensor that it finds t
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,7 @@ import torch
 
 from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.flat import flattened
-from zerolite.zero.layout import Slot
-from zerolite.zero.sharded_gradient import ShardedGradient, Window
+from zerolite.zero.sharded_gradient import ShardedGradient
 from zerolite.zero.stage3.absent_parameter import as_plain_tensors
 
 if TYPE_CHECKING:
@@ -38,88 +36,6 @@ if TYPE_CHECKING:
 
 Factor = float | torch.Tensor
 """Number by which gradients are multiplied: a float, or a 0-dim float64 tensor."""
-
-
-class ShownGradients:
-    """Tensors that the engine has put into each ``p.grad``.
-
-    Two windows take turns, so that a reference to a gradient that outlives its step raises. A window that the user has
-    operated on is not shown again at all.
-
-    Attributes:
-        parameters: by index.
-        window: the present window.
-        expected: what the engine has left in each ``p.grad``, by index.
-    """
-
-    def __init__(self) -> None:
-        self.parameters: Sequence[torch.nn.Parameter] = ()
-        self.window, self._other, self._is_used = Window(None), Window(None), False
-        self.expected: list[torch.Tensor | None] = []
-        self._slots: Sequence[Slot] = ()
-        self._strides: Sequence[tuple[int, ...]] = ()
-
-    def connect(self, source: Gradients) -> None:
-        """Read and write values through ``source``."""
-        self.window.source = self._other.source = weakref.ref(source)
-
-    def use(
-        self, slots: Sequence[Slot], parameters: Sequence[torch.nn.Parameter], strides: Sequence[tuple[int, ...]]
-    ) -> None:
-        """Use parameters that begin with the present ones. strides: of the full parameters, by index."""
-        self._slots, self.parameters, self._strides = slots, parameters, strides
-        self.expected += [None] * (len(parameters) - len(self.expected))
-        self._fill(self.window)
-        self._fill(self._other)
-
-    def _fill(self, window: Window) -> None:
-        for slot in self._slots[len(window.gradients) :]:
-            parameter, strides = self.parameters[slot.index], self._strides[slot.index]
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            window.gradients.append(ShardedGradient.of(window, slot, shape, strides, parameter))
-
-    def begin_backward(self) -> list[ShardedGradient]:
-        """Empty every ``p.grad``, for autograd to write to. Return what the hooks leave there, by index."""
-        self._is_used = True
-        if any(map(operator.is_not, self.expected, itertools.repeat(None))):
-            self.hide()
-        return self.window.gradients
-
-    def show(self, indices: Iterable[int]) -> None:
-        """Show the gradients of these parameters. A tensor of the user's stays in ``p.grad``, where it is found."""
-        with as_plain_tensors():
-            for index in indices:
-                if self.expected[index] is None and self.parameters[index].grad is None:
-                    self.put(index, self.window.gradients[index])
-
-    def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Put ``gradient`` into ``p.grad``, whatever is there."""
-        self._is_used = True
-        self.expected[index] = gradient
-        self.parameters[index].grad = gradient
-
-    def hide(self) -> None:
-        """Set every ``p.grad`` to None."""
-        with as_plain_tensors():
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad = None
-        self.expected = [None] * len(self.parameters)
-
-    def close(self) -> None:
-        """Hide the gradients, because a step has used them or they were dropped. The other window comes next."""
-        self.hide()
-        if self._is_used:
-            self.window, self._other, self._is_used = self._other, self.window, False
-            if self.window.touched:
-                self.window = Window(self.window.source)
-                self._fill(self.window)
-
-    def all_dropped(self) -> bool:
-        """Return True if some gradients are shown and the user has set ``p.grad`` of all parameters to None."""
-        with as_plain_tensors():
-            shown = any(map(operator.is_not, self.expected, itertools.repeat(None)))
-            return shown and all(parameter.grad is None for parameter in self.parameters)
 
 
 @dataclass(eq=False)
@@ -145,9 +61,9 @@ class Gradients:
     :meth:`store` correct the statistics of this rank, by the same rules on all ranks.
 
     Attributes:
-        factors: number by which the user has multiplied a gradient. The stored values are not multiplied; the update
-            multiplies by it. So clipping by the user needs no pass over memory, and gives the bits of
-            ``gradient_clipping``.
+        is_multiplied: the user has multiplied gradients by numbers that are not in the stored values yet. If all have
+            been multiplied by the same, the update multiplies by it. So clipping by the user needs no pass over memory,
+            and gives the bits of ``gradient_clipping``.
         changes: what the user has done to gradients in place since the last step, in this order.
         assigned: tensors that the user has put into ``p.grad``, to be stored as the mean.
         exposed: gradients of which the user has the memory, at stage 0, and may write to it at any time.
@@ -158,35 +74,31 @@ class Gradients:
         self._reducer, self._collector, self._shard = reducer, collector, reducer.groups.shard
         self._buffer, self._shown, self._device = reducer.buffer, reducer.shown, reducer.buffer.placements.device
         self._shown.connect(self)
-        self.factors: dict[int, Factor] = {}
+        self.is_multiplied = False
+        self._common: Factor = 1.0  # all gradients have been multiplied by it
+        self._number: Factor = 1.0  # and some of them by this last number
+        self._multiplied: set[int] = set()  # which ones
         self.changes: list[Change] = []
         self.assigned: dict[int, torch.Tensor] = {}
         self.exposed: set[int] = set()
         self._views: list[tuple[ShardedGradient, int]] = []  # gradients with views of copies, and their versions
         self._copied: tuple[Any, int, Any] = (None, 0, None)  # a number, its version, and its copy
-        self._last_factor: Factor = 1.0  # of `multiply`
-        # By id of an earlier factor: that factor, and its product with the last one. The factor is kept alive, so that
-        # no other object gets its id.
-        self._products: dict[int, tuple[Factor | None, Factor]] = {}
 
     def clear(self) -> None:
         """Forget all changes, because the gradients have been used or dropped."""
-        for container in (self.factors, self.changes, self.assigned, self.exposed, self._views):
+        self.is_multiplied, self._common = False, 1.0
+        for container in (self._multiplied, self.changes, self.assigned, self.exposed, self._views):
             container.clear()
 
     def check(self, gradient: ShardedGradient) -> None:
         """Raise RuntimeError if a gradient cannot be used now."""
-        reason = self._step.unreadable_reason()
-        if (
-            not reason
-            and self._shown.expected[gradient.slot.index] is not gradient.window.gradients[gradient.slot.index]
-        ):
+        slot, reason = gradient.slot, self._step.unreadable_reason()
+        if not reason and self._shown.expected[slot.index] is not gradient.window.gradients[slot.index]:
             reason = (
-                "a step has used it, or it was dropped; take p.grad after the next backward, and clone what is to "
-                "outlive the step"
+                "a step has used it, or it was dropped; take p.grad after the next backward, and clone it to keep it"
             )
         if reason:
-            raise RuntimeError(f"the gradient of parameter '{gradient.slot.name}' cannot be used here: {reason}")
+            raise RuntimeError(f"the gradient of parameter '{slot.name}' cannot be used here: {reason}")
 
     # ---------------------------------------------------------------- values
 
@@ -203,10 +115,11 @@ class Gradients:
 
     def _scale(self, index: int) -> Factor | None:
         """Return the factor from stored values to those that ``p.grad`` shows; None for 1."""
-        factor, divisor = self.factors.get(index), self._step.state.shown_divisor(self._step.stats)
-        if isinstance(divisor, float) and divisor == 1.0:
-            return factor
-        return 1.0 / divisor if factor is None else factor / divisor
+        scale = self._factor(index) / self._step.state.shown_divisor(self._step.stats)
+        return None if isinstance(scale, float) and scale == 1.0 else scale
+
+    def _factor(self, index: int) -> Any:
+        return self._common * self._number if index in self._multiplied else self._common
 
     @torch.no_grad()
     def read(self, index: int) -> torch.Tensor:
@@ -220,8 +133,7 @@ class Gradients:
         """Return this rank's part, to be written to until :meth:`close`: its own memory, or a copy in fp32 or more."""
         self._check_views(before_change=True)
         part = self._stored(index)
-        if index in self.factors:
-            self.apply_factors()
+        self.apply_factors()
         scale = self._scale(index)
         return part if scale is None else part.to(_wide(part.dtype)) * scale
 
@@ -271,12 +183,10 @@ class Gradients:
             return None if self._reducer.keeps_shards else gradient.part
         index, bucket = gradient.slot.index, self._reducer.bucket_of[gradient.slot.index]
         self._stored(index)
-        if index in self.factors:
-            self.apply_factors()
+        self.apply_factors()
         stored = bucket.mean_part(index)
-        if stored is None or self._scale(index) is not None:
-            return None
-        if (stored.dtype, stored.device) != (gradient.dtype, gradient.device):
+        is_shown = stored is not None and (stored.dtype, stored.device) == (gradient.dtype, gradient.device)
+        if not is_shown or self._scale(index) is not None:
             return None
         bucket.lend()
         self.exposed.add(index)
@@ -318,17 +228,15 @@ class Gradients:
             self._refresh_stats()
             by_parameter: Any = stats.norms() / self._step.state.device_divisor(stats)
             by_parameter = by_parameter.unbind() if len(gradients) > 1 else by_parameter
-            factors: list[Any] = [self.factors.get(gradient.slot.index) for gradient in gradients]
             norms = [by_parameter[gradient.slot.index] for gradient in gradients]
-            return [n if factor is None else n * abs(factor) for n, factor in zip(norms, factors, strict=True)]
+            if self.is_multiplied:
+                norms = [n * abs(self._factor(g.slot.index)) for n, g in zip(norms, gradients, strict=True)]
+            return norms
         parts = [gradient.read() for gradient in gradients]
         if math.isinf(order):
             sign = math.copysign(1.0, order)
             ends = [(sign * p.abs()).max().double() if p.numel() else p.new_tensor(-math.inf).double() for p in parts]
             return list((sign * self.over_ranks(torch.stack(ends), largest=True)).unbind())
-        if order == 0:
-            counts = torch.stack([(part != 0).sum().double() for part in parts])
-            return list(self.over_ranks(counts, largest=False).unbind())
         powers = [torch.linalg.vector_norm(part, order, dtype=_wide(part.dtype)).double() ** order for part in parts]
         return list((self.over_ranks(torch.stack(powers), largest=False) ** (1.0 / order)).unbind())
 
@@ -388,51 +296,52 @@ class Gradients:
 
     @torch.no_grad()
     def multiply(self, indices: Sequence[int], factor: Factor) -> None:
-        """Multiply these gradients by a number. The factor is stored, and normally applied by the update.
-
-        Gradients that were multiplied by the same factors share one product, so that :meth:`take_common_factor` can
-        compare objects.
-        """
+        """Multiply these gradients by a number. It is kept, and normally applied by the update."""
         self.note_change("mul_", [factor], len(indices))
         if isinstance(factor, torch.Tensor) and factor.device != self._device:
             factor = float(factor)
-        factor = self._copy(factor)
-        if not _is_same(self._last_factor, factor):
-            self._last_factor, self._products = factor, {}
-        for index in indices:
-            old = self.factors.get(index)
-            if id(old) not in self._products:
-                self._products[id(old)] = old, factor if old is None else old * factor
-            self.factors[index] = self._products[id(old)][1]
+        number = self._copy(factor)
+        if not _is_same(self._number, number) or not self._multiplied.isdisjoint(indices):
+            self._settle()
+        self.is_multiplied, self._number = True, number
+        self._multiplied.update(indices)
         if self.exposed:  # the user has the gradient's memory itself, and expects the product there
             self.apply_factors()
 
+    def _settle(self) -> None:
+        """Take the last number into the common factor if all gradients have it, otherwise multiply the stored ones."""
+        multiplied, self._multiplied = self._multiplied, set()
+        if multiplied.issuperset(i for i, gradient in enumerate(self._shown.expected) if gradient is not None):
+            self._common = self._common * self._number
+        else:
+            self._multiply_stored(multiplied, self._number)
+
     @torch.no_grad()
-    def apply_factors(self) -> None:
-        """Multiply the stored gradients by the user's factors, which the update would do otherwise."""
-        factors, self.factors = self.factors, {}
-        if factors and not self._reducer.finished:
+    def _multiply_stored(self, indices: Collection[int], factor: Factor) -> None:
+        if not self._reducer.finished:
             self._step.finish_reductions()
-        for index, factor in factors.items():
+        for index in indices:
             stored = self._reducer.bucket_of[index].mean_part(index)
             if stored is not None:
                 stored.mul_(factor.to(stored.device) if isinstance(factor, torch.Tensor) else factor)
             self._on_written(index, stored)
-        if factors and self._collector.latest is not None:
-            self._collector.latest.rescale(factors, None)
+        if self._collector.latest is not None:
+            self._collector.latest.rescale(factor, indices)
+
+    def apply_factors(self) -> None:
+        """Multiply the stored gradients by the user's numbers, which the update would do otherwise."""
+        if self.is_multiplied:
+            self._settle()
+            common, self._common, self.is_multiplied = self._common, 1.0, False
+            if not _is_same(common, 1.0):
+                self._multiply_stored([i for i, g in enumerate(self._shown.expected) if g is not None], common)
 
     def take_common_factor(self, stats: StatsVector) -> Factor:
-        """Return the user's factor of all gradients for the update, and correct ``stats`` by it.
-
-        If gradients have different factors, they are applied to the stored gradients, and this returns 1.
-        """
-        shown = [index for index, gradient in enumerate(self._shown.expected) if gradient is not None]
-        if len(set(map(id, self.factors.values()))) > 1 or not all(index in self.factors for index in shown):
-            self.apply_factors()
-            return 1.0
-        common = self.factors[shown[0]]
-        self.factors.clear()
-        stats.rescale({}, common)
+        """Return the number by which the user has multiplied all gradients, for the update, and correct ``stats`` by
+        it. Other factors are applied to the stored gradients."""
+        self._settle()
+        common, self._common, self.is_multiplied = self._common, 1.0, False
+        stats.rescale(common, None)
         return common
 
     # ---------------------------------------------------------------- None and tensors in p.grad
@@ -451,10 +360,6 @@ class Gradients:
         pairs = enumerate(zip(gradients, self._shown.expected, strict=True))
         return {index: gradient for index, (gradient, expected) in pairs if gradient is not expected}
 
-    def all_dropped(self, changed: Mapping[int, torch.Tensor | None]) -> bool:
-        """Return True if the user has set ``p.grad`` of all parameters to None. changed: see :meth:`changed`."""
-        return all(value is None for value in changed.values()) and self._shown.all_dropped()
-
     def adopt(self, changed: Mapping[int, torch.Tensor | None]) -> None:
         """Drop gradients that were set to None, store results of operations on them, and note other tensors.
 
@@ -470,10 +375,12 @@ class Gradients:
                         self.note_change(operation, numbers)
                     self.close(index, self.open(index).copy_(value.part))
                 continue
+            if value is not None:
+                self.apply_factors()
             self._buffer.placements.drop_reads(self._reducer.drop(index))
             self._collector.forget(self._reducer.bucket_of[index].index)
             self._shown.expected[index] = value
-            self.factors.pop(index, None)
+            self._multiplied.discard(index)
             self.assigned.pop(index, None)
             if value is not None:
                 self.assigned[index] = value
@@ -521,7 +428,6 @@ class Gradients:
         self._collector.forget(self._reducer.bucket_of[index].index)
         self._collector.discard()
         self.assigned.pop(index, None)
-        self.factors.pop(index, None)
         self._shown.put(index, self._shown.window.gradients[index] if is_given else None)
 
 

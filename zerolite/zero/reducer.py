@@ -37,10 +37,10 @@ from zerolite.zero.backward import GradientHooks, coordinators
 from zerolite.zero.bucket import Bucket, BucketState
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.gradient_memory import ALONE_NUMEL, IN_FLIGHT
-from zerolite.zero.grads import ShownGradients
 from zerolite.zero.layout import Slot
 from zerolite.zero.observers import Observers
 from zerolite.zero.sharded_gradient import ShardedGradient
+from zerolite.zero.shown_gradients import ShownGradients
 from zerolite.zero.stage3.param_group import ParamGroup
 
 

@@ -338,23 +338,17 @@ def _add(function: OpOverload, target: Any, value: Any, *args: Any, **kwargs: An
 
 
 def _multiply(function: OpOverload, target: Any, factor: Any) -> object:
-    if not _are_pending([target]) or not _is_number(factor):
+    targets: Sequence[Any] = [target] if isinstance(target, torch.Tensor) else target
+    if not _are_pending(targets) or not _is_number(factor):
         return NotImplemented
-    target.source.multiply([target.slot.index], factor)
-    return target
+    targets[0].source.multiply([gradient.slot.index for gradient in targets], factor)
+    return target if isinstance(target, torch.Tensor) else None
 
 
 def _divide(function: OpOverload, target: Any, divisor: Any) -> object:
     if isinstance(divisor, torch.Tensor) or not divisor or abs(math.frexp(divisor)[0]) != 0.5:
         return NotImplemented  # only for powers of two is the product with the inverse equal in every bit
     return _multiply(function, target, 1.0 / divisor)
-
-
-def _multiply_all(function: OpOverload, targets: Sequence[Any], factor: Any) -> object:
-    if not _are_pending(targets) or not _is_number(factor):
-        return NotImplemented
-    targets[0].source.multiply([target.slot.index for target in targets], factor)
-    return None
 
 
 def _unscale(function: OpOverload, tensors: Sequence[Any], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
@@ -374,13 +368,15 @@ def _unscale(function: OpOverload, tensors: Sequence[Any], found_inf: torch.Tens
 
 def _norm(function: OpOverload, gradient: Any, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> object:
     dims = {d % max(1, gradient.dim()) for d in ([dim] if isinstance(dim, int) else dim or range(gradient.dim()))}
-    if len(dims) < gradient.dim() or args[:1] == (True,) or kwargs.get("keepdim"):
+    if len(dims) < gradient.dim() or args[:1] == (True,) or kwargs.get("keepdim") or order == 0:
         return NotImplemented
     (norm,) = gradient.source.norms([gradient], 2 if order is None else order)
     return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
 
 
 def _norm_all(function: OpOverload, tensors: Sequence[Any], order: float = 2, dtype: Any = None) -> object:
+    if order == 0:
+        return NotImplemented
     found: dict[int, torch.Tensor] = {}
     for source, gradients in _by_engine(t for t in tensors if isinstance(t, ShardedGradient)):
         found.update(zip(map(id, gradients), source.norms(gradients, order), strict=True))
@@ -438,8 +434,8 @@ _RULES: dict[object, Rule] = {
     **dict.fromkeys([aten.detach.default, aten.alias.default], _alias),
     **dict.fromkeys([aten.add_.Tensor, aten.add.Tensor], _add),
     **dict.fromkeys([aten.mul_.Tensor, aten.mul_.Scalar], _multiply),
+    **dict.fromkeys([aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor], _multiply),
     **dict.fromkeys([aten.div_.Tensor, aten.div_.Scalar], _divide),
-    **dict.fromkeys([aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor], _multiply_all),
     **dict.fromkeys([aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim], _norm),
     aten._to_copy.default: _convert,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,

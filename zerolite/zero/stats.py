@@ -7,7 +7,7 @@ result on the device, and :class:`GradStats` is what the host reads of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -147,14 +147,10 @@ class StatsVector:
         """L2 norms of the gradients by parameter, [n] float64 on the device."""
         return self._squares.sqrt()
 
-    def rescale(self, factors: Mapping[int, float | torch.Tensor], common: float | torch.Tensor | None) -> None:
-        """Correct the squares after gradients have been multiplied: all by ``common``, or if that is None each
-        parameter's in ``factors`` by its own."""
-        if common is not None:
-            self._squares.mul_(common * common)
-        else:
-            for index, factor in factors.items():
-                self._squares[index].mul_(factor * factor)
+    def rescale(self, factor: float | torch.Tensor, indices: Iterable[int] | None) -> None:
+        """Correct the squares after gradients were multiplied by ``factor``: those of ``indices``, all if None."""
+        for squares in [self._squares] if indices is None else [self._squares[index] for index in indices]:
+            squares.mul_(factor * factor)
         self._changed()
 
     def replace(self, index: int, gradient: torch.Tensor | None) -> None:

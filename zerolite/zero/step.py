@@ -121,7 +121,7 @@ class StepPipeline:
         vector = self._collected()  # reduce, statistics
         for notify in observers.on_collected:
             notify()
-        user_factor = self.grads.take_common_factor(vector) if self.grads.factors else 1.0
+        user_factor = self.grads.take_common_factor(vector) if self.grads.is_multiplied else 1.0
         self._updated = True  # set before the update: after an exception in it, nothing is applied twice
         self.grads.clear()  # nothing corrects the statistics from here on
         # Where the host reads the statistics, all ranks read equal ones: all raise, launch the all-gathers, or skip.
@@ -180,7 +180,7 @@ class StepPipeline:
             self.zero_grad()
         scaled, weighted = bool(engine_scaled), weight is not None
         self.look_at_grads(before_backward=True)
-        if self.grads.factors:
+        if self.grads.is_multiplied:
             self.grads.apply_factors()
         self._accumulation.check_weight(weighted)
         for notify in self._observers.before_backward:
@@ -265,7 +265,7 @@ class StepPipeline:
 
     def _adopt_changes(self, changed: Mapping[int, torch.Tensor | None], before_update: bool) -> None:
         has_parts = self.state.options.has_parts
-        if self.grads.all_dropped(changed):
+        if self._reducer.shown.all_dropped():
             if not before_update or has_parts:  # begin anew: sums over the parts of the model may have been added
                 EVENTS.append(f"set p.grad of all parameters to None in step {self.state.global_steps + 1}")
                 self.zero_grad()
