@@ -187,20 +187,22 @@ class StatsVector:
         if is_fake(self._values):  # a dry run, in which the other ranks are copies of this one
             used, mean = self._own
             return GradStats(norm=1.0, bad_parameters=(), bad_ranks=(), used=frozenset(used), weight=mean)
-        bad = _nonzero(~torch.isfinite(values[layout.squares]))
-        bad_ranks = values[layout.bad_ranks]
         weight, weighted, unweighted = values[layout.weights].tolist()
         unused, total = values[LOCAL].tolist()
+        finite = math.isfinite(total)  # then all squares are
+        bad = () if finite else _nonzero(~torch.isfinite(values[layout.squares]))
+        bad_ranks = values[layout.bad_ranks]
+        marked = _nonzero(bad_ranks)
         return GradStats(
-            norm=math.sqrt(total) if math.isfinite(total) else total,
+            norm=math.sqrt(total) if finite else total,
             bad_parameters=bad,
-            bad_ranks=_nonzero(bad_ranks),
+            bad_ranks=marked,
             used=frozenset(_nonzero(values[layout.uses])),
             weight=weight / self.world_size if weighted else None,
             mixed=bool(weighted and unweighted),
-            elsewhere=not math.isfinite(total) and not bad,
+            elsewhere=not finite and not bad,
             unused_elsewhere=int(unused),
-            bad_losses=_nonzero(bad_ranks >= _BAD_LOSS),
+            bad_losses=tuple(rank for rank in marked if bad_ranks[rank] >= _BAD_LOSS),
             slices=(self._written, values[layout.slices]) if self._written else None,
         )
 
