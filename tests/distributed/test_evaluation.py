@@ -237,14 +237,6 @@ def test_training_on_data_equals_plain_training(drop_last: bool, stage: int) -> 
     assert len(engine.dataloader) == len(micro) // len(passes)
 
 
-@on_ranks(2)
-def test_arguments_of_initialize_reach_the_loaders() -> None:
-    engine = make_engine(config(1), "Mlp", training_data=Points(5), collate_fn=len, num_local_io_workers=2)
-    loader = engine.deepspeed_io(Points(5), 3, "predict", False)
-    assert (engine.dataloader.num_workers, loader.num_workers) == (2, 0)
-    assert (engine.dataloader.batch_size, loader.batch_size, list(loader)) == (2, 3, [3])
-
-
 # -------------------------------------------------------------------- batch norm over all ranks
 
 

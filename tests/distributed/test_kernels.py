@@ -213,16 +213,6 @@ def test_bias_correction_is_that_of_the_config(corrected: bool) -> None:
         assert (moved > 0.99 * share * 1e-3).float().mean() > 0.3
 
 
-@pytest.mark.parametrize("key", ["bias_correction", "fp32_optimizer_states"])
-@on_ranks(2)
-def test_what_an_option_of_zerolites_own_cannot_stand_beside(key: str) -> None:
-    for other in ("foreach", "fused", "amsgrad"):
-        with pytest.raises(ValueError, match=rf"(?s)(?=.*optimizer\.params\.{key})(?=.*{other}).*expected true"):
-            train(config(1, optimizer=("AdamW", {"lr": 1e-3, key: False, other: True})), "Mlp")
-    with pytest.raises(ValueError, match=f"(?s)(?=.*{key})(?=.*float64)(?=.*fp32, bf16 or fp16).*leave the key"):
-        train(config(1, optimizer=("AdamW", {"lr": 1e-3, key: False})), "Mlp", dtype=torch.float64)
-
-
 # -------------------------------------------------------------------- saving
 
 

@@ -373,26 +373,6 @@ def test_values_that_were_written_into_unused_parameters_stay(stage: int, tmp_pa
         assert bool((engine.module.right.weight == 0.5).all())
 
 
-OPTIONS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    (1, {"overlap_comm": True}, {}),
-    (3, {"overlap_comm": True}, {}),
-    (2, {"overlap_comm": False}, {}),
-    (2, {"reduce_scatter": False, "overlap_comm": True}, {}),
-    (1, {}, {"communication_data_type": "fp32", "prescale_gradients": True}),
-    (3, {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 100}, {}),
-    (2, {}, {"aio": {"checksums": True, "thread_count": 2, "block_size": 4096}}),
-    (3, {}, {"aio": {"queue_depth": 1, "single_submit": True, "overlap_events": False}}),
-]
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=600)
-def test_every_option(tmp_path: Path) -> None:
-    for number, (stage, zero, config) in enumerate(OPTIONS):
-        name = ("wide in bf16", "accumulation")[number % 2]
-        assert_same_offloaded(tmp_path, name, stage, "cpu, odd", "nvme, odd", zero=zero, **config)
-
-
 # -------------------------------------------------------------------- memory
 
 

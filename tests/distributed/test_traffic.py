@@ -108,7 +108,6 @@ def test_every_buffer_of_a_collective_begins_on_16_bytes(ranks: int) -> None:
 
 # -------------------------------------------------------------------- stage 3
 
-PLANNED = 2  # the first step that follows a plan
 STEPS = 5  # the plan of the first step is adopted in the second, or in the third with an evaluation in between
 SIZES = (7, 13, 11, 5, 3)
 LAYERS = list(zip(SIZES, SIZES[1:], strict=False))

@@ -322,3 +322,19 @@ def test_a_partition_method_is_one_of_three(value: Any) -> None:
     assert '"parameters", "uniform" or "type:REGEX"' in sentence
     for written, meant in (("Uniform", "uniform"), ("type:Block|Head", "type:Block|Head")):
         assert load_config({"pipeline": {"partition_method": written}}).pipeline.partition_method == meant
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite(text: str) -> None:
+    for path in ("gradient_clipping", "train_batch_size", "optimizer.params.lr"):
+        assert list(errors_of(json.dumps(nested(path, 12345)).replace("12345", text))) == [path]
+    params = {"betas": [0.9, float("nan")], "more": {"x": [[float("inf")]]}}
+    errors = errors_of({"optimizer": {"type": "Adam", "params": params}})
+    assert list(errors) == ["optimizer.params.betas[1]", "optimizer.params.more.x[0][0]"]
+
+
+def test_threads_have_two_names() -> None:
+    ours, theirs = "thread_count", "intra_op_parallelism"
+    for threads, *names in ((1,), (3, ours), (4, theirs), (2, ours, theirs)):
+        config = load_config({"aio": dict.fromkeys(names, threads)})
+        assert config.aio.threads == threads and load_config(config.model_dump()) == config
