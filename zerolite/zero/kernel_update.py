@@ -72,6 +72,8 @@ class KernelUpdate(UpdateMethod):
         self._counts = False  # the last update counts as a step, because some param group has states
         self._not_counted: list[int] = []  # parameters that missed the last update
         self._maybe_unused: frozenset[int] = frozenset()
+        self._is_shown = False  # `inner.state` has all states, with their counts of steps
+        self._has_fresh = False  # it has none of shards that the next update counts for the first time
         self._entries: dict[int, State] = {}  # what `inner.state` was given, by index of the parameter
         self._values: list[object] = []  # all values in `inner.state`; []: compare it entry by entry
         self._counters: list[torch.Tensor] = []  # the counts of steps in it
@@ -112,7 +114,7 @@ class KernelUpdate(UpdateMethod):
         values = list(chain.from_iterable(map(dict.values, self._inner.state.values())))
         versions = [counter._version for counter in self._counters]
         if versions != self._versions or len(values) != len(self._values) or not all(map(is_, values, self._values)):
-            self._adopt_changes(versions != self._versions)
+            self._adopt_changes()
         self._count(used, maybe_unused, groups)
 
     def _count(self, used: frozenset[int] | None, maybe_unused: frozenset[int], groups: Groups) -> None:
@@ -135,7 +137,7 @@ class KernelUpdate(UpdateMethod):
         self._steps += 1
         for index in self._not_counted:
             self._steps_missed[index] += 1
-        if not is_planned:
+        if not (is_planned and self._is_shown) or self._has_fresh:
             self._show()
         elif self._advancing:
             torch._foreach_add_(self._advancing, 1.0)
@@ -146,8 +148,7 @@ class KernelUpdate(UpdateMethod):
             left_out = set(indices).difference(self._not_counted)
             for index in left_out:
                 self._steps_missed[index] += 1
-            if left_out:
-                self._show()
+            self._is_shown &= not left_out
 
     @torch.no_grad()
     def update(
@@ -189,11 +190,12 @@ class KernelUpdate(UpdateMethod):
             self._steps -= 1
             for index in self._not_counted:
                 self._steps_missed[index] -= 1
-            self._show()
+            self._is_shown = False
 
     # ---------------------------------------------------------------- states
 
     def state_of(self, shard: OptimParamShard) -> State:
+        self.show()
         state = super().state_of(shard)
         if "step" in state:  # shards share it, and another optimizer that loads it would count once for each of them
             state["step"] = state["step"].clone()
@@ -260,8 +262,13 @@ class KernelUpdate(UpdateMethod):
     def _views_of(self, shard: OptimParamShard) -> dict[str, torch.Tensor]:
         return {name: shard.view(flat) for name, flat in shard.bucket.states.items()}
 
+    def show(self) -> None:
+        if not self._is_shown:
+            self._adopt_changes()
+            self._show()
+
     def _show(self) -> None:
-        """Show the states of all shards in ``inner.state``."""
+        self._is_shown = True
         uncounted = set(self._not_counted)
         counters: dict[tuple[int, bool], torch.Tensor] = {}
         for shard in self.shards():
@@ -270,6 +277,7 @@ class KernelUpdate(UpdateMethod):
                 counters[key] = _counter(key[0])
             self._show_shard(shard, counters[key])
         self._counters = list(counters.values())
+        self._has_fresh = (0, True) in counters
         self._advancing = [counter for (_, advances), counter in counters.items() if advances]
         self._note_values()
 
@@ -289,16 +297,13 @@ class KernelUpdate(UpdateMethod):
         self._versions = [counter._version for counter in self._counters]
         self._values = list(chain.from_iterable(map(dict.values, self._inner.state.values())))
 
-    def _adopt_changes(self, counted: bool) -> None:
+    def _adopt_changes(self) -> None:
         """Take over what the user has changed in ``inner.state``.
-
-        Args:
-            counted: counts of steps were changed in place.
 
         Raises:
             RuntimeError: counts of steps were changed in place; other shards may share them.
         """
-        if counted:
+        if [counter._version for counter in self._counters] != self._versions:
             raise RuntimeError(
                 "optimizer.state[p]['step']: expected a count that only the optimizer changes, because parameters "
                 "share it, got one that was changed in place; zerolite.set_full_optimizer_state(p, 'step', n) sets it"

@@ -110,6 +110,7 @@ class ShardedOptimizer(Optimizer):
         """States of the inner optimizer: this rank's part, by parameter of the model."""
         if self._pipeline is not None:
             self._settle()
+            self.method.show()
         return self.inner.state
 
     @state.setter

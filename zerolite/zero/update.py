@@ -180,6 +180,9 @@ class UpdateMethod:
         """Return the states of a shard in torch's form, as views of the stored ones; empty if it was never updated."""
         return dict(self._inner.state.get(shard.parameter) or {})
 
+    def show(self) -> None:
+        """Bring ``inner.state`` up to date, after the device has skipped an update or left out parameters."""
+
     def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
         """Copy states in torch's form; an empty mapping stands for a shard that was never updated."""
         raise NotImplementedError
