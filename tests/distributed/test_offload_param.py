@@ -26,7 +26,7 @@ from tests.toolkit.training import KINDS, raises, run_steps, snapshot
 from zerolite.utils.memory_tags import COMPUTE, GATHERED, HOST, STAGING
 from zerolite.zero import GatheredParameters, ZeroParamStatus
 from zerolite.zero.layout import shard_numel
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 PREFETCH = "stage3_prefetch_bucket_size"
 ELEMENTS, LAYERS = 1024, 6  # of a layer of the chain; of the chain
@@ -91,7 +91,7 @@ def train_model(model: str, config: dict[str, Any], steps: int) -> dict[str, Any
             assert_nothing_is_whole(engine)
     result["calls"] = [(call.op, call.tag, call.numel) for call in calls.calls]
     result["followed"] = engine._parts.coordinator.schedule.following
-    result["places"] = sorted({handle.placement.location for handle in engine._parts.coordinator.handles})
+    result["places"] = sorted({handle.placement.location for handle in engine._parts.coordinator.sharded_params})
     result["parameters"] = snapshot(engine)
     return result
 
@@ -117,9 +117,11 @@ def _write(engine: Any) -> None:
 
 def assert_nothing_is_whole(engine: Any) -> None:
     reader = engine._parts.coordinator.context.reader
-    ahead = [] if reader is None else [h.name for h in engine._parts.coordinator.handles if reader.is_read_ahead(h)]
+    ahead = (
+        [] if reader is None else [h.name for h in engine._parts.coordinator.sharded_params if reader.is_read_ahead(h)]
+    )
     assert not ahead, "read, and not dropped"
-    for handle in engine._parts.coordinator.handles:
+    for handle in engine._parts.coordinator.sharded_params:
         assert handle.shard.numel() == shard_numel(handle.numel, dist.get_world_size())
         if not handle.persistent:
             assert handle.status is ZeroParamStatus.NOT_AVAILABLE, handle.name
@@ -181,7 +183,7 @@ def test_a_model_built_partitioned_rests_at_its_tier_from_the_start(tmp_path: Pa
             with torch.no_grad():
                 model.get_parameter("first.weight").mul_(2)  # gathered, changed, and cut again
             copied = copy.deepcopy(model)
-        handles = [handle_of(p) for p in model.parameters()]
+        handles = [sharded_param_of(p) for p in model.parameters()]
         assert {h.placement.location for h in handles if h.numel} == {"host" if name == "remote" else name}
         found: dict[str, Any] = {"values": whole(model), "copied": whole(copied)}
         assert_same_bits(found["values"], found["copied"], name)
@@ -221,7 +223,9 @@ def memory(config: dict[str, Any]) -> dict[str, Any]:
         engine = zerolite.initialize(model, config)
         train_chain(engine, 3)
         rests = named.alive(COMPUTE, GATHERED)
-    on_host = [i for i, handle in enumerate(engine._parts.coordinator.handles) if handle.placement.location == HOST]
+    on_host = [
+        i for i, handle in enumerate(engine._parts.coordinator.sharded_params) if handle.placement.location == HOST
+    ]
     return {"rests": rests, "whole": max(seen[GATHERED]), "staged": max(seen[STAGING]), "on host": on_host}
 
 

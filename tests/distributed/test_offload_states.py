@@ -27,7 +27,7 @@ from zerolite.engine import state_offload
 from zerolite.offload import swap_file
 from zerolite.offload.swap_file import SwapFile
 from zerolite.ops.async_io import AsyncIO
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 
 def settings(stage: int, precision: str, accumulation: int = 2) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def test_damaged_shards_are_found(position: float, tmp_path: Path) -> None:
     """One byte of a shard on disk has changed, so far in it."""
     engine = make_engine(on_disk(tmp_path), "PrimeMlp")
     run_steps(engine, 2)
-    handle = handle_of(engine.module.hidden.weight)
+    handle = sharded_param_of(engine.module.hidden.weight)
     assert handle is not None
     file: Any = handle.placement.file  # type: ignore[attr-defined]
     start, _ = file._offsets[handle.shard.untyped_storage().data_ptr()]

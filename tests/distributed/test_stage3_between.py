@@ -129,7 +129,7 @@ def test_a_gather_for_each_parameter_and_no_memory_is_left() -> None:
         return wholes
 
     def sizes() -> list[int]:
-        return [handle.full.untyped_storage().nbytes() for handle in side.engine._parts.coordinator.handles]
+        return [handle.full.untyped_storage().nbytes() for handle in side.engine._parts.coordinator.sharded_params]
 
     with mock.patch.object(CommContext, "gather_copies", noted):
         with zerolite.comm.record() as record, torch.no_grad():

@@ -230,7 +230,7 @@ def test_other_memory_behind_parameters_that_stay_whole_is_copied_read_and_saved
     whole_biases = {"stage3_param_persistence_threshold": 13}
     copied = dict(copy.deepcopy(start(whole_biases, True).module).named_parameters())
     with zero.GatheredParameters(start(whole_biases, True).module) as gathered:
-        read = {handle.name: handle.parameter.clone() for handle in gathered._handles}
+        read = {handle.name: handle.parameter.clone() for handle in gathered._sharded_params}
     start(whole_biases, True).save_checkpoint(tmp_path)
     loaded = start({}, False)
     loaded.load_checkpoint(tmp_path)

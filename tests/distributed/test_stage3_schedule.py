@@ -253,7 +253,7 @@ def test_asked_parameters_are_not_kept() -> None:
     limit = 64
     limits = {"stage3_max_live_parameters": limit, "stage3_prefetch_bucket_size": 0}
     engine = zerolite.initialize(Asks(), at(3, zero=limits))
-    handles = engine._parts.coordinator.handles
+    handles = engine._parts.coordinator.sharded_params
     engine.module.live = lambda: sum(h.numel for h in handles if h.status is not ZeroParamStatus.NOT_AVAILABLE)
     for _ in range(3):
         engine.backward(engine(torch.ones(2, 8)).sum())

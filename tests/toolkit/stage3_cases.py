@@ -129,11 +129,11 @@ def left_gathered(engine: Any) -> list[str]:
     if engine._parts.coordinator is None:
         return []
     wrong = []
-    for handle in engine._parts.coordinator.handles:
+    for handle in engine._parts.coordinator.sharded_params:
         wanted = ZeroParamStatus.AVAILABLE if handle.persistent else ZeroParamStatus.NOT_AVAILABLE
         memory = 0 if handle.storage is None else handle.storage.nbytes()
-        if handle.status is not wanted or handle.holds or (memory and not handle.persistent):
-            wrong.append(f"{handle.name} is {handle.status.name}, held {handle.holds} times, {memory} bytes")
+        if handle.status is not wanted or handle.pin_count or (memory and not handle.persistent):
+            wrong.append(f"{handle.name} is {handle.status.name}, held {handle.pin_count} times, {memory} bytes")
         elif not handle.persistent and not models.has_no_values(handle.parameter):
             wrong.append(f"{handle.name} has memory or, to torch itself, a shape")
     return wrong

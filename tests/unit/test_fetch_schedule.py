@@ -90,7 +90,7 @@ class Machine:
     def hold(self, parameters):
         self.touched = True
         held = [p for p in parameters if p not in self.persistent]
-        self.schedule.hold([p for p in held if p not in self.held])  # holds nest: the outermost counts
+        self.schedule.pin([p for p in held if p not in self.held])  # holds nest: the outermost counts
         self.held += held
         self.live |= set(parameters) - self.persistent
         self.in_flight -= set(parameters)
@@ -98,7 +98,7 @@ class Machine:
     def unhold(self, parameters):
         for p in set(parameters) - self.persistent:
             self.held.remove(p)
-        self.drop(self.schedule.unhold([p for p in parameters if p not in {*self.held, *self.persistent}]))
+        self.drop(self.schedule.unpin([p for p in parameters if p not in {*self.held, *self.persistent}]))
         self.check()
 
     def end(self, forget=False):

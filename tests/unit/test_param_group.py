@@ -14,7 +14,7 @@ from zerolite.zero.stage3 import param_group
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.param_group import ParamGroup, default_max_live, leaf_rule, plan_param_groups
 from zerolite.zero.stage3.partition_parameters import partition
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 INFINITE = 1 << 40
 nothing = leaf_rule(())
@@ -65,7 +65,7 @@ class Stack(nn.Module):
 def partitioned(model: nn.Module) -> nn.Module:
     groups = RankGroups.over(NullCommunicator(0, 2))
     for name, parameter in model.named_parameters():
-        if handle_of(parameter) is None:
+        if sharded_param_of(parameter) is None:
             partition(parameter, name, CommContext(groups, torch.device("cpu")))
     return model
 

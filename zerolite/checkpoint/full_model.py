@@ -20,7 +20,7 @@ from zerolite.comm import HostGroup, Topology, collective
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
-from zerolite.zero.stage3.partitioned_parameter import handle_of, unpartitioned_shape
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
 
 TAG = "checkpoint"
 
@@ -63,7 +63,7 @@ def describe(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: boo
 
 def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
     """Return the shape that this rank's data-parallel ranks have together."""
-    return unpartitioned_shape(tensor) if handle_of(tensor) is not None else value.shape
+    return unpartitioned_shape(tensor) if sharded_param_of(tensor) is not None else value.shape
 
 
 @collective
@@ -177,7 +177,7 @@ class FullModel:
         if index is not None:
             (master,) = self._masters.tensor_parallel_masters([index])
             return master.to("cpu", target) if needed else None
-        partitioned = handle_of(owner) is not None
+        partitioned = sharded_param_of(owner) is not None
         with GatheredParameters(owner, modifier_rank=None, enabled=partitioned, check=False):
             whole = owner.data if partitioned else value
             return whole.detach().to("cpu", target, copy=True) if needed else None

@@ -31,7 +31,7 @@ from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.zero.stage3.absent_parameter import as_plain_tensors
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 logger = logging.getLogger("zerolite")
 
@@ -320,7 +320,7 @@ def _distribute(
         given: the values, on rank 0 alone.
         here: None if this rank's stage does not have the tensor.
     """
-    if topology.trivial and here is not None and handle_of(here) is None:
+    if topology.trivial and here is not None and sharded_param_of(here) is None:
         if given is not None:
             here.data.copy_(given)
         broadcast_into(here.data, topology.world, device, "parameters")
@@ -334,8 +334,8 @@ def _distribute(
     if here is None:
         return
     spec = shard_spec_of(here)
-    with GatheredParameters(here, modifier_rank=0, enabled=handle_of(here) is not None):
-        if values is not None and (topology.data.rank == 0 or handle_of(here) is None):
+    with GatheredParameters(here, modifier_rank=0, enabled=sharded_param_of(here) is not None):
+        if values is not None and (topology.data.rank == 0 or sharded_param_of(here) is None):
             here.data.copy_(values if spec is None else spec.of(values))
 
 

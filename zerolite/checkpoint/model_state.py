@@ -30,7 +30,12 @@ from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
 from zerolite.zero.stage3.comm_context import refresh
-from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, unpartitioned_numel, unpartitioned_shape
+from zerolite.zero.stage3.partitioned_parameter import (
+    AVAILABLE,
+    sharded_param_of,
+    unpartitioned_numel,
+    unpartitioned_shape,
+)
 from zerolite.zero.update import OptimParamShard
 
 PARAMETERS, BUFFERS, OPTIMIZER, RANKS = "parameters/", "buffers/", "optimizer/", "ranks/"
@@ -147,7 +152,7 @@ class ModelState:
         return self.parts.topology.tensor.rank == 0 or shard_spec_of(parameter) is not None
 
     def _strides(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-        handle = handle_of(parameter)
+        handle = sharded_param_of(parameter)
         return handle.strides if handle is not None else parameter.data.stride()
 
     def states(self, names: Sequence[str]) -> Iterator[tuple[OptimParamShard, str, dict[str, Any]]]:
@@ -203,7 +208,7 @@ class ModelState:
             # Stage 0: every rank has all masters and states, so they are divided evenly like other full tensors.
             sharded, everywhere = everywhere, sharded
         for name, parameter in () if exclude_frozen else self._frozen():
-            handle = handle_of(parameter)
+            handle = sharded_param_of(parameter)
             if name in elsewhere or not self.writes(parameter):
                 continue
             if handle is None:
@@ -267,7 +272,7 @@ class ModelState:
 
     def _partitioned(self, key: str, parameter: torch.nn.Parameter) -> FlatRange:
         """Return this rank's shard of a partitioned parameter."""
-        handle = handle_of(parameter)
+        handle = sharded_param_of(parameter)
         assert handle is not None
         start = min(self.parts.groups.shard.rank * handle.shard.numel(), handle.numel)
         values = handle.shard[: min(handle.shard.numel(), handle.numel - start)]
@@ -288,7 +293,7 @@ class ModelState:
         for name, parameter in self._frozen():
             if name in stored_names:
                 key = PARAMETERS + stored_names[name]
-                if handle_of(parameter) is None:
+                if sharded_param_of(parameter) is None:
                     yield from _targets_of(key, parameter.data, shard_spec_of(parameter))
                 else:
                     yield from self._partitioned(key, parameter).targets()
@@ -346,11 +351,11 @@ class ModelState:
     def after_loading(self, stored_names: dict[str, str]) -> None:
         """Refresh gathered copies of partitioned frozen parameters, and tell autograd of new values."""
         frozen = [parameter for name, parameter in self._frozen() if name in stored_names]
-        handles = [handle for parameter in frozen if (handle := handle_of(parameter)) is not None]
+        handles = [handle for parameter in frozen if (handle := sharded_param_of(parameter)) is not None]
         gathered = [handle for handle in handles if handle.status is AVAILABLE]
         if gathered:
             refresh(gathered)
-        torch.autograd.graph.increment_version([p for p in frozen if handle_of(p) is None])
+        torch.autograd.graph.increment_version([p for p in frozen if sharded_param_of(p) is None])
 
 
 def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
-from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, unpartitioned_shape
+from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, sharded_param_of, unpartitioned_shape
 from zerolite.zero.update import OptimParamShard
 
 Parameters = torch.nn.Parameter | Iterable[torch.nn.Parameter]
@@ -231,7 +231,7 @@ class ParameterAccess:
                 _copy(shard, part, values)
             self._buffer.placements.drop_reads(parts)
         parameter = self._buffer.parameters[index]
-        sharded_param = handle_of(parameter)
+        sharded_param = sharded_param_of(parameter)
         if sharded_param is not None:
             sharded_param.count_write()
         if sharded_param is None or sharded_param.status is ZeroParamStatus.AVAILABLE:

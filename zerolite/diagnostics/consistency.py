@@ -28,7 +28,7 @@ from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.grads import Change
 from zerolite.zero.observers import StepObserver, UpdateFacts
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 logger = logging.getLogger("zerolite")
 
@@ -197,7 +197,7 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, main: bool =
     for name, parameter in model.named_parameters():
         if main and parameter.requires_grad and id(parameter) not in trained:
             untrained.append(name)
-        handle = handle_of(parameter)
+        handle = sharded_param_of(parameter)
         if handle.persistent if handle is not None else id(parameter) not in trained:
             yield SharedWeight(parameter.data, {name: parameter.data})
     if untrained:

@@ -168,15 +168,15 @@ class Names:
         """Return the name of the partitioned parameter of this key (index + 1), as a list of one; [] if there is
         none."""
         coordinator = self._parts.coordinator
-        if coordinator is None or not 0 < key <= len(coordinator.handles):
+        if coordinator is None or not 0 < key <= len(coordinator.sharded_params):
             return []
-        return [self._of.get(id(coordinator.handles[key - 1].ref()), f"parameter {key}")]
+        return [self._of.get(id(coordinator.sharded_params[key - 1].ref()), f"parameter {key}")]
 
     def collectives(self) -> dict[str, Entries]:
         """Return the latest collectives of each communicator."""
         topology, coordinator = self._parts.topology, self._parts.coordinator
         comms = topology.communicators()
-        if coordinator is not None and coordinator.handles and coordinator.comm is not topology.data:
+        if coordinator is not None and coordinator.sharded_params and coordinator.comm is not topology.data:
             comms["gathers of parameters"] = coordinator.comm
         return {
             name if topology.trivial else f"{name}{AMONG}{_members(comm)}": [

@@ -49,7 +49,7 @@ from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel
 from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks
-from zerolite.zero.stage3.partitioned_parameter import handle_of, move_shard
+from zerolite.zero.stage3.partitioned_parameter import move_shard, sharded_param_of
 from zerolite.zero.stages import STAGES
 from zerolite.zero.stats import StatsCollector
 from zerolite.zero.step import StepPipeline
@@ -304,7 +304,7 @@ def start_stage3(parts: EngineParts) -> None:
 
 
 def _is_persistent(parameter: torch.nn.Parameter) -> bool:
-    handle = handle_of(parameter)
+    handle = sharded_param_of(parameter)
     return handle is not None and handle.persistent
 
 

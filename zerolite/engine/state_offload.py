@@ -17,7 +17,7 @@ from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.absent_parameter import AbsentParameter
 from zerolite.zero.stage3.comm_context import gather
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 KINDS = {
     "optim_states": STATES,
@@ -75,7 +75,7 @@ class StateOffload:
         for storage, _ in out:
             resize(storage, 0)
         for _, parameter in parameters:
-            if handle_of(parameter) is None:
+            if sharded_param_of(parameter) is None:
                 parameter.__class__ = self._class
         self._out, self._items = out, [item for item, _ in chosen]
         pipeline.suspend(_SUSPENDED)
@@ -127,7 +127,7 @@ class StateOffload:
     @staticmethod
     def _check_class(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         for name, parameter in parameters:
-            if handle_of(parameter) is None and type(parameter) is not torch.nn.Parameter:
+            if sharded_param_of(parameter) is None and type(parameter) is not torch.nn.Parameter:
                 raise ValueError(
                     f"engine.offload_states: expected parameters of class torch.nn.Parameter, got '{name}' of class "
                     f"{type(parameter).__name__}, which could not refuse to be used meanwhile; leave lp_params out"
@@ -137,7 +137,7 @@ class StateOffload:
         """Release stage 3's gathered parameters, and refuse gathers from here on."""
         if self._parts.coordinator is not None:
             self._parts.coordinator.reset()
-            self._persistent = [handle for handle in self._parts.coordinator.handles if handle.persistent]
+            self._persistent = [handle for handle in self._parts.coordinator.sharded_params if handle.persistent]
             for handle in self._persistent:
                 handle.release()
             self._parts.coordinator.context.suspend(_SUSPENDED)
@@ -146,7 +146,7 @@ class StateOffload:
         parts = self._parts
         yield from ((COMPUTE, bucket.compute) for bucket in parts.buffer.buckets)
         for parameter in parts.model.parameters():
-            handle = handle_of(parameter)
+            handle = sharded_param_of(parameter)
             if handle is not None:
                 yield COMPUTE, handle.shard
             elif parameter.numel():

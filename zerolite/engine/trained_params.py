@@ -26,7 +26,7 @@ from zerolite.zero.layout import BucketLayout, ParameterSpec, PartitionLayout
 from zerolite.zero.optimizer import Groups
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel, bucket_groups
-from zerolite.zero.stage3.partitioned_parameter import handle_of, unpartitioned_numel
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_numel
 
 _DIFFERENT = "zerolite: the ranks begin to train different parameters (unfrozen, or added in a param group)"
 
@@ -120,7 +120,7 @@ def synchronize_untrained(
     """Move buffers and frozen parameters to the device, with rank 0's values and the dtypes of ``precision``. Frozen
     parameters that stage 3 shards are left out."""
     in_layout = {id(p) for p in trained}
-    others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
+    others = [p for p in model.parameters() if id(p) not in in_layout and sharded_param_of(p) is None]
     rest: list[torch.Tensor] = [p.data for p in others]
     for buffer in model.buffers():
         if buffer.dtype != precision.buffer_dtype(buffer):
@@ -150,7 +150,11 @@ def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
                 module._buffers[name] = move(buffer)
         # torch's own overrides (nn.LSTM) would copy the parameters into new memory, out of their buckets.
         own = not type(module)._apply.__module__.startswith("torch.")
-        if own and device.type != "cpu" and all(handle_of(p) is None and p.grad is None for p in module.parameters()):
+        if (
+            own
+            and device.type != "cpu"
+            and all(sharded_param_of(p) is None and p.grad is None for p in module.parameters())
+        ):
             module._apply(move)
 
 

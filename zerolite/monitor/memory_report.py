@@ -36,7 +36,7 @@ from zerolite.utils.memory_tags import (
 from zerolite.utils.sizes import format_size
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.absent_parameter import as_plain_tensors
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 HELD = tuple(item for item in ITEMS if item != OTHER)
 """Items that the components of the engine can list. Activations are only the idle buffers, which wait for the next
@@ -172,7 +172,7 @@ def _owned_tensors(parts: EngineParts) -> Iterator[tuple[str, torch.Tensor]]:
     communicators = {id(comm): comm for comm in grid}
     yield from ((COMPUTE, bucket.compute) for bucket in buffer.buckets)
     for parameter in parts.model.parameters():
-        handle = handle_of(parameter)
+        handle = sharded_param_of(parameter)
         if handle is None:
             with as_plain_tensors():  # during engine.offload_states() other access raises
                 data = parameter.data

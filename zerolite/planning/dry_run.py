@@ -52,7 +52,7 @@ from zerolite.utils.skeleton import Skeleton
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.partition_parameters import partition
-from zerolite.zero.stage3.partitioned_parameter import handle_of, unpartitioned_numel
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_numel
 
 if TYPE_CHECKING:
     from zerolite.pipe.dry_stage import DryPipeline
@@ -412,7 +412,7 @@ class DrySkeleton(Skeleton):
 
     def make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the copy of a parameter or buffer."""
-        handle = handle_of(tensor)
+        handle = sharded_param_of(tensor)
         if handle is None:
             copied = super().make(tensor, name)
         else:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 from zerolite.offload.placement import Transfer
 from zerolite.planning import shape_cache
 from zerolite.utils.accelerator import FakeMode, Platform, is_fake
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 _MAX_READABLE = 4096  # elements
 _USE_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
@@ -134,7 +134,7 @@ def move_meta_to_fake_cpu(model: torch.nn.Module) -> None:
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and handle_of(parameter) is None and parameter.is_meta:
+            if parameter is not None and sharded_param_of(parameter) is None and parameter.is_meta:
                 if id(parameter) not in made:
                     made[id(parameter)] = torch.nn.Parameter(as_fake(parameter), parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]

@@ -31,14 +31,14 @@ from zerolite.tensor_parallel.plan import (
     resolve,
 )
 from zerolite.tensor_parallel.shard_spec import names_of
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 logger = logging.getLogger("zerolite")
 
 
 def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if handle_of(parameter) is not None:
+        if sharded_param_of(parameter) is not None:
             raise TensorPlanError(
                 f"expected whole parameters to shard, got '{name}', which zero.Init has partitioned already; "
                 "build the model outside of zerolite.zero.Init to use tensor_parallel"

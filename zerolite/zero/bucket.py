@@ -32,7 +32,7 @@ from zerolite.zero.gradient_memory import GradientDtypes
 from zerolite.zero.layout import BucketLayout, Fragment, Slot
 from zerolite.zero.local_sum import LocalSum
 from zerolite.zero.offload import OffloadedGradient
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 if TYPE_CHECKING:
     from zerolite.zero.buffer import ParameterBuffer
@@ -106,7 +106,7 @@ class Bucket:
         self.layout, self.index, self.parameters = layout, layout.index, list(parameters)
         self._parameter_of = {slot.index: p for slot, p in zip(layout.slots, parameters, strict=True)}
         self.strides = {
-            index: dense_strides(p.data) if (sharded_param := handle_of(p)) is None else sharded_param.strides
+            index: dense_strides(p.data) if (sharded_param := sharded_param_of(p)) is None else sharded_param.strides
             for index, p in self._parameter_of.items()
         }
         self.is_sharded = buffer.shard

@@ -36,18 +36,18 @@ initialisations: list[Initialising] = []
 class AllGather:
     """One all-gather of several parameters, pending until one of them is needed."""
 
-    __slots__ = ("_pending", "_staged", "members")
+    __slots__ = ("_pending", "_staged", "sharded_params")
 
     def __init__(
-        self, members: Sequence[PartitionedParameter], pending: Pending | None, staged: StagedShards | None
+        self, sharded_params: Sequence[PartitionedParameter], pending: Pending | None, staged: StagedShards | None
     ) -> None:
         """
         Args:
-            members: the parameters that become available.
+            sharded_params: the parameters that become available.
             pending: the collective; None if all values are on this rank already.
             staged: copies of offloaded shards on the device; None if the shards are on the device.
         """
-        self.members = members
+        self.sharded_params = sharded_params
         self._pending = pending
         self._staged = staged
 
@@ -64,10 +64,10 @@ class AllGather:
         try:
             self.wait_for_values()
         except BaseException:
-            for member in self.members:
-                member.free_full_values()
+            for sharded_param in self.sharded_params:
+                sharded_param.free_full_values()
             raise
-        mark_available(self.members)
+        mark_available(self.sharded_params)
 
 
 class CommContext:
@@ -152,7 +152,7 @@ class CommContext:
         """Count an update, in which the engine has given shards new values."""
         self.updates += 1
         if self.gathered_by_user:  # keep those that the engine has not released since
-            still = [member for member in self.gathered_by_user if member.status is AVAILABLE]
+            still = [sharded_param for sharded_param in self.gathered_by_user if sharded_param.status is AVAILABLE]
             self.gathered_by_user = weakref.WeakSet(still)
 
     def on_allocation(self) -> None:
@@ -162,80 +162,85 @@ class CommContext:
     # ---------------------------------------------------------------- gathers
 
     @collective
-    def issue_all_gather(self, members: Sequence[PartitionedParameter]) -> None:
-        """Launch one all-gather of ``members``, all of them not available."""
-        self._notify(members)
+    def issue_all_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """Launch one all-gather of parameters that are not available."""
+        self._notify(sharded_params)
         try:
             # The others have their full values in their shard.
-            to_gather = [member for member in members if member.storage is not None]
-            for member in to_gather:
-                resize(member.storage, member.nbytes)  # type: ignore[arg-type]
+            to_gather = [sharded_param for sharded_param in sharded_params if sharded_param.storage is not None]
+            for sharded_param in to_gather:
+                resize(sharded_param.storage, sharded_param.nbytes)  # type: ignore[arg-type]
             if listeners:
-                for member in to_gather:
-                    tag_memory(member.full, PERSISTENT if member.persistent else GATHERED)
-            all_gather = self._launch(members, to_gather, [member.full for member in to_gather])
+                for sharded_param in to_gather:
+                    tag_memory(sharded_param.full, PERSISTENT if sharded_param.persistent else GATHERED)
+            all_gather = self._launch(sharded_params, to_gather, [sharded_param.full for sharded_param in to_gather])
         except BaseException:
-            for member in members:
-                member.free_full_values()
+            for sharded_param in sharded_params:
+                sharded_param.free_full_values()
             raise
-        mark_in_flight(members, all_gather)
+        mark_in_flight(sharded_params, all_gather)
 
     @collective
-    def gather(self, members: Sequence[PartitionedParameter]) -> None:
-        """Make ``members`` available: launch one all-gather and wait."""
-        missing = dict.fromkeys(member for member in members if member.status is NOT_AVAILABLE)
+    def gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """Make ``sharded_params`` available: launch one all-gather and wait."""
+        missing = dict.fromkeys(
+            sharded_param for sharded_param in sharded_params if sharded_param.status is NOT_AVAILABLE
+        )
         if missing:
             self.issue_all_gather(list(missing))
-        for member in members:
-            if member.pending is not None:
-                member.pending.wait()
+        for sharded_param in sharded_params:
+            if sharded_param.pending is not None:
+                sharded_param.pending.wait()
 
     @collective
     @torch.inference_mode(False)  # the copies may outlive the user's inference mode
-    def gather_copies(self, members: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
-        """Return copies of the full values of ``members``, each flat and with padding. No parameter changes its
-        state."""
-        for member in members:
-            if member.pending is not None:
-                member.pending.wait()
-        if released := [member for member in members if member.status is not AVAILABLE]:
+    def gather_copies(self, sharded_params: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
+        """Return copies of the full values, each flat and with padding. No parameter changes its state."""
+        for sharded_param in sharded_params:
+            if sharded_param.pending is not None:
+                sharded_param.pending.wait()
+        if released := [sharded_param for sharded_param in sharded_params if sharded_param.status is not AVAILABLE]:
             self._notify(released)
-        copies = [m.full.clone() if m.has_full_values else m.full.new_empty(m.full.shape) for m in members]
-        missing = [index for index, member in enumerate(members) if not member.has_full_values]
+        copies = [m.full.clone() if m.has_full_values else m.full.new_empty(m.full.shape) for m in sharded_params]
+        missing = [index for index, sharded_param in enumerate(sharded_params) if not sharded_param.has_full_values]
         if missing:
-            to_gather, fulls = [members[index] for index in missing], [copies[index] for index in missing]
+            to_gather, fulls = [sharded_params[index] for index in missing], [copies[index] for index in missing]
             for full in fulls:
                 tag_memory(full, GATHERED)
             self._launch(to_gather, to_gather, fulls).wait_for_values()
         return copies
 
-    def _notify(self, members: Sequence[PartitionedParameter]) -> None:
+    def _notify(self, sharded_params: Sequence[PartitionedParameter]) -> None:
         """Report a launch to the schedule, which hashes all gathers. Raises RuntimeError while they are suspended."""
         coordinator = self._coordinator()
         if coordinator is not None:
-            coordinator.schedule.note_gather(members[0].index + 1, len(members))
+            coordinator.schedule.note_gather(sharded_params[0].index + 1, len(sharded_params))
         if self._suspended:
             raise RuntimeError(self._suspended)
 
     def _launch(
         self,
-        members: Sequence[PartitionedParameter],
+        sharded_params: Sequence[PartitionedParameter],
         to_gather: Sequence[PartitionedParameter],
         fulls: Sequence[torch.Tensor],
     ) -> AllGather:
         """Launch one all-gather.
 
         Args:
-            members: the parameters that become available.
+            sharded_params: the parameters that become available.
             to_gather: those of them whose values are on other ranks.
             fulls: memory for the full values of ``to_gather``, flat.
         """
         if not to_gather:
-            return AllGather(members, None, None)
-        shards, key, comm = [member.shard for member in to_gather], members[0].index + 1, self.groups.shard
+            return AllGather(sharded_params, None, None)
+        shards, key, comm = (
+            [sharded_param.shard for sharded_param in to_gather],
+            sharded_params[0].index + 1,
+            self.groups.shard,
+        )
         with undispatched():
             if self.reader is None:
-                return AllGather(members, comm.gather_shards(fulls, shards, "parameters", key, shards), None)
+                return AllGather(sharded_params, comm.gather_shards(fulls, shards, "parameters", key, shards), None)
             staged = self.reader.stage_in(to_gather, fulls if comm.world_size == 1 else None)
             try:
                 with staged.copy_stream():
@@ -243,40 +248,40 @@ class CommContext:
             except BaseException:
                 staged.release()  # a copy under way must not write into memory that is freed now
                 raise
-            return AllGather(members, pending, staged)
+            return AllGather(sharded_params, pending, staged)
 
     @collective
-    def gather_for_user(self, member: PartitionedParameter) -> None:
-        """Make ``member`` available until the user or the engine releases it."""
-        self.gather([member])
-        if not member.persistent:
-            self.gathered_by_user.add(member)
+    def gather_for_user(self, sharded_param: PartitionedParameter) -> None:
+        """Make ``sharded_param`` available until the user or the engine releases it."""
+        self.gather([sharded_param])
+        if not sharded_param.persistent:
+            self.gathered_by_user.add(sharded_param)
 
     # ---------------------------------------------------------------- gather contexts
 
     @collective
-    def hold(self, members: Sequence[PartitionedParameter]) -> None:
-        """Gather ``members`` and keep them available until :meth:`unhold`; calls nest."""
-        self.gather(members)
-        new = [member for member in members if member.hold()]
+    def pin(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """Gather ``sharded_params`` and keep them available until :meth:`unpin`; calls nest."""
+        self.gather(sharded_params)
+        new = [sharded_param for sharded_param in sharded_params if sharded_param.pin()]
         coordinator = self._coordinator()
         if coordinator is not None:
-            coordinator.schedule.hold([member.index for member in new])
-        for member in members:
-            restore_class(member.parameter)  # between forward and backward an available one may look released
+            coordinator.schedule.pin([sharded_param.index for sharded_param in new])
+        for sharded_param in sharded_params:
+            restore_class(sharded_param.parameter)  # between forward and backward an available one may look released
 
     @collective
-    def unhold(self, members: Sequence[PartitionedParameter]) -> None:
-        """End one :meth:`hold`, and release those that nothing else needs."""
-        ended = [member for member in members if member.unhold()]
-        for member in ended:
-            member.mark_seen()  # the context has written or dropped what was changed in it
+    def unpin(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """End one :meth:`pin`, and release those that nothing else needs."""
+        ended = [sharded_param for sharded_param in sharded_params if sharded_param.unpin()]
+        for sharded_param in ended:
+            sharded_param.mark_seen()  # the context has written or dropped what was changed in it
         coordinator = self._coordinator()
         if coordinator is not None:  # an open execution may still need some
-            coordinator.release(coordinator.schedule.unhold([member.index for member in ended]))
+            coordinator.release(coordinator.schedule.unpin([sharded_param.index for sharded_param in ended]))
         else:
-            for member in ended:
-                member.release()
+            for sharded_param in ended:
+                sharded_param.release()
 
 
 def _no_coordinator() -> None:
@@ -284,19 +289,19 @@ def _no_coordinator() -> None:
 
 
 def group_by_context(
-    members: Iterable[PartitionedParameter],
+    sharded_params: Iterable[PartitionedParameter],
 ) -> list[tuple[CommContext, list[PartitionedParameter]]]:
-    """Return ``members`` grouped by their context, in their order."""
+    """Return ``sharded_params`` grouped by their context, in their order."""
     found: dict[CommContext, list[PartitionedParameter]] = {}
-    for member in members:
-        found.setdefault(member.context, []).append(member)
+    for sharded_param in sharded_params:
+        found.setdefault(sharded_param.context, []).append(sharded_param)
     return list(found.items())
 
 
 @collective
-def gather(members: Iterable[PartitionedParameter]) -> None:
-    """Make ``members`` available, in one launch for each context."""
-    for context, of_context in group_by_context(members):
+def gather(sharded_params: Iterable[PartitionedParameter]) -> None:
+    """Make ``sharded_params`` available, in one launch for each context."""
+    for context, of_context in group_by_context(sharded_params):
         context.gather(of_context)
 
 
@@ -324,32 +329,34 @@ class AvailableParameters:
     parameter has got another tensor for its full values.
     """
 
-    def __init__(self, context: CommContext, members: Sequence[PartitionedParameter]) -> None:
+    def __init__(self, context: CommContext, sharded_params: Sequence[PartitionedParameter]) -> None:
         self._context = context
-        self._members = members
+        self._sharded_params = sharded_params
         self._plan()
 
     def _plan(self) -> None:
-        """Collect the tensors of all members, and join adjacent shards to rows."""
+        """Collect the tensors of all sharded_params, and join adjacent shards to rows."""
         self._allocations = self._context.allocations
-        self._parameters = [member.parameter for member in self._members]
-        self._views = [member.view for member in self._members]
-        sharded = [member for member in self._members if member.storage is not None]
-        self._full_views = [member.local_shard() for member in sharded]
-        self._shards = [member.shard[: len(part)] for member, part in zip(sharded, self._full_views, strict=True)]
-        self._offloaded = [member for member in sharded if member.placement.location != DEVICE]
+        self._parameters = [sharded_param.parameter for sharded_param in self._sharded_params]
+        self._views = [sharded_param.view for sharded_param in self._sharded_params]
+        sharded = [sharded_param for sharded_param in self._sharded_params if sharded_param.storage is not None]
+        self._full_views = [sharded_param.local_shard() for sharded_param in sharded]
+        self._shards = [
+            sharded_param.shard[: len(part)] for sharded_param, part in zip(sharded, self._full_views, strict=True)
+        ]
+        self._offloaded = [sharded_param for sharded_param in sharded if sharded_param.placement.location != DEVICE]
         # Without the empty ones: torch's split_with_sizes_copy divides by zero on CUDA where a size is 0.
         on_device = [m for m in sharded if m.placement.location == DEVICE and m.shard.numel()]
         self._count, self._key = len(on_device), on_device[0].index + 1 if on_device else 0
-        self._rows = [self._row(members) for members in _neighbours(on_device)]
+        self._rows = [self._row(sharded_params) for sharded_params in _neighbours(on_device)]
 
-    def _row(self, members: Sequence[PartitionedParameter]) -> _Row:
-        parts = [member.shard.numel() for member in members]
-        shard = members[0].shard.as_strided((sum(parts),), (1,))
-        if len(members) == 1:
-            return _Row(shard, parts, [members[0].full])
+    def _row(self, sharded_params: Sequence[PartitionedParameter]) -> _Row:
+        parts = [sharded_param.shard.numel() for sharded_param in sharded_params]
+        shard = sharded_params[0].shard.as_strided((sum(parts),), (1,))
+        if len(sharded_params) == 1:
+            return _Row(shard, parts, [sharded_params[0].full])
         world = self._context.groups.shard.world_size
-        return _Row(shard, parts, [m.full.view(world, part) for m, part in zip(members, parts, strict=True)])
+        return _Row(shard, parts, [m.full.view(world, part) for m, part in zip(sharded_params, parts, strict=True)])
 
     def copy_writes_to_shards(self) -> None:
         """Copy the user's writes into full values, the same on all ranks, into the shards."""
@@ -357,9 +364,9 @@ class AvailableParameters:
             self._plan()
         found, expected = addresses(self._parameters), addresses(self._views)
         if found != expected:  # a user has set p.data = values
-            for member, data, view in zip(self._members, found, expected, strict=True):
+            for sharded_param, data, view in zip(self._sharded_params, found, expected, strict=True):
                 if data != view:
-                    copy_assigned_data(member.name, member.parameter, member.view)
+                    copy_assigned_data(sharded_param.name, sharded_param.parameter, sharded_param.view)
         reader = self._context.reader
         if self._shards and reader is None:
             torch._foreach_copy_(self._shards, self._full_views)
@@ -373,8 +380,8 @@ class AvailableParameters:
         if self._allocations != self._context.allocations:
             self._plan()
         if self._offloaded:
-            for member in self._offloaded:
-                member.mark_stale()
+            for sharded_param in self._offloaded:
+                sharded_param.mark_stale()
             self._context.gather(self._offloaded)
         if self._rows:
             coordinator = self._context.coordinator
@@ -384,7 +391,7 @@ class AvailableParameters:
                 self._gather_rows(self._context.groups.shard)
 
     def _gather_rows(self, comm: Communicator) -> None:
-        """Gather each row as one tensor and copy it into the full values of its members; a row of one directly."""
+        """Gather each row as one tensor and copy it into the full values of its parameters; a row of one directly."""
         gathered_rows = []
         for shard, _, fulls in self._rows:
             full = fulls[0]
@@ -399,27 +406,27 @@ class AvailableParameters:
 
 
 @collective
-def refresh(members: Sequence[PartitionedParameter]) -> None:
+def refresh(sharded_params: Sequence[PartitionedParameter]) -> None:
     """Gather new values into available parameters."""
-    for context, of_context in group_by_context(members):
+    for context, of_context in group_by_context(sharded_params):
         AvailableParameters(context, of_context).refresh()
 
 
-def _neighbours(members: Sequence[PartitionedParameter]) -> list[list[PartitionedParameter]]:
-    """Return ``members`` in runs whose shards are adjacent in memory.
+def _neighbours(sharded_params: Sequence[PartitionedParameter]) -> list[list[PartitionedParameter]]:
+    """Return ``sharded_params`` in runs whose shards are adjacent in memory.
 
-    Runs are in the order of ``members`` and not of addresses, because only the former is the same on all ranks.
+    Runs are in the order of ``sharded_params`` and not of addresses, because only the former is the same on all ranks.
     """
     runs: list[list[PartitionedParameter]] = []
     # By storage and dtype: the last run there, and the element at which it ends.
     latest: dict[tuple[int, torch.dtype], tuple[list[PartitionedParameter], int]] = {}
-    for member in members:
-        shard = member.shard
+    for sharded_param in sharded_params:
+        shard = sharded_param.shard
         memory, start = (shard.untyped_storage()._cdata, shard.dtype), int(shard.storage_offset())
         run, end = latest.get(memory, ([], -1))
         if start != end:
             run = []
             runs.append(run)
-        run.append(member)
+        run.append(sharded_param)
         latest[memory] = (run, start + shard.numel())
     return runs

@@ -67,7 +67,7 @@ NO_PLAN = FetchPlan((), (END,), (), (), ())
 
 
 class FetchState:
-    """State of the schedule as events change it: which parameters are live, in flight, needed, or held."""
+    """State of the schedule as events change it: which parameters are live, in flight, needed, or pinned."""
 
     def __init__(self, groups: Sequence[Sequence[int]], numels: Sequence[int], max_live_numel: int) -> None:
         self.groups, self.numels, self.max_live_numel = groups, numels, max_live_numel
@@ -76,7 +76,7 @@ class FetchState:
         self.total = 0  # elements live and in flight
         self.open: list[int] = []  # groups, outermost first
         self.needs = [0] * len(numels)  # open executions that need each parameter
-        self.held: set[int] = set()
+        self.pinned: set[int] = set()
         self.kept_until: dict[int, int] = {}  # for a parameter that no execution needs now: index of the next ENTER
 
     def size(self, parameters: Iterable[int]) -> int:
@@ -121,8 +121,8 @@ class FetchState:
         self.mark_live((parameter,))
 
     def release(self, parameters: Iterable[int]) -> tuple[int, ...]:
-        """Release those that are live or in flight and not held. Return them."""
-        released = tuple(p for p in parameters if p not in self.held and (p in self.live or p in self.in_flight))
+        """Release those that are live or in flight and not pinned. Return them."""
+        released = tuple(p for p in parameters if p not in self.pinned and (p in self.live or p in self.in_flight))
         self.live.difference_update(released)
         self.in_flight.difference_update(released)
         self.total -= self.size(released)
@@ -133,7 +133,7 @@ class FetchState:
         elements fit. Return them."""
         released: list[int] = []
         if self.total + size > self.max_live_numel:
-            idle = [p for p in self.live | self.in_flight if not self.needs[p] and p not in self.held]
+            idle = [p for p in self.live | self.in_flight if not self.needs[p] and p not in self.pinned]
             for p in sorted(idle, key=lambda p: (-self.kept_until.get(p, 0), p)):
                 if self.total + size <= self.max_live_numel:
                     break
@@ -141,7 +141,7 @@ class FetchState:
         return tuple(released)
 
     def end_all(self) -> tuple[int, ...]:
-        """End all executions. Release and return all parameters that are not held."""
+        """End all executions. Release and return all parameters that are not pinned."""
         self.open.clear()
         self.needs = [0] * len(self.numels)
         return self.release(sorted(self.live | self.in_flight))

@@ -112,7 +112,7 @@ class FetchSchedule:
     def begin_step(self, kind: str) -> None:
         """Begin a step, before its first event. Each kind of step has an order and a plan of its own.
 
-        A step that begins with live parameters (held, or left by a step that did not end) is served on demand.
+        A step that begins with live parameters (pinned, or left by a step that did not end) is served on demand.
         """
         self.steps += 1
         if self._plan is not NO_PLAN:
@@ -121,7 +121,7 @@ class FetchSchedule:
         self._choose_mode()
 
     def end_step(self) -> tuple[int, ...]:
-        """End the step with all its executions. Return the parameters to release: all but persistent and held ones."""
+        """End the step with all its executions. Return the parameters to release: all but persistent and pinned."""
         plan = self._plan
         if self.plan_progress[1]:
             if self._kind is not None:
@@ -140,7 +140,7 @@ class FetchSchedule:
 
     def forget(self) -> tuple[int, ...]:
         """End all executions, because values have changed or an exception has ended the step. Return the parameters to
-        release: all but persistent and held ones. The rest of the step is served on demand and not recorded."""
+        release: all but persistent and pinned ones. The rest of the step is served on demand and not recorded."""
         self._depart()
         if self._kind is not None:
             self._mode = StepMode.ON_DEMAND
@@ -157,7 +157,7 @@ class FetchSchedule:
         if self._kind is None or self._order or self._plan is not NO_PLAN:
             return
         # Inside the user's gather context a forward may run on one rank alone, so its order cannot become a plan.
-        if self.on_demand_only or state.open or state.held:
+        if self.on_demand_only or state.open or state.pinned:
             self._mode = StepMode.ON_DEMAND
         elif state.live or state.in_flight or self._kind not in self._plans:
             self._mode = StepMode.RECORDED
@@ -190,19 +190,19 @@ class FetchSchedule:
             state.release(releases)
         return state
 
-    def hold(self, parameters: Sequence[int]) -> None:
-        """Keep gathered parameters until :meth:`unhold`, and depart from the plan. The caller has gathered them or
-        found them gathered, and none of them is held yet."""
+    def pin(self, parameters: Sequence[int]) -> None:
+        """Keep gathered parameters until :meth:`unpin`, and depart from the plan. The caller has gathered them or
+        found them gathered, and none of them is pinned yet."""
         if parameters:
             self._depart()
         for p in parameters:
-            self._state.held.add(p)
+            self._state.pinned.add(p)
             self._state.add_live(p)
 
-    def unhold(self, parameters: Sequence[int]) -> tuple[int, ...]:
-        """End holds. Return the parameters to release: those that no open execution needs."""
+    def unpin(self, parameters: Sequence[int]) -> tuple[int, ...]:
+        """End pins. Return the parameters to release: those that no open execution needs."""
         state = self._state
-        state.held.difference_update(parameters)
+        state.pinned.difference_update(parameters)
         released = state.release([p for p in parameters if not state.needs[p]])
         self._choose_mode()
         return released
@@ -240,9 +240,9 @@ class FetchSchedule:
         return self._mode is StepMode.PLANNED
 
     @property
-    def held(self) -> Collection[int]:
-        """Parameters between :meth:`hold` and :meth:`unhold`."""
-        return self._state.held
+    def pinned(self) -> Collection[int]:
+        """Parameters between :meth:`pin` and :meth:`unpin`."""
+        return self._state.pinned
 
     @property
     def candidate_hash(self) -> int:

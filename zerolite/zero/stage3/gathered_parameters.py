@@ -16,7 +16,7 @@ from zerolite.utils.accelerator import address, host_values
 from zerolite.zero.stage3.comm_context import group_by_context, refresh
 from zerolite.zero.stage3.live_view import save_views
 from zerolite.zero.stage3.param_group import register_external_parameter
-from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, sharded_param_of
 
 _entered_contexts: list[GatheredParameters] = []  # the innermost last
 _WATCHED = "zerolite: a graph inside of GatheredParameters"
@@ -51,7 +51,7 @@ class GatheredParameters:
     ) -> None:
         self._check = check
         self._modifier = modifier_rank
-        self._handles: list[PartitionedParameter] = []
+        self._sharded_params: list[PartitionedParameter] = []
         # Content hashes of values that must not change.
         self._digests: dict[PartitionedParameter, torch.Tensor] = {}
         # Copies of full values that the context does not release at its end, to undo changes.
@@ -61,11 +61,13 @@ class GatheredParameters:
         self._in_graphs: list[PartitionedParameter] = []  # parameters that graphs on this rank refer to, at the end
         if not enabled:
             return
-        self._parameters = list(_parameters_in(params))  # handles reference them weakly
-        handles = [handle_of(parameter) for parameter in self._parameters]
-        self._handles = list(dict.fromkeys(handle for handle in handles if handle is not None))
-        if modifier_rank is not None and self._handles:
-            world_size = self._handles[0].groups.mean.world_size
+        self._parameters = list(_parameters_in(params))  # sharded_params reference them weakly
+        sharded_params = [sharded_param_of(parameter) for parameter in self._parameters]
+        self._sharded_params = list(
+            dict.fromkeys(sharded_param for sharded_param in sharded_params if sharded_param is not None)
+        )
+        if modifier_rank is not None and self._sharded_params:
+            world_size = self._sharded_params[0].groups.mean.world_size
             is_integer = isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)
             if not is_integer or not 0 <= modifier_rank < world_size:
                 raise ValueError(
@@ -73,24 +75,26 @@ class GatheredParameters:
                     f"{modifier_rank!r}"
                 )
         if fwd_module is not None:
-            for handle in self._handles:
-                register_external_parameter(fwd_module, handle.parameter)
+            for sharded_param in self._sharded_params:
+                register_external_parameter(fwd_module, sharded_param.parameter)
 
     def __enter__(self) -> GatheredParameters:
         with torch._C.DisableTorchFunction():
-            outliving = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
+            outliving = [p for p in self._sharded_params if p.storage is None or p.status is not NOT_AVAILABLE]
             with contextlib.ExitStack() as undo:
-                for context, members in group_by_context(self._handles):
-                    context.hold(members)
-                    undo.callback(context.unhold, members)
-                for handle in self._handles:
-                    handle.copy_assigned_data()
-                    handle.allow_aliases()  # the block may keep aliases of the values
+                for context, sharded_params in group_by_context(self._sharded_params):
+                    context.pin(sharded_params)
+                    undo.callback(context.unpin, sharded_params)
+                for sharded_param in self._sharded_params:
+                    sharded_param.copy_assigned_data()
+                    sharded_param.allow_aliases()  # the block may keep aliases of the values
                 if self._check:
-                    self._values_before = {handle: handle.full.clone() for handle in outliving}
+                    self._values_before = {sharded_param: sharded_param.full.clone() for sharded_param in outliving}
                     if self._modifier is None:
-                        self._digests = {handle: content_hash(handle.view) for handle in self._handles}
-                if torch.is_grad_enabled() and self._handles:
+                        self._digests = {
+                            sharded_param: content_hash(sharded_param.view) for sharded_param in self._sharded_params
+                        }
+                if torch.is_grad_enabled() and self._sharded_params:
                     self._watch_graphs()
                 undo.pop_all()  # entered without an error, such as out of memory
             _entered_contexts.append(self)
@@ -116,23 +120,23 @@ class GatheredParameters:
                     else:
                         changed = self._find_and_drop_changes(failed)
             finally:
-                for context, members in group_by_context(self._handles):
-                    context.unhold(members)
+                for context, sharded_params in group_by_context(self._sharded_params):
+                    context.unpin(sharded_params)
                 values_before, self._values_before = self._values_before, {}
                 self._digests = {}
             if changed:
                 # Those that stay available still have the changes: gather them again from the shards.
-                refresh([h for h in changed if h.status is AVAILABLE and h not in values_before])
+                refresh([p for p in changed if p.status is AVAILABLE and p not in values_before])
         if error_text and not failed:
             raise RuntimeError(f"zero.GatheredParameters: {error_text}")
         if changed and not failed:
-            self._report_dropped([handle.name for handle in changed])
+            self._report_dropped([sharded_param.name for sharded_param in changed])
 
     def _watch_graphs(self) -> None:
         """Let graphs that are built inside outlive the context, and mark their ends at the parameters."""
-        outliving = [h for h in self._handles if not h.persistent]
+        outliving = [p for p in self._sharded_params if not p.persistent]
         self._graphs.enter_context(save_views(outliving))
-        of_engines = [h.parameter for h in outliving if h.coordinator is not None]
+        of_engines = [p.parameter for p in outliving if p.coordinator is not None]
         self._nodes = [_graph_end(parameter) for parameter in of_engines if parameter.requires_grad]
         for node in self._nodes:
             node.metadata[_WATCHED] = True
@@ -141,10 +145,10 @@ class GatheredParameters:
         """Find the parameters to which graphs refer. The marked ends of others are gone."""
         self._graphs.close()
         watched, self._nodes = bool(self._nodes), []
-        for handle in self._handles if watched else ():
-            parameter = handle.parameter
+        for sharded_param in self._sharded_params if watched else ():
+            parameter = sharded_param.parameter
             if parameter.requires_grad and _WATCHED in _graph_end(parameter).metadata:
-                self._in_graphs.append(handle)
+                self._in_graphs.append(sharded_param)
 
     @collective
     def _report_dropped(self, names: Sequence[str]) -> None:
@@ -160,75 +164,77 @@ class GatheredParameters:
     def drop_changes(self) -> None:
         """Drop the changes since the context was entered. Parameters that outlive the context get their values back;
         the others are released at its end."""
-        for handle in self._handles:
-            if handle in self._values_before:
-                handle.full.copy_(self._values_before[handle])
+        for sharded_param in self._sharded_params:
+            if sharded_param in self._values_before:
+                sharded_param.full.copy_(self._values_before[sharded_param])
             else:
-                self._digests.pop(handle, None)
-            if handle.status is AVAILABLE:
-                handle.restore_data()
+                self._digests.pop(sharded_param, None)
+            if sharded_param.status is AVAILABLE:
+                sharded_param.restore_data()
 
     def _agree(self, flags: Sequence[int | torch.Tensor]) -> list[int]:
         """Return the largest flags of all ranks. A further one tells them if a graph of any rank uses the parameters:
         then all ranks launch the reductions of the next backward at its end."""
-        together = torch.zeros(len(flags) + 1, dtype=torch.int64, device=self._handles[0].context.device)
+        together = torch.zeros(len(flags) + 1, dtype=torch.int64, device=self._sharded_params[0].context.device)
         for place, flag in enumerate((*flags, int(bool(self._in_graphs)))):
             together[place] = flag
-        self._handles[0].groups.mean.all_reduce_max(together, "parameters")
+        self._sharded_params[0].groups.mean.all_reduce_max(together, "parameters")
         *agreed, in_graphs = host_values(together)
         if in_graphs:
-            _note_use_outside_groups(self._handles)
+            _note_use_outside_groups(self._sharded_params)
         return list(map(int, agreed))
 
     @torch.no_grad()
     def _write_changes(self, source: int, failed: bool) -> str | None:
         """Copy the values of rank ``source`` to all ranks, unless its block has raised (``failed``). Return an error
         message, the same on all ranks, or None."""
-        if not self._handles:
+        if not self._sharded_params:
             return None
-        ranks = self._handles[0].groups.mean
-        fits = [handle.parameter.data.shape == handle.shape for handle in self._handles]
+        ranks = self._sharded_params[0].groups.mean
+        fits = [sharded_param.parameter.data.shape == sharded_param.shape for sharded_param in self._sharded_params]
         told = [_RAISED] * len(fits) if failed else [int(not fit) for fit in fits]
         flags = self._agree(told if ranks.rank == source else [0] * len(told))
         if flags[0] == _RAISED:
             self.drop_changes()
             return f"the block has raised an exception on rank {source}, the modifier_rank. Nothing is changed"
-        wrong = [handle for handle, flag in zip(self._handles, flags, strict=True) if flag]
+        wrong = [sharded_param for sharded_param, flag in zip(self._sharded_params, flags, strict=True) if flag]
         if wrong:
             self.drop_changes()
-            names = ", ".join(f"{handle.name} {tuple(handle.shape)}" for handle in wrong)
+            names = ", ".join(f"{sharded_param.name} {tuple(sharded_param.shape)}" for sharded_param in wrong)
             return f"expected parameters to keep their shapes, rank {source} gave others to {names}. Nothing is changed"
-        for handle, fit in zip(self._handles, fits, strict=True):
+        for sharded_param, fit in zip(self._sharded_params, fits, strict=True):
             if fit:
-                handle.copy_assigned_data()
+                sharded_param.copy_assigned_data()
             else:
-                handle.restore_data()
-            broadcast_flat(handle.full[: handle.numel], handle.groups.mean, "parameters", source)
-            handle.write()
+                sharded_param.restore_data()
+            broadcast_flat(sharded_param.full[: sharded_param.numel], sharded_param.groups.mean, "parameters", source)
+            sharded_param.write()
             for context in _entered_contexts:  # contexts around this one must not take the change for their own
-                if handle in context._digests:
-                    context._digests[handle] = content_hash(handle.view)
-                if handle in context._values_before:
-                    context._values_before[handle].copy_(handle.full)
+                if sharded_param in context._digests:
+                    context._digests[sharded_param] = content_hash(sharded_param.view)
+                if sharded_param in context._values_before:
+                    context._values_before[sharded_param].copy_(sharded_param.full)
         return None
 
     def _find_and_drop_changes(self, failed: bool) -> list[PartitionedParameter]:
         """Return the parameters that any rank has changed, the same on all ranks, and drop the changes. failed: the
         block has raised on this rank, whose changes are dropped already."""
-        if not (self._check and self._handles):
+        if not (self._check and self._sharded_params):
             _note_use_outside_groups(self._in_graphs)
             return []
-        flags: list[Any] = [0] * len(self._handles)
-        for position, handle in enumerate(self._handles):
-            if failed or handle not in self._digests:
+        flags: list[Any] = [0] * len(self._sharded_params)
+        for position, sharded_param in enumerate(self._sharded_params):
+            if failed or sharded_param not in self._digests:
                 continue
-            data = handle.parameter.data
-            same = data.shape == handle.shape and data.dtype == handle.shard.dtype
-            flags[position] = content_hash(data) != self._digests[handle] if same else 1
-            if same and address(data) != address(handle.view):
-                handle.restore_data()
+            data = sharded_param.parameter.data
+            same = data.shape == sharded_param.shape and data.dtype == sharded_param.shard.dtype
+            flags[position] = content_hash(data) != self._digests[sharded_param] if same else 1
+            if same and address(data) != address(sharded_param.view):
+                sharded_param.restore_data()
         # All ranks get the same flags and compose the same message, so they exchange no text.
-        changed = [handle for handle, flag in zip(self._handles, self._agree(flags), strict=True) if flag]
+        changed = [
+            sharded_param for sharded_param, flag in zip(self._sharded_params, self._agree(flags), strict=True) if flag
+        ]
         if changed:
             self.drop_changes()
         return changed
@@ -241,22 +247,22 @@ def _graph_end(parameter: torch.nn.Parameter) -> Any:
 
 
 @collective
-def _note_use_outside_groups(handles: Iterable[PartitionedParameter]) -> None:
-    """Note that graphs use these parameters outside of all groups. All ranks call it in the same step."""
-    for handle in handles:
-        if handle.coordinator is not None:
-            handle.coordinator.on_use_outside_groups()
+def _note_use_outside_groups(sharded_params: Iterable[PartitionedParameter]) -> None:
+    """Note that graphs use these parameters outside of all groups. Called on all ranks, in the same step."""
+    for sharded_param in sharded_params:
+        if sharded_param.coordinator is not None:
+            sharded_param.coordinator.on_use_outside_groups()
 
 
 def check_not_gathered(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise RuntimeError for a parameter inside an open context. Otherwise the end of the context would release it
     while the engine uses it."""
-    inside = {handle for context in _entered_contexts for handle in context._handles}
-    for handle in map(handle_of, parameters) if inside else ():
-        if handle in inside:
+    inside = {sharded_param for context in _entered_contexts for sharded_param in context._sharded_params}
+    for sharded_param in map(sharded_param_of, parameters) if inside else ():
+        if sharded_param in inside:
             raise RuntimeError(
-                f"zerolite.initialize: parameter '{handle.name}' is inside a zero.GatheredParameters context; call "
-                "zerolite.initialize after the context has ended"
+                f"zerolite.initialize: parameter '{sharded_param.name}' is inside a zero.GatheredParameters context; "
+                "call zerolite.initialize after the context has ended"
             )
 
 

@@ -220,7 +220,7 @@ def run_released(function: Function, args: Arguments, kwargs: Keywords, released
     for parameter in released:
         sharded_param: PartitionedParameter = vars(parameter)["_sharded_param"]
         if sharded_param.coordinator is not None and sharded_param.coordinator.in_forward:
-            sharded_param.coordinator.on_use(sharded_param)
+            sharded_param.coordinator.pin_for_step(sharded_param)
     graph = torch.is_grad_enabled() and getattr(function, "__module__", "") != "torch.nn.init"  # which needs none
     views = {id(p): _replacement(p, graph) for p in released if isinstance(p, AbsentParameter)}
     if not views:
@@ -333,7 +333,7 @@ def _write(sharded_param: PartitionedParameter, full: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(parameter)  # a graph may have saved it
     if sharded_param.context.initialising:
         broadcast_flat(full[: sharded_param.numel], sharded_param.groups.mean, "initial_sync", 0)
-    if not sharded_param.holds:  # otherwise the end of the gather context looks for changes
+    if not sharded_param.pin_count:  # otherwise the end of the gather context looks for changes
         sharded_param.write(full)
         sharded_param.mark_seen()
 

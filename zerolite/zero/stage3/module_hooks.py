@@ -17,7 +17,7 @@ from zerolite.utils.module_hook import WeakHook, is_compiled
 from zerolite.utils.torch_private import untraced
 from zerolite.zero.stage3.live_view import GatheredStateDict
 from zerolite.zero.stage3.param_group import ParamGroup, groups_of_parameters, owns_released
-from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -174,8 +174,12 @@ def install_hooks(
         handles.append(leave.install(module.register_forward_hook, always_call=True))
         for inside in group.inside:
             if owns_released(inside) and id(inside) not in traced:
-                own = [handle for p in inside._parameters.values() if (handle := handle_of(p)) in groups_of]
-                owners = sorted(set.intersection(*(set(groups_of[handle]) for handle in own)))
+                own = [
+                    sharded_param
+                    for p in inside._parameters.values()
+                    if (sharded_param := sharded_param_of(p)) in groups_of
+                ]
+                owners = sorted(set.intersection(*(set(groups_of[known]) for known in own)))
                 begin = _InnerPreForwardHook(coordinator, group, [groups[index] for index in owners])
                 end = _InnerPostForwardHook(coordinator, group)
                 handles.append(begin.install(inside.register_forward_pre_hook, prepend=True))

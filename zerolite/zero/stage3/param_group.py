@@ -16,7 +16,7 @@ import torch
 
 from zerolite.comm import collective
 from zerolite.utils.module_hook import is_compiled
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of, unpartitioned_numel
 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
@@ -129,7 +129,7 @@ def _is_embedding(module: torch.nn.Module, parameters: Sequence[PartitionedParam
     if type(module) is not torch.nn.Embedding or "forward" in vars(module):
         return False
     hooked = module._forward_hooks or module._forward_pre_hooks
-    return not hooked and list(parameters) == [handle_of(module._parameters["weight"])]
+    return not hooked and list(parameters) == [sharded_param_of(module._parameters["weight"])]
 
 
 def groups_of_parameters(groups: Sequence[ParamGroup]) -> dict[PartitionedParameter, list[int]]:
@@ -254,9 +254,9 @@ class _GroupPlanner:
         found: dict[int, PartitionedParameter] = {}
         for member in subtree:
             for parameter in (*member.parameters(recurse=False), *external_parameters(member)):
-                handle = handle_of(parameter)
-                if handle is not None and not handle.persistent:
-                    found[id(parameter)] = handle
+                sharded_param = sharded_param_of(parameter)
+                if sharded_param is not None and not sharded_param.persistent:
+                    found[id(parameter)] = sharded_param
         inside = [member for member in subtree[1:] if id(member) not in self._seen]
         self._seen.update(map(id, subtree))
         if found or module is self._model:
@@ -307,8 +307,8 @@ def _has_forward(module: torch.nn.Module) -> bool:
 
 def is_released(parameter: torch.nn.Parameter) -> bool:
     """Return True if a parameter is partitioned and not persistent."""
-    handle = handle_of(parameter)
-    return handle is not None and not handle.persistent
+    sharded_param = sharded_param_of(parameter)
+    return sharded_param is not None and not sharded_param.persistent
 
 
 def owns_released(module: torch.nn.Module) -> bool:
@@ -333,9 +333,9 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
     known = module.__dict__.setdefault("_zero_external_parameters", [])
     if all(parameter is not other for other in known):
         known.append(parameter)
-    handle = handle_of(parameter)
-    if handle is not None and handle.context.coordinator is not None:
-        handle.context.coordinator.add_external(module, handle)
+    sharded_param = sharded_param_of(parameter)
+    if sharded_param is not None and sharded_param.context.coordinator is not None:
+        sharded_param.context.coordinator.add_external(module, sharded_param)
 
 
 def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

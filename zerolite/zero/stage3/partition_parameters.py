@@ -31,7 +31,7 @@ from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.comm_context import CommContext, initialisations
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.live_view import LiveView
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, copy_with_values, handle_of
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, copy_with_values, sharded_param_of
 from zerolite.zero.stage3.shard_reader import ShardReader
 
 
@@ -55,23 +55,25 @@ def partition(
     """
     if dtype is not None and is_castable(parameter):
         parameter.data = parameter.data.to(dtype)
-    handle = PartitionedParameter(parameter, name, context, placement)
-    parameter.__deepcopy__ = functools.partial(_deepcopy, handle)  # type: ignore[method-assign]
-    return handle
+    sharded_param = PartitionedParameter(parameter, name, context, placement)
+    parameter.__deepcopy__ = functools.partial(_deepcopy, sharded_param)  # type: ignore[method-assign]
+    return sharded_param
 
 
 @collective
 @torch.no_grad()
-def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+def _deepcopy(sharded_param: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Parameter:
     """Return the result of ``copy.deepcopy``: an ordinary parameter with full values, or a partitioned one inside
     ``zero.Init``."""
-    if not handle.context.initialising:
-        return handle.full_copy(memo)
-    values = torch.empty_strided(handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.context.device)
-    copied = copy_with_values(handle.parameter, values, memo)
+    if not sharded_param.context.initialising:
+        return sharded_param.full_copy(memo)
+    values = torch.empty_strided(
+        sharded_param.shape, sharded_param.strides, dtype=sharded_param.shard.dtype, device=sharded_param.context.device
+    )
+    copied = copy_with_values(sharded_param.parameter, values, memo)
     del values
-    context = handle.context.context_for_copies()
-    partition(copied, handle.name, context, placement=handle.placement).shard.copy_(handle.shard)
+    context = sharded_param.context.context_for_copies()
+    partition(copied, sharded_param.name, context, placement=sharded_param.placement).shard.copy_(sharded_param.shard)
     return copied
 
 
@@ -136,7 +138,7 @@ def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.d
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)
-    plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
+    plain = [p for p in model.parameters() if sharded_param_of(p) is None and not p.is_meta]
     keeps = scales_of_quantized(model)
     different = differing(plain, context.groups.mean, context.device)
     for parameter, differs in zip(plain, different, strict=True):
@@ -187,7 +189,7 @@ def _materialise(
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=context.device)
-    kept = GatheredParameters([p for p in own if handle_of(p) is not None])
+    kept = GatheredParameters([p for p in own if sharded_param_of(p) is not None])
     with Initialising(dtype), kept:
         reset()
         kept.drop_changes()
@@ -291,7 +293,7 @@ class Init:
         if id(module) not in self._unpartitioned:  # the constructors of earlier modules have made their parameters
             self._partition(list(self._unpartitioned.values()))
             self._unpartitioned[id(module)] = module
-        sharded_param = handle_of(parameter)
+        sharded_param = sharded_param_of(parameter)
         alias = sharded_param is not None and sharded_param.ref() is not parameter
         if isinstance(parameter, torch.nn.Parameter) and (alias or isinstance(parameter, LiveView)):
             # torch.nn.Parameter(p) or torch.nn.Parameter(p.data) gets memory of its own.
@@ -302,7 +304,7 @@ class Init:
         if isinstance(child, torch.nn.Module):
             self._partition(child.modules())
             for inside, parameter in child.named_parameters():
-                sharded_param = handle_of(parameter)
+                sharded_param = sharded_param_of(parameter)
                 if sharded_param is not None and sharded_param.coordinator is None:
                     sharded_param.rename(f"{name}.{inside}")
 
@@ -313,7 +315,12 @@ class Init:
         for module in modules:
             keeps, left = scales_of_quantized(module), False
             for name, parameter in module._parameters.items():
-                if parameter is None or handle_of(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
+                if (
+                    parameter is None
+                    or sharded_param_of(parameter) is not None
+                    or is_lazy(parameter)
+                    or parameter.is_meta
+                ):
                     continue
                 check_has_memory(name, parameter)
                 if not shared and _has_other_users(parameter):

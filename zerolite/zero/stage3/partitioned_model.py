@@ -19,7 +19,7 @@ from zerolite.zero.stage3.module_hooks import install_hooks
 from zerolite.zero.stage3.param_group import LeafRule, ParamGroup, groups_of_parameters, plan_param_groups
 from zerolite.zero.stage3.partition_parameters import partition_model
 from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks, PartitionedParameterCoordinator
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of, unpartitioned_numel
 from zerolite.zero.stage3.shard_reader import ShardReader
 
 
@@ -78,27 +78,27 @@ class PartitionedModel:
         partition_model(model, context)
         self.context = CommContext(gathers, device, reader)
         self.parameters = list(model.parameters())
-        self.handles: list[PartitionedParameter] = []
+        self.sharded_params: list[PartitionedParameter] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for parameter in self.parameters:
-            handle = handle_of(parameter)
-            assert handle is not None, "partition_model has partitioned it"
-            name, ranks = names[id(parameter)], handle.groups.shard.world_size
+            sharded_param = sharded_param_of(parameter)
+            assert sharded_param is not None, "partition_model has partitioned it"
+            name, ranks = names[id(parameter)], sharded_param.groups.shard.world_size
             if ranks != gathers.shard.world_size:
                 raise ValueError(
                     f"zerolite.initialize: expected parameter '{name}' to be split over {gathers.shard.world_size} "
                     f"ranks, got one that is split over {ranks}; build the model without zero.Init"
                 )
-            handle.attach_to_engine(self.context, len(self.handles), name)
-            self.handles.append(handle)
+            sharded_param.attach_to_engine(self.context, len(self.sharded_params), name)
+            self.sharded_params.append(sharded_param)
 
     def plan(self, options: Stage3Options) -> list[ParamGroup]:
         """Choose the persistent parameters and the parameter groups. Return the groups."""
         remaining = options.model_persistence
-        for handle in self.handles:
-            if handle.numel <= options.persistence and (remaining is None or handle.numel <= remaining):
-                handle.make_persistent()
-                remaining = None if remaining is None else remaining - handle.numel
+        for sharded_param in self.sharded_params:
+            if sharded_param.numel <= options.persistence and (remaining is None or sharded_param.numel <= remaining):
+                sharded_param.make_persistent()
+                remaining = None if remaining is None else remaining - sharded_param.numel
         max_live = options.limits.max_live_numel if options.blocks else 0
         self.groups = plan_param_groups(self.model, options.is_leaf, options.granularity, max_live)
         self._limits = options.limits
@@ -122,43 +122,47 @@ class PartitionedModel:
             limit: most elements of full values whose shards are adjacent, unless one group has more.
         """
         frozen = [parameter for parameter in self.parameters if id(parameter) not in trained]
-        handles = {id(p): h for p, h in zip(self.parameters, self.handles, strict=True)}
+        by_id = dict(zip(map(id, self.parameters), self.sharded_params, strict=True))
         for bucket in bucket_groups(frozen, self.groups, limit):
             by_dtype: dict[torch.dtype, list[PartitionedParameter]] = {}
             for index in bucket:
-                by_dtype.setdefault(compute_dtype(frozen[index]), []).append(handles[id(frozen[index])])
-            for dtype, members in by_dtype.items():
-                _place_adjacent(members, dtype, placements)
+                by_dtype.setdefault(compute_dtype(frozen[index]), []).append(by_id[id(frozen[index])])
+            for dtype, sharded_params in by_dtype.items():
+                _place_adjacent(sharded_params, dtype, placements)
 
     def start(self, callbacks: CoordinatorCallbacks) -> PartitionedParameterCoordinator:
         """Gather the persistent parameters and install the hooks. Called when all shards have their placement."""
-        if not self._offloads and all(handle.placement.location == DEVICE for handle in self.handles):
+        if not self._offloads and all(
+            sharded_param.placement.location == DEVICE for sharded_param in self.sharded_params
+        ):
             self.context.set_reader(None)
-        self.context.gather([handle for handle in self.handles if handle.persistent])
+        self.context.gather([sharded_param for sharded_param in self.sharded_params if sharded_param.persistent])
         self.coordinator = PartitionedParameterCoordinator(
-            self.context, self.handles, self.groups, self._limits, callbacks
+            self.context, self.sharded_params, self.groups, self._limits, callbacks
         )
         self.hooks = install_hooks(self.model, self.groups, self.coordinator)
         return self.coordinator
 
 
-def _place_adjacent(members: Sequence[PartitionedParameter], dtype: torch.dtype, placements: Placements) -> None:
-    """Move the shards of ``members`` into one flat tensor of their placement, so that one copy stages all of them in.
+def _place_adjacent(sharded_params: Sequence[PartitionedParameter], dtype: torch.dtype, placements: Placements) -> None:
+    """Move shards into one flat tensor of their placement, so that one copy stages all of them in.
 
     On the device each shard has its own memory instead, and is moved only if it has another dtype or placement.
     """
-    numel = sum(member.shard.numel() for member in members)
-    placement = placements.place_parameters(numel, persistent=all(member.persistent for member in members))
+    numel = sum(sharded_param.shard.numel() for sharded_param in sharded_params)
+    placement = placements.place_parameters(
+        numel, persistent=all(sharded_param.persistent for sharded_param in sharded_params)
+    )
     if placement.location == DEVICE:
-        for member in members:
-            if member.shard.dtype != dtype or member.placement.location != DEVICE:
-                member.move_shard(placement.zeros(member.shard.numel(), dtype, COMPUTE), placement)
+        for sharded_param in sharded_params:
+            if sharded_param.shard.dtype != dtype or sharded_param.placement.location != DEVICE:
+                sharded_param.move_shard(placement.zeros(sharded_param.shard.numel(), dtype, COMPUTE), placement)
         return
     row = placement.zeros(numel, dtype, COMPUTE)
     start = 0
-    for member in members:
-        member.move_shard(row.narrow(0, start, member.shard.numel()), placement)
-        start += member.shard.numel()
+    for sharded_param in sharded_params:
+        sharded_param.move_shard(row.narrow(0, start, sharded_param.shard.numel()), placement)
+        start += sharded_param.shard.numel()
 
 
 def bucket_groups(
@@ -183,9 +187,9 @@ def bucket_groups(
     empty: list[int] = []
     numels = [unpartitioned_numel(parameter) for parameter in trained]
     for index, parameter in enumerate(trained):
-        handle = handle_of(parameter)
-        if handle is not None and handle in groups_of:
-            by_group.setdefault(groups_of[handle][0], []).append(index)
+        sharded_param = sharded_param_of(parameter)
+        if sharded_param is not None and sharded_param in groups_of:
+            by_group.setdefault(groups_of[sharded_param][0], []).append(index)
         elif numels[index]:
             persistent_runs.append([index])
         else:
@@ -218,6 +222,6 @@ def unpartition_model(model: torch.nn.Module) -> None:
     """Turn all partitioned parameters of ``model`` into ordinary ones."""
     check_not_gathered(model.parameters())
     for parameter in model.parameters():
-        handle = handle_of(parameter)
-        if handle is not None:
-            handle.unpartition()
+        sharded_param = sharded_param_of(parameter)
+        if sharded_param is not None:
+            sharded_param.unpartition()

@@ -33,7 +33,7 @@ from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.module_hooks import ModuleExecution
 from zerolite.zero.stage3.param_group import ParamGroup
-from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, sharded_param_of
 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
@@ -64,7 +64,7 @@ class PartitionedParameterCoordinator:
     that some ranks may skip belong in one group with the module that calls them (``leaf_modules``).
 
     Attributes:
-        handles: parameter ``i`` of the schedule is ``handles[i]``.
+        sharded_params: parameter ``i`` of the schedule is ``sharded_params[i]``.
         groups: group ``g`` of the schedule is ``groups[g]``.
         thread: thread of the last forward.
         engine_calls: calls of the engine under way. The user's hooks on the root module run outside of its execution.
@@ -73,18 +73,18 @@ class PartitionedParameterCoordinator:
     def __init__(
         self,
         context: CommContext,
-        handles: Sequence[PartitionedParameter],
+        sharded_params: Sequence[PartitionedParameter],
         groups: Sequence[ParamGroup],
         limits: FetchLimits,
         callbacks: CoordinatorCallbacks,
     ) -> None:
         self._callbacks, self._observers = callbacks, callbacks.observers
         self.context, self.comm = context, context.groups.shard
-        self.handles = list(handles)
+        self.sharded_params = list(sharded_params)
         self.groups = list(groups)
-        indices = [[handle.index for handle in group.parameters] for group in groups]
-        persistent = [handle.index for handle in handles if handle.persistent]
-        self.schedule = FetchSchedule(indices, [handle.numel for handle in handles], persistent, limits)
+        indices = [[sharded_param.index for sharded_param in group.parameters] for group in groups]
+        persistent = [sharded_param.index for sharded_param in sharded_params if sharded_param.persistent]
+        self.schedule = FetchSchedule(indices, [p.numel for p in sharded_params], persistent, limits)
         self._group_of = {id(module): group for group in groups for module in (group.module, *group.inside)}
         self._forward: list[ModuleExecution] = []  # forwards under way, the outermost first
         self._backward: list[ModuleExecution] = []  # backwards under way
@@ -93,7 +93,7 @@ class PartitionedParameterCoordinator:
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
         self._hidden: set[int] = set()  # parameters of no open forward that stay gathered for their backward
-        self._held_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
+        self._pinned_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
         self._trained: set[int] = set()  # parameters to which updates give new values
         self._trained_persistent = AvailableParameters(context, ())
         self._bucket_of: dict[int, Bucket] = {}  # of trained parameters
@@ -111,15 +111,15 @@ class PartitionedParameterCoordinator:
         return self._step_open
 
     @collective
-    def add_external(self, module: torch.nn.Module, handle: PartitionedParameter) -> None:
+    def add_external(self, module: torch.nn.Module, sharded_param: PartitionedParameter) -> None:
         """Add a parameter to the group of ``module``, or of the root if it has none. It is gathered with this group
         from the next execution on, and now if one is under way."""
-        if handle.context is not self.context or handle.persistent:
+        if sharded_param.context is not self.context or sharded_param.persistent:
             return
         group = self._group_of.get(id(module), self.groups[0])
         if any(execution.group is group for execution in (*self._forward, *self._backward)):
-            self.context.gather([handle])
-        self._add_parameter(group, handle.index)
+            self.context.gather([sharded_param])
+        self._add_parameter(group, sharded_param.index)
 
     def _add_parameter(self, group: ParamGroup, index: int) -> None:
         if index not in self.schedule.groups[group.index]:
@@ -138,18 +138,22 @@ class PartitionedParameterCoordinator:
         Args:
             buckets: the bucket of each.
         """
-        by_index = {h.index: bucket for p, bucket in zip(parameters, buckets, strict=True) if (h := handle_of(p))}
+        pairs = zip(map(sharded_param_of, parameters), buckets, strict=True)
+        by_index = {known.index: bucket for known, bucket in pairs if known is not None}
         self._trained, self._bucket_of = set(by_index), by_index
         for group in self.groups:
             group.buckets.clear()
-        for bucket in dict.fromkeys(by_index.values()):
-            own = {index for index, other in by_index.items() if other is bucket and self.handles[index].numel}
+        in_bucket: dict[Bucket, set[int]] = {}
+        for index, bucket in by_index.items():
+            in_bucket.setdefault(bucket, set()).update([index] if self.sharded_params[index].numel else [])
+        for bucket, own in in_bucket.items():
             groups = [g for g in self.groups if not own.isdisjoint(self.schedule.groups[g.index])]
             in_groups = {index for group in groups for index in self.schedule.groups[group.index]}
             bucket.set_groups(groups, ends_last=not own <= in_groups)
-        persistent = [h for h in self.handles if h.persistent and h.index in self._trained]
+        persistent = [p for p in self.sharded_params if p.persistent and p.index in self._trained]
         self._trained_persistent = AvailableParameters(self.context, persistent)
-        self.schedule.set_on_disk({h.index: h.shard.numel() for h in self.handles if h.placement.location == DISK})
+        disk = [p for p in self.sharded_params if p.placement.location == DISK]
+        self.schedule.set_on_disk({p.index: p.shard.numel() for p in disk})
 
     # ---------------------------------------------------------------- forward
 
@@ -186,7 +190,7 @@ class PartitionedParameterCoordinator:
             hooked = self._hook_outputs(execution, module, outputs)
         else:
             for tensor in find_in_objects(outputs):
-                self._hold_if_returned(group, tensor)
+                self._pin_if_returned(group, tensor)
         if hooked and not self._tasks:  # a recomputation is the end of another forward's backward
             execution.round = self._round
             group.unfinished += 1
@@ -210,18 +214,18 @@ class PartitionedParameterCoordinator:
         A use by another module then needs them in a backward of its own, and an operation elsewhere gets a copy."""
         used = {index for execution in self._forward for index in self.schedule.groups[execution.group.index]}
         for index in indices:
-            handle = self.handles[index]
-            if handle.status is AVAILABLE and not handle.holds and index not in used:
+            sharded_param = self.sharded_params[index]
+            if sharded_param.status is AVAILABLE and not sharded_param.pin_count and index not in used:
                 self._hidden.add(index)
-                if (parameter := handle.ref()) is not None:
+                if (parameter := sharded_param.ref()) is not None:
                     set_absent_class(parameter)
 
     def _show(self, indices: Iterable[int]) -> None:
         """Undo :meth:`_hide`."""
         for index in self._hidden.intersection(indices):
             self._hidden.discard(index)
-            handle = self.handles[index]
-            if handle.status is AVAILABLE and (parameter := handle.ref()) is not None:
+            sharded_param = self.sharded_params[index]
+            if sharded_param.status is AVAILABLE and (parameter := sharded_param.ref()) is not None:
                 restore_class(parameter)
 
     def _begin_outermost(self) -> None:
@@ -247,8 +251,8 @@ class PartitionedParameterCoordinator:
             yield
         finally:
             self.engine_calls -= 1
-            if self._held_for_step and not self.engine_calls and not self._step_open:
-                self._unhold_after_step()
+            if self._pinned_for_step and not self.engine_calls and not self._step_open:
+                self._unpin_after_step()
 
     def end_failed(self) -> None:
         """End the executions that an exception has left open. Does nothing inside a backward."""
@@ -266,7 +270,7 @@ class PartitionedParameterCoordinator:
             execution.hook(outputs)
             return True
         for tensor in find_in_objects(outputs):
-            self._hold_if_returned(execution.group, tensor)
+            self._pin_if_returned(execution.group, tensor)
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 execution.hook(base)  # if a caller changes the view in place, gradients come through its base
@@ -275,17 +279,17 @@ class PartitionedParameterCoordinator:
                 execution.hook(tensor)
         return hooked
 
-    def _hold_if_returned(self, group: ParamGroup, tensor: torch.Tensor) -> None:
+    def _pin_if_returned(self, group: ParamGroup, tensor: torch.Tensor) -> None:
         """Keep a parameter gathered that the module of ``group`` returns, or a view of one: its caller will use it."""
-        handle = handle_of(tensor) or handle_of(tensor._base)
-        if handle is None and tensor.grad_fn is None and self._forward:
+        sharded_param = sharded_param_of(tensor) or sharded_param_of(tensor._base)
+        if sharded_param is None and tensor.grad_fn is None and self._forward:
             storage = tensor.untyped_storage()._cdata
-            live = (self.handles[i] for i in self.schedule.groups[group.index])
-            handle = next((h for h in live if h.full.untyped_storage()._cdata == storage), None)
-        if handle is None or handle.persistent or handle.context is not self.context:
+            live = (self.sharded_params[i] for i in self.schedule.groups[group.index])
+            sharded_param = next((p for p in live if p.full.untyped_storage()._cdata == storage), None)
+        if sharded_param is None or sharded_param.persistent or sharded_param.context is not self.context:
             return
-        if not self._forward or handle.index not in self.schedule.groups[self._forward[-1].group.index]:
-            self._hold_for_step(handle)
+        if not self._forward or sharded_param.index not in self.schedule.groups[self._forward[-1].group.index]:
+            self.pin_for_step(sharded_param)
 
     # ---------------------------------------------------------------- backward
 
@@ -362,16 +366,17 @@ class PartitionedParameterCoordinator:
         self._end_unscheduled()
 
     def _end_unscheduled(self) -> None:
-        """End the step's holds and reads, of which the schedule does not know."""
+        """End the step's pins and reads, of which the schedule does not know."""
         self._hidden.clear()
-        if self._held_for_step:
-            self._unhold_after_step()
+        if self._pinned_for_step:
+            self._unpin_after_step()
         if self.context.reader is not None:
             self.context.reader.drop_reads()  # read ahead for gathers that did not follow
 
     @collective
     def reset(self) -> None:
-        """End all executions and release what is not held, after an exception or a change of values."""
+        """End all executions and release what is not pinned, after an exception or a change of values. Called on all
+        ranks."""
         self._step_open = self._second_order = False
         for execution in (*self._forward, *self._backward):
             execution.group.reset()
@@ -384,12 +389,12 @@ class PartitionedParameterCoordinator:
         self.release(self.schedule.forget())
         self._end_unscheduled()
 
-    def _unhold_after_step(self) -> None:
-        held, self._held_for_step = self._held_for_step, []
-        for handle in held:
-            if handle.holds == 1:  # otherwise a gather context of the user decides
-                handle.keep_written_values()
-        self.context.unhold(held)
+    def _unpin_after_step(self) -> None:
+        pinned, self._pinned_for_step = self._pinned_for_step, []
+        for sharded_param in pinned:
+            if sharded_param.pin_count == 1:  # otherwise a gather context of the user decides
+                sharded_param.keep_written_values()
+        self.context.unpin(pinned)
 
     @collective
     def on_update(self) -> None:
@@ -399,36 +404,29 @@ class PartitionedParameterCoordinator:
         self._round += 1
         for group in self.groups:
             group.unfinished = 0
-        if self._step_open or self._held_for_step:
-            for handle in self.handles:  # their full values are older than the shards now
-                handle.mark_seen()
+        if self._step_open or self._pinned_for_step:
+            for sharded_param in self.sharded_params:  # their full values are older than the shards now
+                sharded_param.mark_seen()
             self.reset()
         with self._observers.phase(GATHER):
-            if self.schedule.held or self.context.gathered_by_user:  # more than the persistent ones are available
-                refresh([h for h in self.handles if h.status is AVAILABLE and h.index in self._trained])
+            if self.schedule.pinned or self.context.gathered_by_user:  # more than the persistent ones are available
+                refresh([p for p in self.sharded_params if p.status is AVAILABLE and p.index in self._trained])
             else:
                 self._trained_persistent.refresh()
 
     def collect_writes(self) -> None:
         """Copy the user's writes into trained available parameters, the same on all ranks, into their shards."""
         self._trained_persistent.copy_writes_to_shards()
-        if self._step_open or self._held_for_step:  # otherwise persistent ones alone are available
-            for handle in self.handles:
-                if not handle.persistent and handle.holds <= 1:
-                    handle.keep_written_values()
+        if self._step_open or self._pinned_for_step:  # otherwise persistent ones alone are available
+            for sharded_param in self.sharded_params:
+                if not sharded_param.persistent and sharded_param.pin_count <= 1:
+                    sharded_param.keep_written_values()
 
     def collect_frozen_writes(self) -> None:
         """Copy the user's writes into frozen persistent parameters into their shards, which are read only when these
         become trained or leave the device."""
-        frozen = [h for h in self.handles if h.persistent and h.index not in self._trained]
+        frozen = [p for p in self.sharded_params if p.persistent and p.index not in self._trained]
         AvailableParameters(self.context, frozen).copy_writes_to_shards()
-
-    # ---------------------------------------------------------------- uses that no hook sees
-
-    def on_use(self, handle: PartitionedParameter) -> None:
-        """Gather a parameter that an operation uses inside a forward of another module, and add it to the group under
-        way. Called on all ranks, which run the same operations."""
-        self._hold_for_step(handle)
 
     @property
     def in_forward(self) -> bool:
@@ -440,14 +438,15 @@ class PartitionedParameterCoordinator:
         """True inside a forward, a backward or a call of the engine."""
         return bool(self._forward or self._tasks or self.engine_calls) or _current_graph_task() != -1
 
-    def _hold_for_step(self, handle: PartitionedParameter) -> None:
-        """Gather a parameter and hold it until the step ends. The group under way gathers it from the next step on."""
+    def pin_for_step(self, sharded_param: PartitionedParameter) -> None:
+        """Gather a parameter that is used outside its module, and pin it until the step ends. The group under way
+        gathers it from the next step on."""
         if self._forward and not self._tasks:
-            self._add_parameter(self._forward[-1].group, handle.index)
-        if handle not in self._held_for_step:
+            self._add_parameter(self._forward[-1].group, sharded_param.index)
+        if sharded_param not in self._pinned_for_step:
             with self._observers.phase(GATHER):
-                self.context.hold([handle])
-            self._held_for_step.append(handle)
+                self.context.pin([sharded_param])
+            self._pinned_for_step.append(sharded_param)
 
     # ---------------------------------------------------------------- execution of the schedule's answers
 
@@ -464,9 +463,9 @@ class PartitionedParameterCoordinator:
             if prefetch:
                 self._issue_all_gather(prefetch)
             if read and self.context.reader is not None:
-                self.context.reader.read_ahead([self.handles[index] for index in read])
+                self.context.reader.read_ahead([self.sharded_params[index] for index in read])
             for index in needed:
-                pending = self.handles[index].pending
+                pending = self.sharded_params[index].pending
                 if pending is not None:
                     pending.wait()
         except RuntimeError as error:
@@ -479,17 +478,17 @@ class PartitionedParameterCoordinator:
                     notify(GATHER)
 
     def _issue_all_gather(self, indices: Iterable[int]) -> None:
-        handles = self.handles
-        missing = [handles[index] for index in indices if handles[index].status is NOT_AVAILABLE]
+        sharded_params = self.sharded_params
+        missing = [sharded_params[index] for index in indices if sharded_params[index].status is NOT_AVAILABLE]
         if missing:
             self.context.issue_all_gather(missing)
 
     def release(self, indices: Iterable[int]) -> None:
         """Release these parameters, with what their modules have written into them."""
         for index in indices:
-            handle = self.handles[index]
-            handle.keep_written_values()
-            handle.release()
+            sharded_param = self.sharded_params[index]
+            sharded_param.keep_written_values()
+            sharded_param.release()
 
     def describe_position(self) -> str:
         """Return a description of the execution and the module at which this rank is, for messages."""

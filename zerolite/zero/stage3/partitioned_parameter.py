@@ -62,14 +62,14 @@ AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
 
 
 class PartitionedParameter:
-    """State of one partitioned parameter, the handle behind its ``ds_*`` attributes. Refers to the parameter weakly.
+    """State of one partitioned parameter, behind its ``ds_*`` attributes. Refers to the parameter weakly.
 
     Attributes:
         context: communicator, device and shard reader; the context of ``zero.Init`` until an engine takes over.
         index: number of the parameter in its engine; -1 without an engine.
         pending: the all-gather of the values, while they are in flight.
         storage: storage of ``full``; None where ``full`` is the shard itself (one rank, shard on the device).
-        holds: number of open gather contexts, such as :class:`zero.GatheredParameters`; above 0 it is not released.
+        pin_count: number of open gather contexts, such as :class:`zero.GatheredParameters`; above 0 it is not released.
         persistent: True for a parameter that is never released.
         may_have_aliases: True if a user may hold tensors that share memory with ``full``.
         writes: number of times that the user has written new values.
@@ -82,7 +82,7 @@ class PartitionedParameter:
         "absent",
         "context",
         "full",
-        "holds",
+        "pin_count",
         "index",
         "may_have_aliases",
         "name",
@@ -122,7 +122,7 @@ class PartitionedParameter:
         self.pending: AllGather | None = None
         self.may_have_aliases = False
         self.persistent = False
-        self.holds = 0
+        self.pin_count = 0
         self.writes = 0
         self.seen_version: int | None = None
         ranks, part = context.groups.shard, shard_numel(self.numel, context.groups.shard.world_size)
@@ -220,7 +220,7 @@ class PartitionedParameter:
         """Release the parameter and make it parameter ``index`` of an engine."""
         self.release()
         self.context, self.index, self.name = context, index, name
-        self.persistent, self.holds = False, 0
+        self.persistent, self.pin_count = False, 0
 
     def rename(self, name: str) -> None:
         """Set the name that messages use."""
@@ -322,7 +322,7 @@ class PartitionedParameter:
 
         Changes of the values are lost. Use ``zero.GatheredParameters`` to change values.
         """
-        if not self.persistent and not self.holds:
+        if not self.persistent and not self.pin_count:
             with torch._C.DisableTorchFunction():
                 self.release()
 
@@ -369,19 +369,19 @@ class PartitionedParameter:
 
     # ---------------------------------------------------------------- states
 
-    def hold(self) -> bool:
+    def pin(self) -> bool:
         """Begin a gather context; contexts nest. Return True if this is the outermost one."""
         if self.persistent:
             return False
-        self.holds += 1
-        return self.holds == 1
+        self.pin_count += 1
+        return self.pin_count == 1
 
-    def unhold(self) -> bool:
+    def unpin(self) -> bool:
         """End a gather context. Return True if this was the outermost one."""
-        if self.persistent or not self.holds:
+        if self.persistent or not self.pin_count:
             return False
-        self.holds -= 1
-        return not self.holds
+        self.pin_count -= 1
+        return not self.pin_count
 
     def release(self) -> None:
         """Free the full values, after their all-gather has ended if one is in flight."""
@@ -432,28 +432,28 @@ def _version_of(parameter: torch.nn.Parameter) -> int:
         return parameter._version
 
 
-def mark_in_flight(members: Sequence[PartitionedParameter], gather: AllGather) -> None:
+def mark_in_flight(sharded_params: Sequence[PartitionedParameter], gather: AllGather) -> None:
     """Go from NOT_AVAILABLE to INFLIGHT: ``gather`` brings the full values."""
-    for member in members:
-        assert member.status is NOT_AVAILABLE, member.name
-        member.pending = gather
-        member.status = INFLIGHT
-        member.ref().ds_status = INFLIGHT  # type: ignore[union-attr]
+    for sharded_param in sharded_params:
+        assert sharded_param.status is NOT_AVAILABLE, sharded_param.name
+        sharded_param.pending = gather
+        sharded_param.status = INFLIGHT
+        sharded_param.ref().ds_status = INFLIGHT  # type: ignore[union-attr]
 
 
-def mark_available(members: Sequence[PartitionedParameter]) -> None:
+def mark_available(sharded_params: Sequence[PartitionedParameter]) -> None:
     """Go from INFLIGHT to AVAILABLE: the full values may be read."""
-    for member in members:
-        assert member.status is INFLIGHT, member.name
-        member.pending = None
-        member.status = AVAILABLE
-        parameter = member.ref()
+    for sharded_param in sharded_params:
+        assert sharded_param.status is INFLIGHT, sharded_param.name
+        sharded_param.pending = None
+        sharded_param.status = AVAILABLE
+        parameter = sharded_param.ref()
         if parameter is not None:
             restore_class(parameter)
             # Keeps the parameter's version counter. Autograd compares the counters of saved tensors, and would take the
             # gather for a change in place.
-            parameter.data = member.view
-            member.seen_version = None if parameter.is_inference() else _version_of(parameter)
+            parameter.data = sharded_param.view
+            sharded_param.seen_version = None if parameter.is_inference() else _version_of(parameter)
             parameter.ds_status = AVAILABLE  # type: ignore[attr-defined]
 
 
@@ -478,16 +478,16 @@ def copy_with_values(parameter: torch.nn.Parameter, values: torch.Tensor, memo: 
     return copied
 
 
-def handle_of(tensor: object) -> PartitionedParameter | None:
-    """Return the handle of a partitioned parameter; None for any other object."""
+def sharded_param_of(tensor: object) -> PartitionedParameter | None:
+    """Return the sharded_param of a partitioned parameter; None for any other object."""
     return getattr(tensor, "_sharded_param", None)
 
 
 def move_shard(parameter: torch.nn.Parameter, target: torch.Tensor, placement: Placement) -> None:
     """Copy the shard of a partitioned parameter into ``target`` of ``placement``, which becomes the shard."""
-    handle = handle_of(parameter)
-    assert handle is not None
-    handle.move_shard(target, placement)
+    sharded_param = sharded_param_of(parameter)
+    assert sharded_param is not None
+    sharded_param.move_shard(target, placement)
 
 
 def unpartitioned_shape(parameter: torch.Tensor) -> torch.Size:

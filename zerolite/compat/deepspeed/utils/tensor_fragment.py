@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 import zerolite
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
 
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -74,7 +74,7 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tenso
 
 
 def _record(param: torch.nn.Parameter) -> PartitionedParameter:
-    record = handle_of(param)
+    record = sharded_param_of(param)
     if record is None:
         raise ValueError(
             f"expected a parameter that stage 3 has partitioned, got one of shape {tuple(param.shape)} that is whole; "
