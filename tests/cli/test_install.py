@@ -100,6 +100,7 @@ def test_installed_wheel_imports_from_elsewhere(installed: Path, tmp_path: Path)
     assert run(sys.executable, "-c", names, cwd=tmp_path, PYTHONPATH=str(installed)) == f"{__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_variable_lets_import_deepspeed_find_ours(installed: Path, tmp_path: Path) -> None:
     code = (
         f"import site; site.addsitedir({str(installed)!r}); import importlib.util; "
@@ -109,6 +110,7 @@ def test_a_variable_lets_import_deepspeed_find_ours(installed: Path, tmp_path: P
     assert found == f"{installed / 'zerolite' / 'compat' / 'alias' / 'deepspeed' / '__init__.py'}\n"
 
 
+@pytest.mark.slow
 def test_console_script_of_the_wheel_launches(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(REPORT_SCRIPT)
     command = installed / "bin" / "zerolite"
