@@ -245,15 +245,8 @@ class PartsBuilder:
         return optimizer
 
     def _make_gatherer(self) -> ParamGatherer:
-        gathers_full = self.policy.shard_optimizer and not self.policy.shard_parameters
         overlaps = self.config.zero_optimization.overlap_comm is True and not self.policy.shard_parameters
-        return ParamGatherer(
-            self._buffer,
-            self._groups.shard,
-            gather=gathers_full,
-            overlap_forward=overlaps,
-            observers=self._observers,
-        )
+        return ParamGatherer(self._buffer, overlaps, self._observers)
 
     def _make_pipeline(
         self,

@@ -84,6 +84,7 @@ class Bucket:
         reduced: mean over ranks, as it is stored: the whole bucket [numel] at stage 0, this rank's shard
             [numel / ranks] at stages 1 to 3. None before the first reduction.
         is_offloaded: ``reduced`` is stored off the device.
+        gathering: the all-gather of updated values in flight; the gatherer ends it.
         is_lent: the user may have views of ``reduced``.
     """
 
@@ -132,6 +133,7 @@ class Bucket:
         self.ends_last = self.ended_again = False
         self.open(multiple_backwards=False)
         self.pending: Pending | None = None
+        self.gathering: Pending | None = None
         self._sent: torch.Tensor | None = None  # input of `pending`
         self._sent_item = BUCKETS  # its item of memory
         self.reduced: torch.Tensor | None = None
@@ -343,11 +345,11 @@ class Bucket:
 
     # ---------------------------------------------------------------- update and gather
 
-    def sync_param_from_master(self, rounded: bool = False) -> None:
-        """Round the masters into this rank's range of the compute parameters.
+    def gather(self, rounded: bool = False) -> None:
+        """Round the masters into this rank's range of the compute parameters, and launch the all-gather of all ranges.
 
         Args:
-            rounded: the update has done so already.
+            rounded: the update has rounded them already.
         """
         if self.separate and not rounded:
             self.owned.copy_(self.master)
@@ -355,6 +357,8 @@ class Bucket:
         # With a new version autograd refuses a second backward through a graph from before the step. Without it that
         # backward would silently use the new weights.
         torch.autograd.graph.increment_version(self.parameters)
+        if self.is_sharded and not self.layout.rows:
+            self.gathering = self._memory.groups.shard.all_gather(self.compute, "parameters", self.index + 1)
 
     @torch.no_grad()
     def sync_master_from_param(self) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.comm import Communicator, Pending, collective
+from zerolite.comm import collective
 from zerolite.utils.module_hook import WeakHook, is_compiled
 from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.utils.torch_private import untraced
@@ -46,7 +46,7 @@ class ParamGatherer:
     it is read.
 
     Attributes:
-        pending: gathers in flight, by bucket.
+        pending: buckets whose gathers are in flight, in the order of their launches.
         overlaps: gathers stay in flight after the step.
         handles: handles of the installed hooks.
     """
@@ -54,24 +54,18 @@ class ParamGatherer:
     def __init__(
         self,
         buffer: ParameterBuffer,
-        comm: Communicator,
-        gather: bool,
         overlap_forward: bool,
         observers: Observers,
     ) -> None:
         """
         Args:
             buffer: buffer of the parameters.
-            comm: communicator of the gathers.
-            gather: the optimizer is sharded, so there is something to gather.
             overlap_forward: let the gathers stay in flight during the next forward.
             observers: observers of the phase GATHER.
         """
         self._buffer = buffer
-        self._comm = comm
-        self._gather = gather
-        self.overlaps = overlap_forward and gather and comm.world_size > 1
-        self.pending: dict[Bucket, Pending] = {}
+        self.overlaps = overlap_forward and buffer.shard and buffer.gradient_memory.groups.shard.world_size > 1
+        self.pending: list[Bucket] = []
         # Any thread may read a parameter in flight. The lock is held during a wait, so that each gather is ended once.
         self._lock = threading.RLock()
         self._not_overlapped: set[Bucket] = set()  # those whose gathers do not overlap the forward
@@ -90,11 +84,11 @@ class ParamGatherer:
             bucket: the bucket.
             rounded: the update has already written this rank's range of the compute parameters.
         """
-        if bucket in self.pending:  # from the step before: no forward has read these parameters
+        if bucket.gathering is not None:  # from the step before: no forward has read these parameters
             self.wait([bucket])
-        bucket.sync_param_from_master(rounded)
-        if self._gather:
-            self.pending[bucket] = self._comm.all_gather(bucket.compute, "parameters", bucket.index + 1)
+        bucket.gather(rounded)
+        if bucket.gathering is not None:
+            self.pending.append(bucket)
 
     def end_step(self) -> None:
         """End the step's gathers, after the last bucket. Without ``overlap_forward`` this waits for all of them."""
@@ -124,24 +118,24 @@ class ParamGatherer:
         """Wait for the gathers of these buckets. A forward must not read parameters that a gather still writes, and an
         update must not write parameters that a gather still sends."""
         for bucket in buckets:
-            if bucket in self.pending:
+            if bucket.gathering is not None:
                 with self._lock:
                     self._wait_for_bucket(bucket)
 
     def _wait_for_bucket(self, bucket: Bucket) -> None:
-        pending = self.pending.get(bucket)
-        if pending is None:  # another thread has waited for it meanwhile
+        gathering = bucket.gathering
+        if gathering is None:  # another thread has waited for it meanwhile
             return
         for begins in self._observers.on_phase_begin:
             begins(GATHER)
         try:
             if self._update_stream is None:
-                pending.wait()
+                gathering.wait()
             else:
                 # The next update runs on its stream without another wait, so that stream waits, and the caller's too.
                 current = torch.cuda.current_stream(self._update_stream.device)
                 with torch.cuda.stream(self._update_stream):
-                    pending.wait()
+                    gathering.wait()
                 if current != self._update_stream:
                     current.wait_stream(self._update_stream)
         finally:
@@ -151,9 +145,10 @@ class ParamGatherer:
             for parameter in bucket.parameters:
                 if type(parameter) is self._in_flight_class:
                     parameter.__class__ = nn.Parameter
-        # Deleted last, because other threads look here first to see if they must wait. A failed gather is not deleted,
-        # so every read of its parameters raises.
-        del self.pending[bucket]
+        # Last, because other threads look there first to see if they must wait. A failed gather does not end, so every
+        # read of its parameters raises.
+        self.pending.remove(bucket)
+        bucket.gathering = None
 
     def wait_all(self) -> None:
         self.wait(list(self.pending))
@@ -197,7 +192,7 @@ class ParamGatherer:
             RuntimeError: its gather is in flight, so code has read it that bypasses PyTorch's functions.
         """
         slot = self._buffer.layout.slots[index]
-        if self._buffer.buckets[slot.bucket] in self.pending:
+        if self._buffer.buckets[slot.bucket].gathering is not None:
             raise RuntimeError(
                 f"overlap_comm: parameter '{slot.name}' got a gradient while its updated values were still being "
                 "gathered, so its old values may have been used. Code that is no PyTorch function (a C++ extension) "
