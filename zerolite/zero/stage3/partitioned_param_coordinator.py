@@ -439,8 +439,7 @@ class PartitionedParameterCoordinator:
         return bool(self._forward or self._tasks or self.engine_calls) or _current_graph_task() != -1
 
     def pin_for_step(self, sharded_param: PartitionedParameter) -> None:
-        """Gather a parameter that is used outside its module, and pin it until the step ends. The group under way
-        gathers it from the next step on."""
+        """Gather a parameter for the group under way, which owns none, until the step ends; with it from then on."""
         if self._forward and not self._tasks:
             self._add_parameter(self._forward[-1].group, sharded_param.index)
         if sharded_param not in self._pinned_for_step:
