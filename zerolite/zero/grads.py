@@ -16,7 +16,6 @@ remembers what it has put into each ``p.grad``; any other tensor that it finds t
 from __future__ import annotations
 
 import math
-import operator
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ import torch
 from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.flat import flattened
 from zerolite.zero.sharded_gradient import ShardedGradient
-from zerolite.zero.stage3.absent_parameter import as_plain_tensors
 
 if TYPE_CHECKING:
     from zerolite.zero.reducer import Reducer
@@ -61,6 +59,7 @@ class Gradients:
     :meth:`store` correct the statistics of this rank, by the same rules on all ranks.
 
     Attributes:
+        is_touched: the user has done something to gradients since the last step, or has looked at them.
         is_multiplied: the user has multiplied gradients by numbers that are not in the stored values yet. If all have
             been multiplied by the same, the update multiplies by it. So clipping by the user needs no pass over memory,
             and gives the bits of ``gradient_clipping``.
@@ -74,7 +73,7 @@ class Gradients:
         self._reducer, self._collector, self._shard = reducer, collector, reducer.groups.shard
         self._buffer, self._shown, self._device = reducer.buffer, reducer.shown, reducer.buffer.placements.device
         self._shown.connect(self)
-        self.is_multiplied = False
+        self.is_touched = self.is_multiplied = False
         self._common: Factor = 1.0  # all gradients have been multiplied by it
         self._number: Factor = 1.0  # and some of them by this last number
         self._multiplied: set[int] = set()  # which ones
@@ -86,12 +85,13 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget all changes, because the gradients have been used or dropped."""
-        self.is_multiplied, self._common = False, 1.0
+        self.is_touched, self.is_multiplied, self._common = False, False, 1.0
         for container in (self._multiplied, self.changes, self.assigned, self.exposed, self._views):
             container.clear()
 
     def check(self, gradient: ShardedGradient) -> None:
         """Raise RuntimeError if a gradient cannot be used now."""
+        self.is_touched = True
         slot, reason = gradient.slot, self._step.unreadable_reason()
         if not reason and self._shown.expected[slot.index] is not gradient.window.gradients[slot.index]:
             reason = (
@@ -285,6 +285,7 @@ class Gradients:
             numbers: its arguments that are numbers or 0-dim tensors.
             count: number of gradients. The same operation on further gradients adds to it.
         """
+        self.is_touched = True
         self._check_views(before_change=True)
         copies = tuple(map(self._copy, numbers))
         last = self.changes[-1] if self.changes else Change("", ())
@@ -346,26 +347,22 @@ class Gradients:
 
     # ---------------------------------------------------------------- None and tensors in p.grad
 
-    def changed(self) -> Mapping[int, torch.Tensor | None]:
-        """Return, by index, each ``p.grad`` that is not what the engine has put there."""
-        if self._views:
-            self._check_views()
-        if self.exposed:  # what the user has written counts, even if the gradient is dropped now
-            self._refresh_stats()
-        with as_plain_tensors():
-            gradients = [parameter.grad for parameter in self._shown.parameters]
-        # One pass in C, because this runs in every step and usually finds nothing.
-        if not any(map(operator.is_not, gradients, self._shown.expected)):
-            return {}
-        pairs = enumerate(zip(gradients, self._shown.expected, strict=True))
-        return {index: gradient for index, (gradient, expected) in pairs if gradient is not expected}
+    def check_writes(self) -> None:
+        """Take account of what the user may have written past operations on ``p.grad``.
+
+        Raises:
+            RuntimeError: to a view of a copy.
+        """
+        self._check_views()
+        self._refresh_stats()
 
     def adopt(self, changed: Mapping[int, torch.Tensor | None]) -> None:
         """Drop gradients that were set to None, store results of operations on them, and note other tensors.
 
         Args:
-            changed: the result of :meth:`changed`.
+            changed: the result of :meth:`ShownGradients.changed`.
         """
+        self.is_touched = True
         for index, value in changed.items():
             expected = self._shown.expected[index]
             if isinstance(value, ShardedGradient) and isinstance(expected, ShardedGradient) and value.is_of(expected):

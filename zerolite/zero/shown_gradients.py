@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,6 +92,16 @@ class ShownGradients:
             if self.window.touched:
                 self.window = Window(self.window.source)
                 self._fill(self.window)
+
+    def changed(self) -> Mapping[int, torch.Tensor | None]:
+        """Return, by index, each ``p.grad`` that is not what the engine has put there."""
+        with as_plain_tensors():
+            gradients = [parameter.grad for parameter in self.parameters]
+        # One pass in C, because this runs in every step and usually finds nothing.
+        if not any(map(operator.is_not, gradients, self.expected)):
+            return {}
+        pairs = enumerate(zip(gradients, self.expected, strict=True))
+        return {index: gradient for index, (gradient, expected) in pairs if gradient is not expected}
 
     def all_dropped(self) -> bool:
         """Return True if some gradients are shown and the user has set ``p.grad`` of all parameters to None."""

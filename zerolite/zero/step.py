@@ -123,7 +123,8 @@ class StepPipeline:
             notify()
         user_factor = self.grads.take_common_factor(vector) if self.grads.is_multiplied else 1.0
         self._updated = True  # set before the update: after an exception in it, nothing is applied twice
-        self.grads.clear()  # nothing corrects the statistics from here on
+        if self.grads.is_touched:
+            self.grads.clear()  # nothing corrects the statistics from here on
         # Where the host reads the statistics, all ranks read equal ones: all raise, launch the all-gathers, or skip.
         stats = None if update.device_decides else state.read(vector)
         factor, divisor = state.update_factor(vector, stats, self._max_norm, user_factor)  # clip
@@ -154,7 +155,8 @@ class StepPipeline:
         """Drop the accumulated gradients, with their clipping and loss scale."""
         for notify in self._observers.on_gradients_dropped:
             notify()
-        self.grads.clear()
+        if self.grads.is_touched:
+            self.grads.clear()
         self._reducer.clear()
         self._collector.clear()
         self.state.begin_accumulation()
@@ -254,7 +256,9 @@ class StepPipeline:
             self.check_available()
         if self._reducer.current.open:  # a backward has raised: what it has brought is not shown yet
             self.end_failed_backward()
-        changed = self.grads.changed()
+        if self.grads.is_touched:
+            self.grads.check_writes()
+        changed = self._reducer.shown.changed()
         if changed:
             self._adopt_changes(changed, before_update and not self._updated)
         if self.grads.assigned:
