@@ -143,6 +143,15 @@ def test_a_gradient_that_is_not_there_says_so() -> None:
         engine.zero_grad()
         with raises(RuntimeError, "'first.weight'", "after the next backward"):
             kept.norm()
+        kept_ones = [kept]
+        for step in range(4):  # a reference that was used, and one that was not, show no later gradient
+            backward(engine, step)
+            for old in kept_ones:
+                with raises(RuntimeError, "after the next backward"):
+                    old.norm()
+            if not step:
+                kept_ones.append(weight.grad)
+            engine.step()
 
 
 @on_ranks(2)
