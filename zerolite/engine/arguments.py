@@ -45,14 +45,14 @@ def check_model(model: object) -> None:
 
 
 def param_groups_of(
-    model: torch.nn.Module, optimizer: OptimizerLike | None, model_parameters: Any, staged: bool = False
+    model: torch.nn.Module, optimizer: OptimizerLike | None, model_parameters: Any, is_pipe_stage: bool = False
 ) -> Groups:
     """Return param groups over the model's own parameters.
 
     They are the given optimizer's groups, those of ``model_parameters``, or one group with all trainable parameters.
 
     Args:
-        staged: the model is one stage of a pipeline, so parameters of other stages are left out, also of the
+        is_pipe_stage: the model is one stage of a pipeline, so parameters of other stages are left out, also of the
             optimizer's groups.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
@@ -69,13 +69,13 @@ def param_groups_of(
             )
         groups = optimizer.param_groups
     else:
-        given = (p for p in model.parameters() if p.requires_grad) if model_parameters is None else model_parameters
-        source: list[Any] = list(given)
+        trainable = (p for p in model.parameters() if p.requires_grad)
+        source: list[Any] = list(trainable if model_parameters is None else model_parameters)
         if source and not isinstance(source[0], dict):
             source = [{"params": source}]
         groups = [{**group, "params": _plain_parameters(group["params"])} for group in source]
     known = {id(p) for p in model.parameters()}
-    if staged:
+    if is_pipe_stage:
         for group in groups:
             group["params"][:] = [p for p in group["params"] if id(p) in known]
     seen: set[int] = set()
@@ -100,8 +100,8 @@ def freeze(model: torch.nn.Module, config: ZeroliteConfig, model_parameters: obj
     if another argument asks for training."""
     block = 'the config\'s block "scheduler"'
     asked = {"model_parameters": model_parameters, "lr_scheduler": lr_scheduler, block: config.scheduler}
-    for name, given in asked.items():
-        if given is not None:
+    for name, argument in asked.items():
+        if argument is not None:
             sentence = (
                 'expected a block such as {"type": "AdamW", "params": {"lr": 1e-3}}, or '
                 f"zerolite.initialize(optimizer=…), beside {name}, got neither; without an optimizer an engine "
@@ -169,12 +169,12 @@ class OptimizerChoice:
     Attributes:
         make: the user's instance, or a function from param groups to an optimizer.
         untested: it updates parts of parameters although its class is unknown, because the config allows it.
-        whole: each parameter belongs as a whole to one rank.
+        undivided: each parameter belongs as a whole to one rank.
     """
 
     make: Callable[[Groups], Optimizer] | Optimizer
     untested: bool = False
-    whole: bool = False
+    undivided: bool = False
 
     @property
     def existing(self) -> Optimizer | None:
@@ -195,9 +195,9 @@ def choose_optimizer(
     make, kind = _maker(optimizer, config, groups)
     instance = optimizer if isinstance(optimizer, Optimizer) else kind
     reason, asked = check_elementwise(instance), config.zero_optimization.whole_parameters
-    whole = asked or needs_whole_parameters(kind)
-    untested = reason is not None and not whole and config.zero_allow_untested_optimizer
-    if tp and (whole or (reason is not None and not untested)):
+    undivided = asked or needs_whole_parameters(kind)
+    untested = reason is not None and not undivided and config.zero_allow_untested_optimizer
+    if tp and (undivided or (reason is not None and not untested)):
         why = reason or "zero_optimization.whole_parameters is true."
         raise ValueError(
             f"tensor_parallel gives each rank a part of the parameters of a layer to update. {why} Use an optimizer "
@@ -205,17 +205,17 @@ def choose_optimizer(
         )
     if not policy.shard_optimizer:
         return OptimizerChoice(make, untested and tp)
-    if whole and policy.shard_parameters:
+    if undivided and policy.shard_parameters:
         cause = "zero_optimization.whole_parameters is true." if asked else reason
         raise ValueError(
             f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to hold and update. "
             f"{cause} Use stage 1 or 2, where each parameter belongs whole to one rank, or an elementwise optimizer."
         )
-    if reason is not None and not whole and not untested:
+    if reason is not None and not undivided and not untested:
         raise ValueError(
             f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. {reason}"
         )
-    return OptimizerChoice(make, untested, whole)
+    return OptimizerChoice(make, untested, undivided)
 
 
 def check_states(optimizer: Optimizer, model: torch.nn.Module, any_shape: bool) -> None:
@@ -270,14 +270,15 @@ def _maker(
     return instance, type(instance)
 
 
-def scheduler_of(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer) -> Any:
-    if given is not None and config.scheduler is not None:
+def scheduler_of(scheduler: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer) -> Any:
+    if scheduler is not None and config.scheduler is not None:
         sentence = (
             "expected a schedule in the config or in zerolite.initialize(lr_scheduler=…), got both; leave one out"
         )
         raise ConfigError([("scheduler", sentence)])
-    if given is not None:
-        made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
+    if scheduler is not None:
+        is_maker = isinstance(scheduler, type) or not hasattr(scheduler, "step")
+        made = scheduler(optimizer) if is_maker else scheduler
         if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError(
                 "zerolite.initialize: lr_scheduler is a ReduceLROnPlateau, whose step() needs a metric that the engine "

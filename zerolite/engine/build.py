@@ -118,7 +118,7 @@ def _check_states_on_all_ranks(
         return
     error = None
     try:
-        check_states(choice.existing, model, choice.whole or keeps_full)
+        check_states(choice.existing, model, choice.undivided or keeps_full)
     except ValueError as wrong:
         error = wrong
     raise_together(topology.world, device, "errors", error, "zerolite.initialize", ValueError)

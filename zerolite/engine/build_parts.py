@@ -131,7 +131,7 @@ class PartsBuilder:
             shared = "" if tie is None else f", shared as {tie.key}"
             return f"{self.precision.compute_dtype(p)} sent as {communication(p)}{shared}"
 
-        self.rules = LayoutRules(config, self._groups.shard.world_size, bucket_kind, choice.whole, partitioned)
+        self.rules = LayoutRules(config, self._groups.shard.world_size, bucket_kind, choice.undivided, partitioned)
         accumulation = GradAccumulation((config.gradient_accumulation_steps or 1) * self._chunks)
         memory = self._make_gradient_memory(accumulation, communication)
         self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)
@@ -202,7 +202,7 @@ class PartsBuilder:
         """Make the buckets, with the parameters' values: shards at stage 3, each bucket in its placement."""
         placements = self._placements
         if partitioned is None:
-            if self.rules.whole and self._groups.shard.main:
+            if self.rules.undivided and self._groups.shard.main:
                 _warn_of_padding(layout)
             buffer = ParameterBuffer(layout, trained, memory, placements)
         else:
@@ -297,8 +297,8 @@ def start_stage3(parts: EngineParts) -> None:
 
 
 def _is_persistent(parameter: torch.nn.Parameter) -> bool:
-    handle = sharded_param_of(parameter)
-    return handle is not None and handle.persistent
+    sharded_param = sharded_param_of(parameter)
+    return sharded_param is not None and sharded_param.persistent
 
 
 def _warn_of_padding(layout: PartitionLayout) -> None:

@@ -87,11 +87,11 @@ def initialize(
         RuntimeError: ranks have different models, configs or optimizers.
     """
     check_model(model)
-    given = load_config(config)
+    loaded = load_config(config)
     device = _start_process()
-    watchdog = start_watchdog(given.desync_timeout_s)
-    topology = _make_topology(given, create_communicator(device), device)
-    resolved = _resolved(given, topology)
+    watchdog = start_watchdog(loaded.desync_timeout_s)
+    topology = _make_topology(loaded, create_communicator(device), device)
+    resolved = _resolved(loaded, topology)
     trained = None if model_parameters is None else [_listed_params(entry) for entry in model_parameters]
     pipe_stage, loss_fn = parallelize_model(model, resolved, topology, device, loss_fn)
     resolved = _keep_local_patterns(model, resolved, topology)
@@ -214,25 +214,25 @@ def _keep_local_patterns(model: torch.nn.Module, config: ZeroliteConfig, topolog
     """
     if topology.pipe.world_size == 1:
         return config
-    given = {
+    patterns_of = {
         "fp32_modules": config.fp32_modules,
         "activation_checkpointing.modules": config.activation_checkpointing.modules,
         "torch_autocast.lower_precision_safe_modules": config.torch_autocast.lower_precision_safe_modules or (),
     }
-    if not any(given.values()):
+    if not any(patterns_of.values()):
         return config
-    here = {key: frozenset(p for p in patterns if _some_match(model, p)) for key, patterns in given.items()}
-    of_stages = HostGroup(topology.pipe, "parts").gather(here)
-    everywhere = {key: frozenset().union(*(of_stage[key] for of_stage in of_stages)) for key in given}
+    matching = {key: frozenset(p for p in patterns if _some_match(model, p)) for key, patterns in patterns_of.items()}
+    of_stages = HostGroup(topology.pipe, "parts").gather(matching)
+    on_some_stage = {key: frozenset().union(*(of_stage[key] for of_stage in of_stages)) for key in patterns_of}
     errors = [
         (key, f'expected patterns of modules in the model, got "{pattern}", which matches none on any stage')
-        for key, patterns in given.items()
+        for key, patterns in patterns_of.items()
         for pattern in patterns
-        if pattern not in everywhere[key]
+        if pattern not in on_some_stage[key]
     ]
     if errors and len(of_stages) == topology.pipe.world_size:  # a dry run sees its own stage only, so it cannot tell
         raise ConfigError(errors)
-    local = {key: tuple(p for p in patterns if p in here[key]) for key, patterns in given.items()}
+    local = {key: tuple(p for p in patterns if p in matching[key]) for key, patterns in patterns_of.items()}
     checkpointing = {"modules": local["activation_checkpointing.modules"]}
     autocast = {"lower_precision_safe_modules": local["torch_autocast.lower_precision_safe_modules"] or None}
     return config.model_copy(

@@ -102,15 +102,15 @@ class InputComparison(StepObserver):
         """Note the inputs of a forward, which the next statistics compare."""
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)
-            own = content_hash(flat[:: max(1, flat.numel() // _COMPARED)], self._device)
-            self._hash = own if self._hash is None else self._hash * 31 + own
+            hashed = content_hash(flat[:: max(1, flat.numel() // _COMPARED)], self._device)
+            self._hash = hashed if self._hash is None else self._hash * 31 + hashed
 
     def write_slice(self, numbers: torch.Tensor) -> None:
         if self._hash is not None:
             # Below 2^20, so that sums over ranks of the hash and of its square are exact in float64.
-            own = (self._hash % 1_048_573).double() + 1.0
-            numbers[self._data.rank] = own
-            numbers[self._data.rank + self._data.world_size] = own**2
+            short = (self._hash % 1_048_573).double() + 1.0
+            numbers[self._data.rank] = short
+            numbers[self._data.rank + self._data.world_size] = short**2
         self._hash = None
 
     def read_slice(self, written: None, sums: torch.Tensor) -> Exception | None:

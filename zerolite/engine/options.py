@@ -98,16 +98,16 @@ def communication_dtypes(
         return by_default
     safe = set(autocast.lower_precision_safe_modules)
     low: set[int] = set()
-    found: set[str] = set()
+    named: set[str] = set()
     for module in model.modules():
         for cls in type(module).__mro__:
             matches = {f"{cls.__module__}.{cls.__qualname__}", _public_name(cls), cls.__qualname__} & safe
             if matches:
-                found |= matches
+                named |= matches
                 low |= {id(parameter) for parameter in module.parameters(recurse=False)}
-    if safe - found:
+    if safe - named:
         sentence = (
-            f"expected classes of modules in the model, got {', '.join(sorted(safe - found))}, which none of its "
+            f"expected classes of modules in the model, got {', '.join(sorted(safe - named))}, which none of its "
             "modules is; write the class as in torch.nn.Linear"
         )
         raise ConfigError([("torch_autocast.lower_precision_safe_modules", sentence)])

@@ -26,7 +26,7 @@ KINDS = {
     "lp_grads": GRADIENTS,
     "contiguous_grad_buffer": BUCKETS,
 }
-"""DeepSpeed's names (OffloadStateTypeEnum), and the memory item that each stands for.
+"""DeepSpeed's names (OffloadStateTypeEnum), and the memory category that each stands for.
 
 In this order: optimizer states, separate master weights, compute parameters, reduced gradients before the step, and
 gradient buckets for reuse."""
@@ -40,7 +40,7 @@ class StateOffload:
         self._parts = parts
         parts.memory_sources.append(self.memory)
         self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # emptied storages, and their bytes on the host
-        self._items: list[str] = []  # memory items of ``_out``
+        self._categories: list[str] = []  # memory categories of ``_out``
         self._persistent: list[Any] = []  # handles of stage 3's persistent parameters
         self._class: type = type("OffloadedParameter", (AbsentParameter,), {"source": _OnHost(parts.model)})
         self._copied: torch.cuda.Event | None = None  # end of copies to the host that the host has not waited for
@@ -63,9 +63,11 @@ class StateOffload:
         self._check_class(parameters)
         pin = pin_memory and self._parts.device.type == "cuda"
         chosen = self._chosen({KINDS[kind] for kind in kinds})
-        out = [(storage, tag_memory(host_memory(storage.nbytes(), pin), item, HOST)) for item, storage in chosen]
-        for storage, there in out:
-            there.copy_(_bytes_of(storage), non_blocking=pin)
+        out = [
+            (storage, tag_memory(host_memory(storage.nbytes(), pin), category, HOST)) for category, storage in chosen
+        ]
+        for storage, copy in out:
+            copy.copy_(_bytes_of(storage), non_blocking=pin)
         if not non_blocking:
             self._synchronize()
         elif pin:
@@ -77,7 +79,7 @@ class StateOffload:
         for _, parameter in parameters:
             if sharded_param_of(parameter) is None:
                 parameter.__class__ = self._class
-        self._out, self._items = out, [item for item, _ in chosen]
+        self._out, self._categories = out, [category for category, _ in chosen]
         pipeline.suspend(_SUSPENDED)
 
     def reload(self) -> None:
@@ -95,9 +97,9 @@ class StateOffload:
         if self._copied is not None:  # the current stream may be another one than that of the copies to the host
             torch.cuda.current_stream(self._parts.device).wait_event(self._copied)
             self._copied = None
-        for storage, there in self._out:
-            resize(storage, there.numel())
-            _bytes_of(storage).copy_(there, non_blocking=True)
+        for storage, copy in self._out:
+            resize(storage, copy.numel())
+            _bytes_of(storage).copy_(copy, non_blocking=True)
         self._synchronize()  # the copies must be complete before the host's memory is freed
         self._out = []
         self._parts.pipeline.suspend("")
@@ -108,20 +110,20 @@ class StateOffload:
                 parameter.__class__ = torch.nn.Parameter
 
     def memory(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that are on the host now, each with its memory item."""
-        return [(item, there) for item, (_, there) in zip(self._items, self._out, strict=False)]
+        """Return the tensors that are on the host now, each with its memory category."""
+        return [(category, copy) for category, (_, copy) in zip(self._categories, self._out, strict=False)]
 
-    def _chosen(self, items: Collection[str]) -> list[tuple[str, torch.UntypedStorage]]:
-        """Return the device's storages that belong to ``items``, each once."""
+    def _chosen(self, categories: Collection[str]) -> list[tuple[str, torch.UntypedStorage]]:
+        """Return the device's storages that belong to ``categories``, each once."""
         seen: set[int] = set()
         chosen = []
-        for item, tensor in self._offloadable_tensors():
+        for category, tensor in self._offloadable_tensors():
             storage = tensor.untyped_storage()
             # In fp32 masters are the parameters themselves. Their storages count as parameters, which come first.
             first = id(storage) not in seen
             seen.add(id(storage))
-            if item in items and first and _moves(tensor, self._parts.device):
-                chosen.append((item, storage))
+            if category in categories and first and _moves(tensor, self._parts.device):
+                chosen.append((category, storage))
         return chosen
 
     @staticmethod
@@ -137,18 +139,18 @@ class StateOffload:
         """Release stage 3's gathered parameters, and refuse gathers from here on."""
         if self._parts.coordinator is not None:
             self._parts.coordinator.reset()
-            self._persistent = [handle for handle in self._parts.coordinator.sharded_params if handle.persistent]
-            for handle in self._persistent:
-                handle.release()
+            self._persistent = [p for p in self._parts.coordinator.sharded_params if p.persistent]
+            for sharded_param in self._persistent:
+                sharded_param.release()
             self._parts.coordinator.context.suspend(_SUSPENDED)
 
     def _offloadable_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         parts = self._parts
         yield from ((COMPUTE, bucket.compute) for bucket in parts.buffer.buckets)
         for parameter in parts.model.parameters():
-            handle = sharded_param_of(parameter)
-            if handle is not None:
-                yield COMPUTE, handle.shard
+            sharded_param = sharded_param_of(parameter)
+            if sharded_param is not None:
+                yield COMPUTE, sharded_param.shard
             elif parameter.numel():
                 yield COMPUTE, parameter.data
         yield from ((MASTERS, bucket.master) for bucket in parts.buffer.buckets)
@@ -184,11 +186,11 @@ def _kinds(include: Iterable[object] | None) -> list[str]:
         raise ValueError(
             f"engine.offload_states: expected include to be a list of {list(KINDS)}, got {include!r} alone"
         )
-    given = [str(getattr(kind, "value", kind)) for kind in include]
-    unknown = [kind for kind in given if kind not in KINDS]
+    names = [str(getattr(kind, "value", kind)) for kind in include]
+    unknown = [kind for kind in names if kind not in KINDS]
     if unknown:
         raise ValueError(f"engine.offload_states: expected include to be some of {list(KINDS)}, got {unknown[0]!r}")
-    return given
+    return names
 
 
 def _moves(tensor: torch.Tensor, device: torch.device) -> bool:

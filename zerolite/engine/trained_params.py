@@ -37,7 +37,7 @@ class LayoutRules:
     """Rules by which trained parameters are put into buckets, when the engine is made and when more are trained later.
 
     Attributes:
-        whole: each parameter belongs as a whole to one rank.
+        undivided: each parameter belongs as a whole to one rank.
         bucket_numel: elements of a bucket; known from the first layout on.
     """
 
@@ -46,7 +46,7 @@ class LayoutRules:
         config: ZeroliteConfig,
         shards: int,
         bucket_kind: Callable[[torch.nn.Parameter], str],
-        whole: bool,
+        undivided: bool,
         partitioned: PartitionedModel | None,
     ) -> None:
         """
@@ -56,7 +56,7 @@ class LayoutRules:
             partitioned: the partitioned model at stage 3.
         """
         self._config, self._shards, self._bucket_kind = config, shards, bucket_kind
-        self.whole, self._partitioned = whole, partitioned
+        self.undivided, self._partitioned = undivided, partitioned
         self.bucket_numel = 0
 
     def layout(self, parameters: Parameters, names: dict[int, str], param_groups: Groups) -> PartitionLayout:
@@ -68,11 +68,13 @@ class LayoutRules:
             param_groups: those of the optimizer.
         """
         # Muon leaves some parameters to an elementwise optimizer. These can be divided between ranks.
-        whole = {id(p) for group in param_groups for p in group["params"] if self.whole and group.get("use_muon", True)}
+        undivided = {
+            id(p) for group in param_groups for p in group["params"] if self.undivided and group.get("use_muon", True)
+        }
         specs = []
         for p in parameters:
-            kind = f"{self._bucket_kind(p)}{', whole' if id(p) in whole else ''}"
-            specs.append(ParameterSpec(names[id(p)], unpartitioned_numel(p), kind, id(p) in whole))
+            kind = f"{self._bucket_kind(p)}{', whole' if id(p) in undivided else ''}"
+            specs.append(ParameterSpec(names[id(p)], unpartitioned_numel(p), kind, id(p) in undivided))
         self.bucket_numel = self.bucket_numel or bucket_numel(specs, self._config, self._shards)
         if self._partitioned is None:
             return PartitionLayout.build(specs, self._shards, self.bucket_numel)
@@ -149,9 +151,9 @@ def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = move(buffer)
         # torch's own overrides (nn.LSTM) would copy the parameters into new memory, out of their buckets.
-        own = not type(module)._apply.__module__.startswith("torch.")
+        overrides = not type(module)._apply.__module__.startswith("torch.")
         if (
-            own
+            overrides
             and device.type != "cpu"
             and all(sharded_param_of(p) is None and p.grad is None for p in module.parameters())
         ):
@@ -212,8 +214,8 @@ class UnfrozenParams:
     def add_group(self, group: Mapping[str, object]) -> None:
         """Run ``engine.optimizer.add_param_group``. Frozen parameters of the group are trained once they are
         unfrozen."""
-        given: Any = group["params"]
-        parameters: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        added: Any = group["params"]
+        parameters: list[Any] = [added] if isinstance(added, torch.Tensor) else list(added)
         names = self._names()
         trained = {id(p) for p in self._parts.reducer.parameters}
         for p in parameters:
