@@ -1,7 +1,7 @@
 """Bucket: parameters whose gradients are reduced in one collective, with everything that this rank keeps of them.
 
-    fill      p.grad --hook--> held ----> local      this rank's sum, as long as the bucket; small gradients wait in
-                                            |        ``held`` and are copied together
+    fill      p.grad --hook--> local.held -> local   this rank's sum, as long as the bucket; small gradients wait in
+                                            |        ``held`` and are copied together (local_sum.py)
     reduce                     launch       v
                                          pending     the collective in flight
                                finish       |
