@@ -154,6 +154,13 @@ def test_a_nonsensical_latest_is_named(two: Path, content: bytes) -> None:
     assert faults.load(two) == 2
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_latest_is_something_else(two: Path, make: Callable[[Path], None]) -> None:
+    (two / "latest").unlink()
+    make(two / "latest")
+    assert str(two / "latest") in said(two)
+
+
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, STATE])
 def test_crafted_files_are_refused(two: Path, name: str) -> None:
     path = two / "global_step2"

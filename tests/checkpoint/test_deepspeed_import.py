@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import struct
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.checkpoint.deepspeed_fakes import Fake
 from tests.checkpoint.runs import assert_equal
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.compat import deepspeed_reader
 from zerolite.compat.deepspeed_import import import_deepspeed, main
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.precision.loss_scaler import LossScaler
@@ -100,6 +102,17 @@ def test_the_checkpoint_is_found_by_its_tag_by_latest_and_by_its_own_directory(t
         read_deepspeed(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read_deepspeed(tmp_path / "nowhere")
+
+
+def test_a_buffer_with_two_names_is_stored_once(tmp_path: Path) -> None:
+    fake = Fake(1, 1)
+    fake.heads[0]["module"]["mean_again"] = fake.heads[0]["module"]["mean"]
+    fake.heads[0]["module"]["mean_part"] = fake.heads[0]["module"]["mean"][:2]
+    fake.heads[0]["buffer_names"] += ["mean_again", "mean_part"]
+    fake.write(tmp_path)
+    imported = read_deepspeed(tmp_path)
+    assert imported.state["buffers"]["mean"]["aliases"] == ["mean_again"]
+    assert {key for key in values_of(imported) if "mean" in key} == {"buffers/mean", "buffers/mean_part"}
 
 
 @pytest.mark.parametrize("corrects", [True, False])
@@ -356,3 +369,23 @@ def test_empty_parameters_are_not_taken_for_tied_ones(tmp_path: Path) -> None:
     assert imported.state["parameters"]["nothing"]["shape"] == [0, 3]
     assert imported.state["parameters"]["nothing_either"]["shape"] == [0]
     assert values_of(imported)["parameters/nothing_either"].shape == (0,)
+
+
+def test_one_tensor_at_a_time_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put together before it is asked for, and nothing is kept; the rest are views of mapped files."""
+    Fake(3, 2).write(tmp_path)
+    made: list[weakref.ref[torch.Tensor]] = []
+    gather = deepspeed_reader.gather
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        assert [value for value in made if value() is not None] == []
+        value = gather(*arguments)
+        made.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(deepspeed_reader, "gather", watched)
+    shards = read_deepspeed(tmp_path).tensors
+    assert made == []
+    for shard in shards:
+        shard.values()
+    assert len(made) == 3 * 4 + 1

@@ -42,6 +42,13 @@ def tags(save_dir: Path) -> set[str]:
 # -------------------------------------------------------------------- tags
 
 
+@pytest.mark.parametrize("tag", ["global_step1", "best model", "größe", "--", "manifest.json"])
+def test_tags_of_the_users(saved: Path, tag: str) -> None:
+    assert faults.save(saved, 3, tag) == saved / tag
+    assert faults.load(saved) == faults.load(saved, tag) == 3
+    assert (saved / "latest").read_text() == f"{tag}\n"
+
+
 def test_what_is_no_checkpoint_is_neither_replaced_nor_pruned(saved: Path) -> None:
     for path in (saved / "src" / "work.py", saved / "global_step1" / "precious"):
         path.parent.mkdir(parents=True)
@@ -198,6 +205,16 @@ def test_directory_latest_and_checkpoint_may_be_symlinks(saved: Path) -> None:
     assert tags(real) == {"global_step2"} and faults.load(link) == 2
 
 
+def test_leftovers_that_are_links(saved: Path) -> None:
+    """The link is removed, and not what it leads to."""
+    (saved / "precious").mkdir(parents=True)
+    (saved / "precious" / "file").touch()
+    for name in (".incomplete-x", ".removed-x"):
+        (saved / name).symlink_to(saved / "precious")
+    faults.save(saved, 1)
+    assert (saved / "precious" / "file").exists() and faults.hidden(saved) == []
+
+
 @pytest.mark.parametrize("below", ["", "below"])
 def test_a_file_in_its_place(saved: Path, below: str) -> None:
     saved.write_text("x")
@@ -251,6 +268,24 @@ def test_another_run_is_not_harmed(ram: Path, more: dict[str, Any], harm: str) -
     faults.save(ram, 5, "beside", run=TrainingRun(), save_latest=False)  # harms nothing
 
 
+def test_without_the_file_latest_the_newest_counts(ram: Path) -> None:
+    faults.save(ram, 1)
+    (ram / "latest").unlink()
+    with pytest.raises(CheckpointError, match="move 'latest' away from checkpoint 'global_step1'"):
+        faults.save(ram, 2, run=TrainingRun())
+
+
+def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:
+    """Also elsewhere: a run saves into two directories, and the next job loads from one of them."""
+    first = TrainingRun()
+    faults.save(ram / "a", 1, run=first)
+    faults.save(ram / "b", 2, "best", run=first)
+    second = faults.resumed(ram / "a")
+    assert second.id == first.id
+    faults.save(ram / "b", 3, "best", run=second)
+    assert read_manifest(ram / "b" / "best").about.run == first.id
+
+
 def test_parameters_alone_begin_a_run(ram: Path) -> None:
     """A run that begins with parameters alone, as fine-tuning does, may save where the run before did."""
     faults.save(ram / "base", 1)
@@ -260,6 +295,17 @@ def test_parameters_alone_begin_a_run(ram: Path) -> None:
     faults.save(ram / "tuned", 3, run=one)
     with pytest.raises(CheckpointError, match="of another run"):
         faults.save(ram / "tuned", 4, run=other)
+
+
+def test_two_jobs_resume_from_one_checkpoint(ram: Path) -> None:
+    """The one that saves first goes on, the other is told."""
+    faults.save(ram, 1)
+    loser, winner = faults.resumed(ram), faults.resumed(ram)
+    faults.save(ram, 2, run=winner)
+    with pytest.raises(CheckpointError, match="another job of the same run has saved since .* End one of them"):
+        faults.save(ram, 2, run=loser)
+    faults.save(ram, 3, run=winner)
+    faults.save(ram, 4, run=faults.resumed(ram))
 
 
 def test_what_names_no_run_is_replaced(ram: Path) -> None:

@@ -20,7 +20,9 @@ from tests.toolkit import models
 from tests.toolkit.configs import SGD
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import expect_words, raised
+from zerolite.checkpoint.matching import match_groups
 from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.checkpoint.state import GroupState
 
 
 def reversed_groups(model: nn.Module) -> dict[str, Any]:
@@ -316,3 +318,9 @@ def test_states_go_into_another_implementation_and_back(directory: str) -> None:
 
 
 IMPLEMENTATIONS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
+
+
+def test_groups_of_frozen_parameters_match_by_place() -> None:
+    stored = [GroupState(names=names, values={}) for names in (["a"], ["frozen"], [])]
+    assert match_groups([["a"], ["frozen"], []], stored, {"a": "a"}) == [0, 1, 2]
+    assert match_groups([["frozen"], ["a"]], stored, {"a": "a"}) == [None, 0]

@@ -171,3 +171,12 @@ def test_an_error_of_the_thread_is_raised(tmp_path: Path, failing: int, monkeypa
     with pytest.raises(OSError, match="No space left on device") as caught:
         write_file(tmp_path / "a", batches_of([memoryview(os.urandom(3 * BATCH_BYTES))]), directly=True)
     assert caught.value.filename == str(tmp_path / "a") and len(calls) == failing
+
+
+def test_an_error_of_the_source_of_bytes_is_raised(tmp_path: Path) -> None:
+    def broken() -> Iterator[list[memoryview]]:
+        yield [memoryview(bytes(100))]
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        write_file(tmp_path / "a", broken(), directly=True)

@@ -4,6 +4,7 @@ is saved is the state at the call, failures come to light."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.toolkit.faults import Warnings
 from tests.toolkit.pool import ROOT
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import expect_words, raised
+from zerolite.checkpoint import saving
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.zero import GatheredParameters
 
@@ -249,6 +251,25 @@ def test_what_is_on_disk_is_not_copied_to_the_host_for_a_save(directory: str, tm
     assert all("complete when the call returns" in text for text in told)
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_saves_and_a_load_wait_for_the_save_before(directory: str) -> None:
+    recipe, stage = MIXTURE, 3
+    engine = make_engine(recipe, stage)
+    own = {}
+    for step in range(3):
+        train(engine, recipe, step, step + 1)
+        own[step + 1] = facts(engine, recipe.states)
+        engine.save_checkpoint(directory, async_save=step != 1)
+    train(engine, recipe, 3, 4)
+    engine.load_checkpoint(directory)
+    assert_equal(own[3], facts(engine, recipe.states))
+    engine.wait_for_checkpoint()
+    assert tags_in(directory) == ["global_step1", "global_step2", "global_step3"]
+    for step, expected in own.items():
+        assert_reloads(expected, directory, recipe, stage, tag=f"global_step{step}")
+
+
 FOLLOWING = [("wait", 0, 3), ("load", 1, 1), ("save", 1, 2), ("async", 0, 0)]
 
 
@@ -281,6 +302,22 @@ def test_the_next_call_says_what_has_failed(directory: str, stage: int, failing:
     engine.wait_for_checkpoint()
     assert tags_in(directory) == ["global_step1", "global_step3"]
     assert_reloads(before, directory, recipe, stage)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_an_engine_that_is_gone(directory: str) -> None:
+    """The engine goes out of scope while its checkpoint is being written; what is waited for is the checkpoint."""
+    recipe, stage = MIXTURE, 3
+    engine = trained(recipe, stage, 1)
+    own = facts(engine, recipe.states)
+    engine.save_checkpoint(directory, async_save=True)
+    del engine
+    gc.collect()
+    for saver in list(saving._unfinished):
+        saver.close()
+    assert_reloads(own, directory, recipe, stage)
+    assert not saving._unfinished and gc.isenabled(), "it is off within the calls"
 
 
 @pytest.mark.slow

@@ -173,6 +173,11 @@ def test_fabric_trains_and_resumes(tmp_path: Path) -> None:
         assert result["second"] == result["first"][3:], stage
 
 
+def test_the_moving_average_of_diffusers(tmp_path: Path) -> None:
+    need("diffusers", "transformers")
+    assert max(run(tmp_path, "ema_loop.py")) < 1e-6
+
+
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16")])
 def test_a_run_of_deepspeed_is_resumed(tmp_path: Path, stage: int, precision: str) -> None:
     """The losses are those with which DeepSpeed resumes its own checkpoint."""
@@ -186,6 +191,12 @@ def test_a_run_of_deepspeed_is_resumed(tmp_path: Path, stage: int, precision: st
     assert ours["losses"][:2] == theirs["losses"][:2] and ours["rate"] == theirs["rate"]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=3e-7)
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-6 if precision == "fp32" else 1e-3)
+
+
+def test_the_pipeline_example_of_deepspeed(tmp_path: Path) -> None:
+    """Two stages have the losses of two data-parallel ranks, over the same samples."""
+    result = run(tmp_path, "pipeline_example.py")
+    assert len(result["base"]) == 3 and result["pipe"] == pytest.approx(result["base"], rel=1e-5)
 
 
 def test_the_first_step_of_deepspeed_chat(tmp_path: Path) -> None:

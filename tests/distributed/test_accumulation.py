@@ -13,11 +13,11 @@ import torch.distributed as dist
 import zerolite
 from tests.toolkit import models, reference
 from tests.toolkit.compare import assert_same, assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import SGD, at, config
+from tests.toolkit.configs import SGD, at, config, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
 from tests.toolkit.traffic import Tower
-from tests.toolkit.training import backward, loss_of, make_engine, snapshot
+from tests.toolkit.training import backward, loss_of, make_engine, run_steps, snapshot
 
 # The ways differ in where 1/4 is multiplied and in what is summed before it is reduced. Three steps of SGD with lr
 # 0.05 and gradients of order 1: a rounding error of one fp32 unit in the last place (6e-8) per sum stays far below; a
@@ -175,6 +175,21 @@ def test_a_flushed_step_is_the_mean_of_what_it_contains(stage: int, contained: i
     assert engine.global_steps == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_dropped_gradients_leave_no_trace_in_16_bits(stage: int) -> None:
+    for made in (config(stage, "bf16"), config(stage, fp16=dynamic_fp16())):
+        engine, other = make_engine(made, "Mlp"), make_engine(made, "Mlp")
+        for step in range(3):
+            backward(engine, 100 + step)
+            engine.zero_grad()
+            run_steps(engine, 1, step)
+        run_steps(other, 3)
+        assert engine.global_steps == 3
+        assert_same_bits(snapshot(engine), snapshot(other), "dropped gradients")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @on_ranks(2)
 def test_unused_parameters_are_an_error_if_the_config_says_so(stage: int) -> None:
@@ -222,3 +237,25 @@ def test_a_step_that_raises_counts_no_micro_batch(stage: int) -> None:
             engine.step()
     assert flushed.global_steps == plain.global_steps == 1
     assert_same_bits(snapshot(flushed), snapshot(plain), "after a step that has raised")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_flush_that_raises_in_the_update_leaves_no_factor_behind() -> None:
+    flushed, plain = (make_engine(at(1, "fp32", 4), "Mlp") for _ in range(2))
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("as the test wants it")
+
+    for engine in (flushed, plain):
+        for micro in range(4):
+            backward(engine, 0, micro)
+            if engine is flushed and micro == 0:
+                handle = engine.optimizer.register_step_pre_hook(fail)
+                with pytest.raises(ArithmeticError, match="as the test wants it"):
+                    engine.step(flush=True)
+                handle.remove()
+            else:
+                engine.step()
+    assert flushed.global_steps == plain.global_steps == 1
+    assert_same_bits(snapshot(flushed), snapshot(plain), "after a flush that has raised")

@@ -70,6 +70,29 @@ def test_clipping_by_torch_has_the_bits_and_the_collectives_of_the_config(
         assert found[2] == launched
 
 
+USES: dict[str, Any] = {
+    "norms": lambda engine: [p.grad.norm() for p in engine.module.parameters()],
+    "product": lambda engine: torch._foreach_mul_([p.grad for p in engine.module.parameters()], 0.5),
+    "elementwise": lambda engine: [p.grad.clamp_(-1.0, 1.0) for p in engine.module.parameters()],
+}
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_step_launches_what_it_would_without_p_grad() -> None:
+    """No call and no byte more, in steps that are as test_traffic.py wants them where p.grad is not used."""
+    for stage in range(4):
+        engine, launched = make_engine(at(stage), "Mlp"), []
+        for step, use in enumerate([lambda engine: None] * 4 + list(USES.values())):
+            with record() as recorder:
+                backward(engine, step)
+                use(engine)
+                engine.step()
+                engine.module  # noqa: B018 waits for the gathers that are still in flight
+            launched.append([(call.op, call.tag, call.nbytes) for call in recorder.calls])
+        assert launched[4:] == [launched[3]] * len(USES), stage
+
+
 @pytest.mark.fast("2-2")
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.toolkit.partitioned import assert_partitioned, stage3, whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises, run_steps
 from zerolite import zero
+from zerolite.zero.stage3 import gathered_parameters
 
 
 def odd_model(settings: str | None, precision: str = "fp32") -> tuple[Any, nn.Module]:
@@ -249,6 +251,19 @@ def test_initialize_inside_a_gather() -> None:
             zerolite.initialize(model, config(stage))
         assert_same(whole(model), before)
         run_steps(zerolite.initialize(model, config(stage)), 2)
+
+
+@on_ranks(2)
+def test_a_gather_that_cannot_begin() -> None:
+    """There is no memory for what compares values: nothing stays gathered."""
+    engine = zerolite.initialize(models.build(models.Mlp), stage3("moving"))
+    run_steps(engine, 2)
+    no_memory = mock.patch.object(gathered_parameters, "content_hash", side_effect=MemoryError("full"))
+    with no_memory, raises(MemoryError, "full"), zero.GatheredParameters(engine.module):
+        raise AssertionError("the context has begun")
+    assert_partitioned(engine.module)
+    run_steps(engine, 2)
+    assert engine._parts.coordinator.schedule.following
 
 
 # -------------------------------------------------------------------- external parameters

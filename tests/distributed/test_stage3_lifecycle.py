@@ -170,6 +170,12 @@ def test_disturbances(group: str) -> None:
     undisturbed([group], SETTINGS if "evaluation" in group or group == "reading" else ("moving", "tight"))
 
 
+@pytest.mark.slow
+@on_ranks(1, timeout=180)
+def test_disturbances_of_one_rank() -> None:
+    undisturbed(["reading", "failed evaluation"], ("moving",))
+
+
 @on_ranks(2)
 def test_whole_parameters() -> None:
     """Nothing is released, or the whole model is one unit."""
@@ -245,6 +251,29 @@ def test_plain_state_dicts_are_whole() -> None:
     engine.module.head.load_state_dict(head)
     assert_same(dict(engine.module.head.state_dict()), head)
     train(engine, steps=2)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_load_errors_on_all_ranks(stage: int) -> None:
+    """Only rank 0's state counts; nothing is changed."""
+    engine = make_engine(stage)
+    state, first = engine.full_state_dict(), dist.get_rank() == 0
+    wrong = {**state, "head.bias": torch.zeros(4)}
+    short = {name: value for name, value in state.items() if not name.startswith("first")}
+    with raises(RuntimeError, "head.bias (expected (3,))"):
+        engine.load_full_state_dict(wrong if first else state)
+    with raises(RuntimeError, "missing first.weight, first.bias"):
+        engine.load_full_state_dict(short if first else None)
+    with raises(RuntimeError, "unexpected"):
+        engine.load_full_state_dict({**state, "spare.weight": torch.zeros(1)})
+    with raises(RuntimeError, "head.bias"):
+        engine.load_full_state_dict(wrong, strict=False)
+    engine.load_full_state_dict({**short, "spare": state["gain"]}, strict=False)
+    engine.load_full_state_dict(state if first else wrong)
+    assert_same(engine.full_state_dict(), state)
+    assert not left_gathered(engine)
 
 
 # ---------------------------------------------------------------- torch.compile

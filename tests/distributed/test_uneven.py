@@ -270,6 +270,14 @@ def test_fp16_finds_a_unit_for_large_weights() -> None:
     assert (engine.skipped_steps, engine.global_steps) == (1, 4)
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_equal_weights_change_no_bit() -> None:
+    for stage in ("0", "1", "2", "3"):
+        one, other = (weighted(at(stage), equal=True, weights=weights) for weights in (True, False))
+        assert_same_bits(one["parameters"], other["parameters"], f"stage {stage}, with weights and without")
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
 def test_what_is_no_weight(stage: str) -> None:
