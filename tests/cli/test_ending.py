@@ -169,6 +169,18 @@ def test_a_rank_that_fails_ends_the_job(start, how: str) -> None:
 
 
 @pytest.mark.slow
+def test_killed_for_want_of_memory(start) -> None:
+    """By the kernel, with the same signal as by `kill -9`; the control group's counter tells the difference."""
+    grow = "hold = []\nwhile True: hold.append(b'x' * (16 << 20))\n"
+    with helpers.limited_memory(800 << 20) as processes:
+        enter = ["sh", "-c", f'echo $$ > {processes}; exec "$@"', "sh"]
+        job = start(OTHERS_WAIT + grow, "--nproc", "2", through=enter)
+        assert job.finish() == 137, job.stderr
+    assert "failed: killed by the kernel, since memory had run out" in headline(job.stderr)
+    assert job.left() == []
+
+
+@pytest.mark.slow
 def test_unruly_children_of_a_failing_job(start) -> None:
     killed = "if __name__ == '__main__': wait_for('up.0'); failing(); os.kill(os.getpid(), 9)\n"
     hidden = f"sleep 1000.{secrets.randbelow(10**9)}"
@@ -280,6 +292,13 @@ def test_all_ranks_start_again_after_a_failure(start) -> None:
     (logs,) = (job.directory / "logs").iterdir()
     assert [(logs / f"attempt_{n}" / "rank_1.out").read_text() for n in (0, 1)] == ["attempt 0\n", "attempt 1\n"]
     assert job.left() == []
+
+
+@pytest.mark.slow
+def test_processes_left_behind_by_success(start) -> None:
+    job = start(PRELUDE + "subprocess.Popen(['setsid', 'sleep', '1000'])\n", "--nproc", "1")
+    assert job.finish() == 0
+    assert "the ranks left 1 process behind, ended now: sleep" in job.stderr and job.left() == []
 
 
 # With its node's number: the part that is rank 0 in one directory, the other one in another.

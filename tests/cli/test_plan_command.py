@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.helpers import ROOT
+from tests.cli.helpers import ROOT, job_environment
 from tests.unit.plan_examples import GB, make_comparison, make_plan
 from zerolite.planning import command
 from zerolite.planning.report import Screen, render
@@ -181,3 +183,15 @@ def test_every_option_is_documented() -> None:
 
 
 # -------------------------------------------------------------------- for real
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """The output is a pipe without a reader: silence, and the status of a process that SIGPIPE has ended."""
+    program = "import sys; from zerolite.planning import command; sys.exit(command.main(['--help']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    env = job_environment(PYTHONUNBUFFERED=None)
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, cwd=ROOT, env=env, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -23,7 +23,8 @@ from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
-from zerolite.comm import HostGroup, create_communicator, read_objects_without_numpy, use_communicator
+from zerolite.comm import CollectiveCheck, HostGroup, create_communicator, read_objects_without_numpy, use_communicator
+from zerolite.comm.flight_recorder import WAIT
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.transport import ProcessGroupTransport
 
@@ -263,6 +264,27 @@ def own_group(seconds: float) -> Iterator[Any]:
     dist.destroy_process_group(group)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [True, False])
+@on_ranks(2)
+def test_messages_of_different_collectives_never_meet(same: bool) -> None:
+    """Between hosts nothing compares them; ranks that gather different parameters must not take one for the other."""
+    rank = dist.get_rank()
+    with own_group(1.0) as group, pytest.MonkeyPatch.context() as patch:
+        # Whether a rank times out or loses the other is chance: the watchdog of one would ask where the other stands.
+        patch.setattr(WAIT, "explain", lambda error: None)
+        comm = GlooCommunicator(ProcessGroupTransport(group))
+        for numel in (6, 40_000) if same else (6,):  # in one message, or several
+            full, key = torch.zeros(2 * numel), 1 if same or rank == 0 else 2
+            gather = comm.gather_shards([full], [torch.full((numel,), rank + 10.0 * key)], "parameters", key)
+            if same:
+                gather.wait()
+                assert full[::numel].tolist() == [10, 11]
+            else:
+                assert raised(gather.wait).startswith("RuntimeError")  # it timed out, or the other rank did first
+        comm.close()
+
+
 # -------------------------------------------------------------------- check_collectives
 
 MOVING = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
@@ -332,6 +354,24 @@ def test_different_collectives_are_named_before_they_begin(what: str) -> None:
     assert said.startswith("Mismatch: check_collectives: the ranks are about to launch different collectives")
     assert ("of the gathers of parameters): " in said) == (what == "branch")
     assert all(word in said for word in COLLECTIVES[what]), said
+
+
+@pytest.mark.slow
+@on_ranks(2, 3)
+def test_the_check_waits_for_nobody_at_a_launch() -> None:
+    """Two communicators whose collectives each rank launches in an order of its own."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with own_group(20.0) as group:
+        first = GlooCommunicator(ProcessGroupTransport(group))
+        second = first.second("gloo")
+        for comm, label in ((first, "first"), (second, "second")):
+            comm.watch(CollectiveCheck(comm, label))
+        tensors = [torch.full((world,), float(rank)), torch.full((world,), 10.0 * rank)]
+        pairs = list(zip((first, second), tensors, strict=True))
+        pending = [comm.reduce_scatter(tensor, "mine") for comm, tensor in (pairs if rank else pairs[::-1])]
+        total = sum(range(world))
+        assert sorted(float(one.wait()[0]) for one in pending) == [total, 10.0 * total]
+        first.close()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

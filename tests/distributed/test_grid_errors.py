@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from tests.distributed.test_grid import FP32, expected, run
+from tests.distributed.test_grid import CLIP, FP32, expected, run
 from tests.distributed.test_grid_loops import PIPE, PIPE_TENSOR, TENSOR, settings
 from tests.toolkit import models
 from tests.toolkit.configs import dynamic_fp16
@@ -170,6 +170,16 @@ def test_iterators() -> None:
 
 
 @pytest.mark.slow
+@on_ranks(2, timeout=30)
+def test_ranks_of_one_model_read_other_data() -> None:
+    for length in (8, 4):
+        engine = make_engine(settings(TENSOR))
+        batches = micro_batches(0, 4, engine.rank, length=length if engine.rank else 8)
+        said = raised(lambda engine=engine, batches=batches: engine.train_batch(batches))
+        assert said.startswith("RuntimeError: ") and "expected" in said and "engine.data_parallel_rank" in said
+
+
+@pytest.mark.slow
 @on_ranks(2)
 def test_calls_that_a_pipeline_has_not() -> None:
     engine = make_engine(settings(PIPE))
@@ -233,3 +243,17 @@ def test_what_does_not_fit_is_said_on_all_ranks() -> None:
 
     said = raised(init)
     assert "zero.Init" in said and "tensor_parallel" in said
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_configs_that_differ_are_named() -> None:
+    first = settings(PIPE, pipeline={"split": ["blocks.2"]})
+    for odd, words in (
+        (settings(PIPE, pipeline={"split": ["blocks.1"]}), "config key pipeline.split is ['blocks.2'] on rank 0"),
+        (settings(TENSOR), "config key pipeline.stages is 2 on rank 0, but 1 on rank 1"),
+        (first | {"gradient_clipping": 3.0}, f"config key gradient_clipping is {CLIP} on rank 0, but 3.0 on rank 1"),
+    ):
+        made = odd if dist.get_rank() else first
+        said = raised(lambda made=made: make_engine(made))
+        assert words in said, (words, said)

@@ -147,6 +147,19 @@ if rank == 1:
     assert "rank 1 is outside of the engine" in said or "rank 1 has not come to zerolite.initialize yet" in said
 
 
+@pytest.mark.slow
+def test_a_handler_of_ones_own_outlives_destroy(tmp_path: Path) -> None:
+    script = """
+engine = make(30.0)
+signal.signal(signal.SIGUSR1, lambda *_: print("mine", flush=True))
+del engine
+zerolite.destroy()
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(0.2)
+"""
+    assert run(tmp_path, script) == [(0, "mine\n"), (0, "mine\n")]
+
+
 def test_training_in_another_thread_than_the_main_one(tmp_path: Path) -> None:
     script = """
 def train():

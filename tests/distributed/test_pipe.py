@@ -4,7 +4,9 @@ parameters; messages; memory; and models that are refused. Grids, and more of st
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,8 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises
 from zerolite.comm import record
 from zerolite.pipe import LayerSpec, PipelineModule
+from zerolite.pipe.schedules import available_schedules
+from zerolite.zero.reducer import Reducer
 
 RELATIVE = 1e-6  # fp32: only the order differs in which micro-batches are summed
 
@@ -125,6 +129,40 @@ def test_two_pipelines_meet_along_each_dimension() -> None:
     assert met == [("pipe", 2), ("data", 2)] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"])
+@on_ranks(4, timeout=120)
+def test_a_chunk_is_reduced_behind_its_own_last_backward(schedule: str) -> None:
+    """Not behind that of the rank's last chunk. A bucket with parameters of both chunks waits for the later one."""
+    if schedule not in available_schedules():
+        return
+    events: list[list[Any]] = []
+    launch, begin = Reducer._launch, Reducer.begin_backward
+
+    def noted(self: Reducer, bucket: Any) -> None:
+        events.append(["launch", bucket.index])
+        launch(self, bucket)
+
+    def begun(self: Reducer, reducing: bool, *rest: Any, **more: Any) -> None:
+        events.append(["last backward" if reducing else "backward"])
+        begin(self, reducing, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reducer, "_launch", noted)
+        patch.setattr(Reducer, "begin_backward", begun)
+        engine, _ = train("blocks", schedule=schedule, zero=1, steps=3)
+    buckets, steps = len(engine._parts.buffer.layout.buckets), events
+    for _ in range(3):
+        last = steps.index(["last backward"])
+        early = [event for event in steps[:last] if event[0] == "launch"]
+        assert steps[:last].count(["backward"]) == 7 and early
+        step, steps = steps[: last + 1 + buckets - len(early)], steps[last + 1 + buckets - len(early) :]
+        assert sorted(event[1] for event in step if event[0] == "launch") == list(range(buckets))
+    assert not steps
+    rank_events = from_all_ranks(events)
+    assert rank_events[0] == rank_events[2] or rank_events[0] == rank_events[1]  # the copies of a stage
+
+
 @on_ranks(2)
 def test_a_model_divided_by_names() -> None:
     engine, _ = train("TiedGpt", lengths=(4, 6), other_seed=True, mine=True)
@@ -170,6 +208,46 @@ def test_grids_options_and_divided_models() -> None:
 
 
 # -------------------------------------------------------------------- what is held, and what comes out
+
+
+class Token:
+    """Lives as long as a node of the graph."""
+
+
+class Counts(nn.Linear):
+    """Knows how many of its outputs are alive: activations between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, token = super().forward(x), Token()
+        if output.grad_fn is not None:
+            output.grad_fn.metadata["token"] = token
+        self.alive.add(token)
+        self.most = max(self.most, len(self.alive))
+        return output
+
+
+@pytest.mark.slow
+@on_ranks(2, 4)
+def test_activations_go_with_their_backward() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for schedule, evaluate, wanted in (("1f1b", False, world - rank), ("gpipe", False, 6), ("1f1b", True, 1)):
+        settings = config(0, "fp32", 6)
+        settings["pipeline"] = {"stages": world, "schedule": schedule}
+        model = nn.Sequential(*(Counts() for _ in range(world)))
+        counted = model[rank]
+        engine = zerolite.initialize(model, settings, loss_fn=F.mse_loss)
+        gc.disable()
+        try:
+            (engine.eval_batch if evaluate else engine.train_batch)(iter(batches_of(float_batch, 0, 6)[0]))
+        finally:
+            gc.enable()
+        assert not len(counted.alive), "activations of a step that has ended"
+        assert counted.most == wanted, (schedule, evaluate)
 
 
 @pytest.mark.slow

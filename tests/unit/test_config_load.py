@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from tests.toolkit.config_errors import errors_of, nested
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
@@ -285,6 +285,23 @@ def test_auto_in_params_is_left_to_the_constructor() -> None:
     config = load_config({"optimizer": {"type": "AdamW", "params": params}})
     assert config.optimizer is not None
     assert config.optimizer.params == {"eps": 1e-6, "mode": "automatic"}
+
+
+def test_frozen_at_every_depth() -> None:
+    source = {**SAMPLE, "optimizer": {"type": "X", "params": {"lr": 1, "inner": {"a": 1}}}}
+    config = load_config(source)
+    assert config.optimizer is not None
+    for block, name in ((config, "dump_state"), (config.zero_optimization, "stage"), (config.optimizer, "params")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(block, name, 0)
+        with pytest.raises(ValidationError, match="frozen"):
+            delattr(block, name)
+    params: Any = config.optimizer.params
+    for change in (lambda: params.__setitem__("lr", 1), params.clear, lambda: params["inner"].update(a=2)):
+        with pytest.raises(TypeError, match="frozen"):
+            change()
+    dict(params)["lr"] = 2  # a copy is free
+    assert config == load_config(source)
 
 
 @pytest.mark.filterwarnings("error")

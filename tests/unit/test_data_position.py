@@ -156,6 +156,29 @@ def test_set_epoch_before_the_pass(users):
     del passing
 
 
+def test_a_pass_under_way_goes_on_from_the_position():
+    ranks = Ranks(2, 24)
+    passing, _, _ = run(ranks, 1)
+    state = ranks.save()
+    expected = [parts for parts, _ in passing]
+    passing, *_ = run(ranks, 2)
+    ranks.load(state)
+    assert [len(loader) for loader in ranks.each] == [3, 3]
+    passes = [iter(loader) for loader in ranks.each]
+    assert [[batch.tolist() for batch in batches] for batches in zip(*passes, strict=True)] == expected
+    ranks = Ranks(1, 12)
+    batches = iter(ranks.each[0])
+    seen = [next(batches).tolist() for _ in range(2)]
+    state = ranks.save()
+    seen += [batch.tolist() for batch in batches]
+    ranks, taken = Ranks(1, 12), []
+    for batch in ranks.each[0]:
+        taken.append(batch.tolist())
+        if len(taken) == 1:
+            ranks.load(state)
+    assert taken == [seen[0], *seen[2:]], "the one under way goes on"
+
+
 @pytest.mark.parametrize("users", [None, users_loader()])
 @pytest.mark.parametrize(("count", "made_before"), [(1, True), (4, False), (5, True), (11, False)])
 def test_a_repeating_loader_goes_on(users, count, made_before):

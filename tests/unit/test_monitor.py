@@ -19,13 +19,15 @@ import pytest
 import torch
 
 from tests.unit.conftest import Device
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, data_topology
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
 from zerolite.monitor.append_file import AppendFile
+from zerolite.monitor.monitoring import Monitoring
 from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock
 from zerolite.monitor.writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
+from zerolite.zero.observers import Observers
 
 CPU = torch.device("cpu")
 LR = ("Train/Samples/lr", 0.5, 8)
@@ -243,6 +245,42 @@ def test_losses_belong_to_their_window() -> None:
     log.on_settled(3, norm=1.0)
     assert [event[1:] for event in writer.events if event[0].endswith("/train_loss")] == [(1.0, 8), (8.0, 16)]
     assert [event[1:] for event in writer.events if event[0].endswith("/lr_group1")] == [(0.25, n) for n in (8, 16, 24)]
+
+
+@pytest.mark.parametrize("how", ["close", "delete"])
+def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine_goes(tmp_path: Path, how: str) -> None:
+    observers = Observers()
+
+    class Late:
+        """One step behind, as on CUDA: its only step is settled when it is read."""
+
+        settled = False
+
+        def settle(self) -> None:
+            if not self.settled:
+                self.settled = True
+                for updated in observers.on_updated:
+                    updated()
+                for settled in observers.on_settled:
+                    settled(1, 7.0)
+
+    engine: Any = type("Engine", (), {})()  # something that can go
+    outcomes, optimizer = Late(), SimpleNamespace(param_groups=[{"lr": 0.5}])
+    config = load_config(everything_enabled(tmp_path))
+    parts: Any = SimpleNamespace(
+        config=config, topology=data_topology(Communicator()), device=CPU, pipeline=SimpleNamespace(state=outcomes),
+        observers=observers, optimizer=optimizer, scaler=None, model=torch.nn.Linear(1, 1), call=None,
+    )  # fmt: skip
+    started = Monitoring(parts)
+    started.end_with(engine)
+    assert started.comms_logger is None and started.watch_module() == []
+    path = tmp_path / "job" / "events.jsonl"
+    assert path.read_text() == ""
+    if how == "close":
+        started.monitor.close()
+    del engine, outcomes
+    written = {"lr": 0.5, "grad_norm": 7.0, "loss_scale": 1.0, "global_steps": 1}
+    assert json.loads(path.read_text()) == {"step": 1} | {f"Train/Steps/{name}": v for name, v in written.items()}
 
 
 def one_step(clock: PhaseClock, device: Device, number: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import op_builder
-from op_builder import OpUnavailable, build, tools
+from op_builder import OpUnavailable, build, cache, tools
 from op_builder import load as load_function
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,6 +195,51 @@ def test_a_killed_builder_blocks_nobody(place: Place) -> None:
         builder.communicate()
         for pid in (place.here / "pids").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
+
+
+HOLDER = """\
+import os, sys, time
+from pathlib import Path
+from op_builder.cache import build_lock
+with build_lock(Path(sys.argv[1]), 10):
+    pid = os.fork()
+    if pid:
+        print(pid, flush=True)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.slow
+def test_a_lock_dies_with_its_holder_and_is_not_waited_for_forever(tmp_path: Path) -> None:
+    """Not forever: its holder may be stopped, or on a lost machine that shares the file system. A fork of the holder,
+    which lives on, does not hold it."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as holder:
+        assert holder.stdout is not None
+        fork = int(holder.stdout.readline())
+        try:
+            start = time.monotonic()
+            with cache.build_lock(tmp_path / "lock", 0.5):
+                assert time.monotonic() - start >= 0.5
+            holder.kill()
+            holder.wait()
+            start = time.monotonic()
+            with cache.build_lock(tmp_path / "lock", 10.0):
+                assert time.monotonic() - start < 5
+        finally:
+            holder.kill()
+            os.kill(fork, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_those_who_waited_for_a_failure_fail_with_it(place: Place) -> None:
+    (place.csrc / "cpu" / "dispatch.cpp").write_text("#error not like this\n")
+    (place.here / "hang").write_text("1")
+    processes = [place.start() for _ in range(4)]
+    errors = [finish(process)["error"] for process in processes]
+    assert all("not like this" in error for error in errors)
+    assert len(place.calls("dispatch.cpp")) == 1
 
 
 @pytest.mark.fast("writable by the group", "no home")

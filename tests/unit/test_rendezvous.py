@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from zerolite.comm import store_requests
 from zerolite.comm.rendezvous import first_barrier
 from zerolite.comm.store_barrier import Patience
 
@@ -33,6 +34,18 @@ class CountingStore(dist.Store):
     add = functools.partialmethod(_ask, "add")
     compare_set = functools.partialmethod(_ask, "compare_set")
     wait = functools.partialmethod(_ask, "wait")
+
+
+class SilentStore(CountingStore):
+    """One whose host is cut off before the others come."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__(inner)
+        self.over = threading.Event()  # a request that came back while the interpreter ends would abort the process
+
+    def check(self, keys: list[str]) -> bool:
+        self.over.wait(60.0)
+        return False
 
 
 def come(arrivals: dict[int, float], timeout_s: float) -> tuple[dict[int, str], dict[int, int]]:
@@ -63,3 +76,15 @@ def test_many_ranks_together_ask_at_a_bounded_rate() -> None:
     assert errors == dict.fromkeys(range(WORLD), "")
     assert max(requests.values()) <= 120, requests
     assert Patience(60.0, lookers=4096)._shortest_s > 1.0
+
+
+def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_requests, "SILENT_S", 0.2)
+    store, began = SilentStore(dist.HashStore()), time.monotonic()
+    with pytest.raises(RuntimeError, match="init_distributed: rank 0 .*store of the rendezvous has not answered"):
+        first_barrier(store, 0, 2, 60.0)
+    assert time.monotonic() - began < 4.0
+    store.over.set()
+    for thread in threading.enumerate():
+        if thread.name == "zerolite store":
+            thread.join(10.0)

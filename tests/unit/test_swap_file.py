@@ -224,6 +224,21 @@ def test_a_file_that_somebody_cut(file: SwapFile) -> None:
     assert offloaded.eq(3).all()
 
 
+def test_an_error_of_the_disk(file: SwapFile) -> None:
+    offloaded = file.zeros(2 * BLOCK)
+    fd = file._fd if file._direct is None else file._direct
+    kept = os.dup(fd)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), fd)
+    transfer = file.write(offloaded, staging(2 * BLOCK))
+    for _ in range(2):
+        with pytest.raises(OSError, match="writing 8192 bytes at byte 0 of the swap file of rank 3 in .* Bad file"):
+            transfer.wait()
+    os.dup2(kept, fd)
+    os.close(kept)
+    file.write(offloaded, staging(2 * BLOCK).fill_(1)).wait()
+    assert offloaded.eq(1).all()
+
+
 def test_damaged_bytes_have_another_checksum(io: AsyncIO, tmp_path: Path) -> None:
     file = SwapFile(tmp_path, io, 0, KEY, checksums=True)
     offloaded, into = file.zeros(10 * BLOCK + 9), staging(10 * BLOCK + 9)

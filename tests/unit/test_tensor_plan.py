@@ -18,7 +18,7 @@ from tests.toolkit.tensor_parallel import CPU, Nano, Shapes, Stack, settings
 from zerolite.comm import dry_communicator
 from zerolite.tensor_parallel import RowParallelLinear, TensorPlanError, parallelize_module
 from zerolite.tensor_parallel.plan import Style, matches, parse_style, resolve
-from zerolite.tensor_parallel.shard_spec import ShardSpec, is_partial, shard_spec_of
+from zerolite.tensor_parallel.shard_spec import ShardSpec, is_partial, set_names, shard_spec_of
 
 MLP = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
@@ -152,6 +152,18 @@ def test_gradients_that_are_parts(kind: str, settings: dict[str, Any], names: se
     model = cut(Stack([Shapes(kind)]), **settings)
     partial = {name for name, parameter in model.named_parameters() if is_partial(parameter)}
     assert partial == {f"blocks.0.{name}" for name in names}
+
+
+def test_a_stage_of_a_pipeline() -> None:
+    """Patterns for other stages are given back; a tied weight is cut though its other place is elsewhere."""
+    model = Stack([Plain()], width=8)
+    model.blocks[0].up._parameters.update(weight=None, bias=None)  # on another stage
+    model.blocks[0].down._parameters.update(weight=None, bias=None)
+    set_names(model.embed.weight, ["embed.weight", "elsewhere.head.weight"])
+    comm = dry_communicator("gloo", 0, 2)
+    plan = {**MLP, "other.*": "column", "elsewhere.head": "vocab"}
+    assert parallelize_module(model, settings(2, plan), comm, CPU, stage=True) == ["other.*"]
+    assert list(parts_of(model)) == ["embed.weight"]
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused
@@ -301,6 +313,21 @@ def test_parts_that_contradict_what_is_known(case: str) -> None:
         cut(nn.Sequential(make()), plan)
 
 
+def test_key_and_value_beside_a_query() -> None:
+    """Cross-attention of GPT-2: not query, key and value, though the name says so."""
+
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_attn, self.c_attn, self.c_proj = nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(32, 32)
+            self.num_heads, self.head_dim = 4, 8
+
+    cross = _of_library("gpt2", Cross)
+    cut(nn.Sequential(cross), {"*.?_attn": "column", "*.c_proj": "row"})
+    found = shard_spec_of(cross.c_attn.weight)
+    assert found is not None and found.ranges == ((0, 0, 16), (16, 32, 16))
+
+
 def test_styles_beside_auto_count() -> None:
     """And a refusal says what to write."""
     with pytest.raises(TensorPlanError, match=r'write "plan": \{"\*": "auto", "blocks\.\*": "whole"\}'):
@@ -426,3 +453,18 @@ def test_attributes_that_are_named() -> None:
         cut(Stack([Named()]), plan, divide=["blocks.*.n"])
     with pytest.raises(TensorPlanError, match=r"'nh' of 'blocks\.0' to be a multiple of tensor_parallel\.size 8"):
         cut(Stack([Named()]), plan, size=8, divide=["blocks.*.nh"])
+
+
+@pytest.mark.slow
+def test_a_weight_that_a_function_uses() -> None:
+    from zerolite.pipe import PipelineModule, TiedLayerSpec
+
+    specs = [
+        TiedLayerSpec("embed", nn.Embedding, 9, 32),
+        Nano(),
+        TiedLayerSpec("embed", nn.Embedding, 9, 32, forward_fn=lambda embed, x: x @ embed.weight.t()),
+    ]
+    model = PipelineModule(specs)
+    model.build(range(3))
+    with pytest.raises(TensorPlanError, match=r"got 'layers\.0', which the forward_fn of a TiedLayerSpec uses"):
+        cut(model, {"layers.0": "vocab", "layers.*.c_attn": "column", "layers.*.c_proj": "row"})
