@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import functools
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ SEEN_IN = "2.6, 2.11 and 2.13"
 
 # What torch documents, although it has an underscore, and what its modules and tensors consist of.
 DOCUMENTED = re.compile(
-    r"_foreach_\w+|_grouped_mm|_amp_\w+|_to_copy|_local_scalar_dense"  # operators
+    r"_foreach_\w+|_grouped_mm|_amp_\w+|_to_copy|_local_scalar_dense|_has_compatible_shallow_copy_type"  # operators
     r"|_parameters|_buffers|_modules|_forward_hooks|_forward_pre_hooks|_state_dict_pre_hooks|_backward_hooks"
     r"|_non_persistent_buffers_set|_apply|_BatchNorm|_ConvNd|_DropoutNd"  # torch.nn.Module
     r"|_version|_is_view|_make_wrapper_subclass|_make_subclass|_post_accumulate_grad_hooks"  # torch.Tensor
@@ -32,13 +32,12 @@ PYTHON |= set("_NamedFuncPointer _ArgumentGroup _run_module_as_main".split())
 
 # Folders that extend a part of torch beyond its public interface: its pipelining, its fake tensors, its launcher.
 EXTENSIONS = ("planning/", "pipe/", "tensor_parallel/", "monitor/", "launcher/", "activation_checkpointing/", "compat/")
-EXTENSIONS += ("zero/stage3/", "zero/optimizer.py")
 
 
 @pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
 def test_torch_has_the_name(name: str) -> None:
     try:
-        functools.reduce(getattr, name.split(".")[1:], torch)
+        pkgutil.resolve_name(name)
     except AttributeError:
         raise AssertionError(
             f"torch {torch.__version__} has no {name}, which {SEEN_IN} have: zerolite/{HOME} says what it is for; find "
@@ -50,7 +49,7 @@ def test_each_function_has_a_reason() -> None:
     source = (ROOT / HOME).read_text()
     for name in NAMES:
         assert re.search(rf'^(def {name}\(.*\n    """\w|{name}: .*\n""")', source, re.MULTILINE), name
-    assert len(NAMES) <= 13
+    assert len(NAMES) <= 19, "one more needs a reason that none of the others has"
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:

@@ -29,7 +29,7 @@ from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
-from zerolite.zero.stage3.absent_parameter import as_plain_tensors
+from zerolite.utils.torch_private import as_plain_tensors
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 

@@ -34,8 +34,8 @@ from zerolite.utils.memory_tags import (
     location_of,
 )
 from zerolite.utils.sizes import format_size
+from zerolite.utils.torch_private import as_plain_tensors
 from zerolite.zero.engine_parts import EngineParts
-from zerolite.zero.stage3.absent_parameter import as_plain_tensors
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 HELD = tuple(item for item in ITEMS if item != OTHER)

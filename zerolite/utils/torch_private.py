@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import distributed_c10d
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -43,6 +44,47 @@ after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 
 No hook knows that its gradient is the last one: which parameters get a gradient is known only then.
 """
+
+
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""Return the depth of torch.func's transforms around this call; None outside of them.
+
+Their tensors stand for others, so stage 3 cannot gather inside.
+"""
+
+# -------------------------------------------------------------------- tensors
+
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
+"""Context for the engine's own work, in which torch does not ask for the values of absent parameters."""
+
+without_functions: Any = torch._C.DisableTorchFunction
+"""The same, and function modes do nothing either: that of ``zero.Init`` would gather."""
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors, graphs and Python objects hold the memory of ``storage``.
+
+    Values that another tensor or a graph still reads must not be freed, nor still be in flight.
+    """
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def swap_tensor(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange device, memory and dtype of two parameters. They stay the same objects, with their attributes.
+
+    ``torch.utils.swap_tensors`` exchanges attributes too, and refuses tensors with weak references.
+    """
+    torch._C._swap_tensor_impl(one, other)
+
+
+# -------------------------------------------------------------------- optimizers
+
+
+def step_hooks(when: str) -> list[Any]:
+    """Return the hooks that programs have registered for the steps of all optimizers, "pre" or "post". torch runs them
+    in its own optimizers' ``step``, which updates by kernels do not call."""
+    return list((_global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks).values())
+
 
 # -------------------------------------------------------------------- operators
 
@@ -180,6 +222,15 @@ def save_by_plan(writer: StorageWriter, planner: SavePlanner, group: dist.Proces
 NAMES = {
     "current_backward": ("torch._C._current_graph_task_id",),
     "after_backward": ("torch.autograd.Variable._execution_engine",),
+    "transform_level": ("torch._C._functorch.maybe_current_level",),
+    "as_plain_tensors": ("torch._C.DisableTorchFunctionSubclass",),
+    "without_functions": ("torch._C.DisableTorchFunction",),
+    "storage_users": ("torch._C._storage_Use_Count", "torch.UntypedStorage._cdata"),
+    "swap_tensor": ("torch._C._swap_tensor_impl",),
+    "step_hooks": (
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+    ),
     "flatten": ("torch._C._nn.flatten_dense_tensors",),
     "foreach_types": ("torch.utils._foreach_utils._foreach_supported_types",),
     "undispatched": (

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerolite.comm import collective
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.finalizers import finalize_before_exit
+from zerolite.utils.torch_private import step_hooks
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.kernel_update import KernelUpdate
@@ -204,8 +204,7 @@ class ShardedOptimizer(Optimizer):
         """
         if when == "pre":  # torch's schedulers look for this mark before they warn that step() was never called
             self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
-        global_hooks = _global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks
-        calls: list[tuple[Optimizer, Any]] = [(self, hook) for hook in global_hooks.values()]
+        calls: list[tuple[Optimizer, Any]] = [(self, hook) for hook in step_hooks(when)]
         for optimizer in (self.inner, self):
             hooks = getattr(optimizer, f"_optimizer_step_{when}_hooks")
             calls += [(optimizer, hook) for hook in hooks.values()]

@@ -22,9 +22,8 @@ from torch._ops import OpOverload
 
 from zerolite.comm import wait_for_result
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors, written_arguments
-from zerolite.utils.torch_private import current_backward, foreach_types
+from zerolite.utils.torch_private import as_plain_tensors, current_backward, foreach_types
 from zerolite.zero.layout import Slot
-from zerolite.zero.stage3.absent_parameter import as_plain_tensors
 
 if TYPE_CHECKING:
     from zerolite.zero.grads import Gradients

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zerolite.utils.torch_private import as_plain_tensors
 from zerolite.zero.layout import Slot
 from zerolite.zero.sharded_gradient import ShardedGradient, Window
-from zerolite.zero.stage3.absent_parameter import as_plain_tensors
 
 if TYPE_CHECKING:
     from zerolite.zero.grads import Gradients

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import handle_torch_function
 
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
+from zerolite.utils.torch_private import as_plain_tensors
 
 Tensor = torch.Tensor
 
@@ -121,10 +122,6 @@ def restore_class(parameter: Tensor) -> None:
 def _absent_subclass(present: type) -> type:
     """Return the class of absent parameters for ``present``, a class of the user."""
     return type(f"Absent{present.__name__}", (AbsentParameter, present), {})
-
-
-as_plain_tensors = torch._C.DisableTorchFunctionSubclass
-"""Context for the engine's own work, in which torch does not ask for the values of absent parameters."""
 
 
 # ---------------------------------------------------------------- functions that need no values

@@ -422,7 +422,7 @@ def _neighbours(sharded_params: Sequence[PartitionedParameter]) -> list[list[Par
     latest: dict[tuple[int, torch.dtype], tuple[list[PartitionedParameter], int]] = {}
     for sharded_param in sharded_params:
         shard = sharded_param.shard
-        memory, start = (shard.untyped_storage()._cdata, shard.dtype), int(shard.storage_offset())
+        memory, start = (id(shard.untyped_storage()), shard.dtype), int(shard.storage_offset())
         run, end = latest.get(memory, ([], -1))
         if start != end:
             run = []

@@ -13,6 +13,7 @@ from zerolite.comm import collective
 from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
 from zerolite.comm.initial_sync import broadcast_flat, content_hash
 from zerolite.utils.accelerator import address, host_values
+from zerolite.utils.torch_private import without_functions
 from zerolite.zero.stage3.comm_context import group_by_context, refresh
 from zerolite.zero.stage3.live_view import save_views
 from zerolite.zero.stage3.param_group import register_external_parameter
@@ -79,7 +80,7 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, sharded_param.parameter)
 
     def __enter__(self) -> GatheredParameters:
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             outliving = [p for p in self._sharded_params if p.storage is None or p.status is not NOT_AVAILABLE]
             with contextlib.ExitStack() as undo:
                 for context, sharded_params in group_by_context(self._sharded_params):
@@ -103,7 +104,7 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             self._find_graphs()
             _entered_contexts.remove(self)
             error_text: str | None = None

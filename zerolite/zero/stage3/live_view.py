@@ -26,16 +26,15 @@ from torch._ops import OpOverload
 from zerolite.comm.initial_sync import broadcast_flat
 from zerolite.utils.module_hook import WeakHook
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors, written_arguments
+from zerolite.utils.torch_private import as_plain_tensors, current_backward, transform_level
 from zerolite.utils.user_line import warn_of_collective
-from zerolite.zero.stage3.absent_parameter import AbsentParameter, as_plain_tensors, no_values_error, reduce_parameter
+from zerolite.zero.stage3.absent_parameter import AbsentParameter, no_values_error, reduce_parameter
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
     from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 
 _T = torch.Tensor
-_transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
-_current_graph_task = torch._C._current_graph_task_id
 _GET_DATA, _SET_DATA = getattr(_T, "data").__get__, getattr(_T, "data").__set__  # noqa: B009
 _ALIASING = frozenset([_T.detach, torch.detach, _GET_DATA])
 _SHOWING = frozenset([_T.__repr__, _T.__format__])
@@ -352,7 +351,7 @@ def _as_view(sharded_param: PartitionedParameter, tensor: torch.Tensor) -> LiveV
 
 def _check(views: Sequence[LiveView]) -> None:
     """Raise RuntimeError for a view that a backward uses after its parameter has changed."""
-    if _current_graph_task() == -1:
+    if current_backward() == -1:
         return
     for view in views:
         if view.version != view.sharded_param.version:
@@ -387,12 +386,12 @@ def _check_gather(sharded_param: PartitionedParameter) -> None:
     coordinator = sharded_param.coordinator
     if not sharded_param.context.gathers_for_operations and (coordinator is None or not coordinator.busy):
         raise no_gather_error(sharded_param.name)
-    if _transform_level() is not None:
+    if transform_level() is not None:
         raise no_values_error(
             sharded_param.name,
             "stage 3 cannot gather inside a transform of torch.func (grad, vmap, …): use copy.deepcopy(engine.module)",
         )
-    if coordinator is None or _current_graph_task() != -1:  # autograd has threads of its own
+    if coordinator is None or current_backward() != -1:  # autograd has threads of its own
         return
     if threading.get_ident() != coordinator.thread:
         raise no_values_error(sharded_param.name, "and this thread is not the one that trains")
@@ -419,10 +418,10 @@ def no_gather_error(name: str) -> RuntimeError:
 def save_views(sharded_params: Sequence[PartitionedParameter]) -> torch.autograd.graph.saved_tensors_hooks:
     """Context in which autograd saves views of these gathered parameters: a backward that comes when they are released
     gathers them again. Called on all ranks, which run the same backwards."""
-    by_storage = {p.storage._cdata: p for p in sharded_params if p.storage is not None}
+    by_storage = {id(p.storage): p for p in sharded_params if p.storage is not None}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        storage = id(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
         sharded_param = by_storage.get(storage)
         if sharded_param is None or tensor.dtype != sharded_param.shard.dtype:
             return tensor

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.utils.module_hook import WeakHook, is_compiled
-from zerolite.utils.torch_private import untraced
+from zerolite.utils.torch_private import current_backward, untraced
 from zerolite.zero.stage3.live_view import GatheredStateDict
 from zerolite.zero.stage3.param_group import ParamGroup, groups_of_parameters, owns_released
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-_current_graph_task = torch._C._current_graph_task_id
 
 
 class ModuleExecution:
@@ -62,7 +60,7 @@ class ModuleExecution:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Begin the backward: a gradient has reached an output. Later gradients of the same backward do nothing."""
-        task = _current_graph_task()
+        task = current_backward()
         coordinator = self.coordinator() if task != self.task else None
         if coordinator is not None:
             self.task = task

@@ -26,6 +26,7 @@ from zerolite.offload.transfers import Transfers
 from zerolite.precision.dtypes import scales_of_quantized
 from zerolite.utils.accelerator import default_device
 from zerolite.utils.dtypes import is_castable
+from zerolite.utils.torch_private import storage_users, swap_tensor
 from zerolite.zero.flat import check_has_memory, dense_strides, flattened
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.comm_context import CommContext, initialisations
@@ -185,7 +186,7 @@ def _materialise(
         # Keeps the Parameter object, which may be used in several places. torch.utils.swap_tensors would swap the
         # attributes too, and refuses parameters with weak references, of which recurrent layers keep some.
         fresh = torch.nn.Parameter(torch.empty_like(parameter, device=context.device), parameter.requires_grad)
-        torch._C._swap_tensor_impl(parameter, fresh)
+        swap_tensor(parameter, fresh)
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=context.device)
@@ -379,5 +380,4 @@ def _without_optimizer_offload(config: ZeroliteConfig) -> ZeroliteConfig:
 
 def _has_other_users(tensor: torch.Tensor) -> bool:
     """Return True if another tensor, or a graph, shares the memory of ``tensor``."""
-    storage = tensor.untyped_storage()  # which is one user, the tensor another
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+    return storage_users(tensor.untyped_storage()) > 2  # the storage's object is one user, the tensor another

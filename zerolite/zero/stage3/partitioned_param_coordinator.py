@@ -25,6 +25,7 @@ from zerolite.comm import collective
 from zerolite.comm.flight_recorder import Mismatch
 from zerolite.utils.memory_tags import DISK
 from zerolite.utils.nested import find_in_objects
+from zerolite.utils.torch_private import after_backward, current_backward, transform_level
 from zerolite.zero.backward import coordinators
 from zerolite.zero.observers import GATHER, Observers
 from zerolite.zero.stage3.absent_parameter import restore_class, set_absent_class
@@ -37,9 +38,6 @@ from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE,
 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
-
-_current_graph_task = torch._C._current_graph_task_id
-_transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 
 
 class CoordinatorCallbacks(NamedTuple):
@@ -160,7 +158,7 @@ class PartitionedParameterCoordinator:
     def enter_forward(self, group: ParamGroup) -> None:
         """Begin a forward execution of ``group``. Called before the forward of its module, or of a module inside it
         that is called directly; also when a backward recomputes the forward."""
-        if _transform_level() is not None:
+        if transform_level() is not None:
             raise RuntimeError(
                 f"module '{group.name}' is called inside a transform of torch.func (grad, vmap, …), where "
                 "stage 3 cannot gather its parameters; call a full copy of the model: copy.deepcopy(engine.module)"
@@ -231,7 +229,7 @@ class PartitionedParameterCoordinator:
     def _begin_outermost(self) -> None:
         """Prepare for a forward that is not inside another one, and begin a step if none is open."""
         if self._tasks:
-            if _current_graph_task() != -1:
+            if current_backward() != -1:
                 return  # a recomputation inside backward
             self.reset()  # that backward ended with an exception
         self.thread = threading.get_ident()
@@ -256,7 +254,7 @@ class PartitionedParameterCoordinator:
 
     def end_failed(self) -> None:
         """End the executions that an exception has left open. Does nothing inside a backward."""
-        if (self._forward or self._tasks) and _current_graph_task() == -1:
+        if (self._forward or self._tasks) and current_backward() == -1:
             self.reset()
 
     def _hook_outputs(self, execution: ModuleExecution, module: torch.nn.Module, outputs: object) -> bool:
@@ -283,9 +281,9 @@ class PartitionedParameterCoordinator:
         """Keep a parameter gathered that the module of ``group`` returns, or a view of one: its caller will use it."""
         sharded_param = sharded_param_of(tensor) or sharded_param_of(tensor._base)
         if sharded_param is None and tensor.grad_fn is None and self._forward:
-            storage = tensor.untyped_storage()._cdata
+            storage = tensor.untyped_storage()
             live = (self.sharded_params[i] for i in self.schedule.groups[group.index])
-            sharded_param = next((p for p in live if p.full.untyped_storage()._cdata == storage), None)
+            sharded_param = next((p for p in live if p.full.untyped_storage() is storage), None)
         if sharded_param is None or sharded_param.persistent or sharded_param.context is not self.context:
             return
         if not self._forward or sharded_param.index not in self.schedule.groups[self._forward[-1].group.index]:
@@ -340,7 +338,7 @@ class PartitionedParameterCoordinator:
             self._step_open = True
             self.schedule.begin_step("backward")
         self._tasks.append(task)
-        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_task, task))
+        after_backward(functools.partial(self._end_task, task))
         if not self._forward:  # torch.autograd.grad inside a forward is no backward of the engine
             self._callbacks.begin_backward()
 
@@ -436,7 +434,7 @@ class PartitionedParameterCoordinator:
     @property
     def busy(self) -> bool:
         """True inside a forward, a backward or a call of the engine."""
-        return bool(self._forward or self._tasks or self.engine_calls) or _current_graph_task() != -1
+        return bool(self._forward or self._tasks or self.engine_calls) or current_backward() != -1
 
     def pin_for_step(self, sharded_param: PartitionedParameter) -> None:
         """Gather a parameter for the group under way, which owns none, until the step ends; with it from then on."""

@@ -37,10 +37,11 @@ from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
 from zerolite.utils.nested import Arguments, Function, Keywords
+from zerolite.utils.torch_private import as_plain_tensors, without_functions
 from zerolite.zero.flat import dense_strides, flattened
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import shard_numel
-from zerolite.zero.stage3.absent_parameter import as_plain_tensors, present_class, restore_class, set_absent_class
+from zerolite.zero.stage3.absent_parameter import present_class, restore_class, set_absent_class
 from zerolite.zero.stage3.live_view import no_gather_error, run_released
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class PartitionedParameter:
         data, view = self.parameter.data, self.view
         if address(data) == address(view) and data.stride() == view.stride() and data.dtype == view.dtype:
             return
-        if data.untyped_storage()._cdata == view.untyped_storage()._cdata:  # another view of `full`: they may overlap
+        if data.untyped_storage() is view.untyped_storage():  # another view of `full`: they may overlap
             data = data.clone()
         view.copy_(data)
         self.restore_data()
@@ -314,7 +315,7 @@ class PartitionedParameter:
     def all_gather(self) -> None:
         """Gather the full values and keep them until :meth:`partition` is called or the engine releases them."""
         self.may_have_aliases = True
-        with torch._C.DisableTorchFunction():  # otherwise the function mode of zero.Init would gather, too
+        with without_functions():  # otherwise the function mode of zero.Init would gather, too
             self.context.gather_for_user(self)
 
     def partition(self) -> None:
@@ -323,7 +324,7 @@ class PartitionedParameter:
         Changes of the values are lost. Use ``zero.GatheredParameters`` to change values.
         """
         if not self.persistent and not self.pin_count:
-            with torch._C.DisableTorchFunction():
+            with without_functions():
                 self.release()
 
     def partition_numel(self) -> int:
