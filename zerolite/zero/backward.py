@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.utils.memory_tags import listeners
+from zerolite.utils.torch_private import current_backward
 from zerolite.zero.bucket import Bucket, BucketState
 from zerolite.zero.layout import Slot
 from zerolite.zero.sharded_gradient import ShardedGradient
@@ -49,6 +50,7 @@ class Backward:
         ended_by_call: a call of the engine ends it, after autograd has ended.
         outer: backward of another engine that was open when this one began, and that a call ends; None without one.
         waiting: ends of such inner backwards, which come behind the end of this one.
+        task: the backward of autograd in which it began; -1 if a call of the engine began it.
     """
 
     factor: float
@@ -65,12 +67,18 @@ class Backward:
     ended_by_call: bool = False
     outer: Backward | None = None
     waiting: list[Callable[[], None]] = field(default_factory=list)
+    task: int = -1
 
     def begin(self, factor: float, reducing: bool, discards_gradients: bool, launches_by_group: bool) -> None:
         self.factor, self.open, self.reducing, self.discards_gradients = factor, True, reducing, discards_gradients
         self.launches_by_group, self.launched = launches_by_group, len(self.early)
         self.launches_at_end = self.peers_may_wait = False
-        for other in _open:
+        self.task = current_backward()
+        for other in tuple(_open):
+            # An exception has ended its backward of autograd. Other ranks may have had none, so it must change nothing.
+            if other.task != -1 and self.task == -1:
+                _open.discard(other)
+                continue
             # Ends of groups come in one order on all ranks, also those of several engines.
             if not (launches_by_group and other.launches_by_group):
                 self.launches_at_end = other.launches_at_end = True
@@ -84,6 +92,10 @@ class Backward:
         """Set ``peers_may_wait``. launches_at_once: a launch itself waits for no other rank."""
         self.peers_may_wait = True
         self.launches_at_end |= not launches_at_once
+
+    def on_failure(self) -> None:
+        """Let other engines launch as if this backward had ended: an exception has ended autograd's, on this rank."""
+        _open.discard(self)
 
     def end(self) -> list[Callable[[], None]]:
         """End the backward. Return ``waiting``, which the caller runs when this one has launched everything."""
