@@ -210,7 +210,61 @@ def read_after_an_assignment(run: Run, how: str) -> None:
     run.torch_step()
 
 
+@loop(["clip", "clip foreach", "clip each", "value", "scaled", "after a factor", "half", "by hand"], close=CLIPPED)
+def clipped_after_an_assignment(run: Run, how: str) -> None:
+    """Torch's functions take a list of ``p.grad`` first, and change the tensors in it afterwards."""
+    run.start()
+    run.train(1)
+    for step in range(2):
+        run.backward(run.loss(step))
+        run.average()
+        parameters = list(run.module.parameters())
+        if how == "after a factor":
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+        run.module.first.weight.grad = own_gradient(run)
+        if how == "value":
+            nn.utils.clip_grad_value_(parameters, 0.03)
+        elif how == "scaled":
+            torch._foreach_mul_([p.grad for p in parameters], 0.5)
+        elif how == "half":
+            nn.utils.clip_grad_norm_(parameters[:2], 0.3)
+            nn.utils.clip_grad_norm_(parameters[2:], 0.3)
+        elif how == "by hand":
+            norm = nn.utils.get_total_norm([p.grad for p in parameters])
+            for parameter in parameters:
+                parameter.grad.mul_(0.3 / (norm + 1.0))
+        else:
+            foreach = {"clip foreach": True, "clip each": False}.get(how)
+            run.see(nn.utils.clip_grad_norm_(parameters, 0.3, foreach=foreach))
+        run.see(float(run.module.first.weight.grad.sum()))
+        run.torch_step()
+
+
 # ---------------------------------------------------------------- the tests
+
+
+@pytest.mark.fast("1-2")
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_assigned_tensor_is_not_changed_behind_a_norm(stage: int) -> None:
+    """A norm has taken its values, and what is in ``p.grad`` from then on is another tensor."""
+    run = Run(stage)
+    run.start()
+    parameters = list(run.module.parameters())
+    for again in (False, True):
+        run.backward(run.loss(0))
+        run.module.first.weight.grad = own_gradient(run)
+        gradients = [p.grad for p in parameters]
+        norm = nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.mul_(0.3 / norm)
+        if again:
+            run.module.first.weight.grad = gradients[0]
+            run.torch_step()
+        else:
+            with pytest.raises(RuntimeError, match=r"'first.weight' was changed after a norm"):
+                run.torch_step()
+            run.engine.zero_grad()
 
 
 def compare(name: str, directory: Path) -> None:

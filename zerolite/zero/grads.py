@@ -81,12 +81,13 @@ class Gradients:
         self.assigned: dict[int, torch.Tensor] = {}
         self.exposed: set[int] = set()
         self._views: list[tuple[ShardedGradient, int]] = []  # gradients with views of copies, and their versions
+        self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # assigned tensors that are stored, and their versions
         self._copied: tuple[Any, int, Any] = (None, 0, None)  # a number, its version, and its copy
 
     def clear(self) -> None:
         """Forget all changes, because the gradients have been used or dropped."""
         self.is_touched, self.is_multiplied, self._common = False, False, 1.0
-        for container in (self._multiplied, self.changes, self.assigned, self.exposed, self._views):
+        for container in (self._multiplied, self.changes, self.assigned, self.exposed, self._views, self._taken):
             container.clear()
 
     def check(self, gradient: ShardedGradient) -> None:
@@ -351,9 +352,17 @@ class Gradients:
         """Take account of what the user may have written past operations on ``p.grad``.
 
         Raises:
-            RuntimeError: to a view of a copy.
+            RuntimeError: to a view of a copy, or to an assigned tensor that has been stored.
         """
         self._check_views()
+        for index, (value, version) in self._taken.items():
+            if value._version != version and self._shown.is_in_place(index):
+                raise RuntimeError(
+                    f"the tensor that was put into p.grad of parameter '{self._buffer.layout.slots[index].name}' was "
+                    "changed after a norm or a sum had taken its values, so the gradient has not changed; take p.grad "
+                    "again after such a call and change that (for p in parameters: p.grad.mul_(factor)), or put the "
+                    "tensor into p.grad once more"
+                )
         self._refresh_stats()
 
     def adopt(self, changed: Mapping[int, torch.Tensor | None]) -> None:
@@ -379,6 +388,7 @@ class Gradients:
             self._shown.expected[index] = value
             self._multiplied.discard(index)
             self.assigned.pop(index, None)
+            self._taken.pop(index, None)
             if value is not None:
                 self.assigned[index] = value
                 continue
@@ -413,6 +423,8 @@ class Gradients:
                 stored.copy_(self.shard_of(gradient, full))
             self._reducer.used.add(index)
             self._shown.put(index, gradient)
+            if not value.is_inference():
+                self._taken[index] = value, value._version
             self._on_written(index, stored)
             stats.replace(index, full)
 

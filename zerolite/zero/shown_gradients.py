@@ -103,6 +103,11 @@ class ShownGradients:
         pairs = enumerate(zip(gradients, self.expected, strict=True))
         return {index: gradient for index, (gradient, expected) in pairs if gradient is not expected}
 
+    def is_in_place(self, index: int) -> bool:
+        """Return True if ``p.grad`` of this parameter is what the engine has put there."""
+        with as_plain_tensors():
+            return self.parameters[index].grad is self.expected[index]
+
     def all_dropped(self) -> bool:
         """Return True if some gradients are shown and the user has set ``p.grad`` of all parameters to None."""
         with as_plain_tensors():
