@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import zerolite
+from tests.toolkit import models
 from tests.toolkit.drop_in import STAGES, Case, Run, _outcome
 from tests.toolkit.ranks import on_ranks
 
@@ -240,6 +241,29 @@ def clipped_after_an_assignment(run: Run, how: str) -> None:
         run.torch_step()
 
 
+@loop(["mask", "none", "all none", "mul"], stages=(0, 1, 2), reordered=True)
+def changed_before_a_backward_that_passes_no_hook(run: Run, how: str) -> None:
+    """``engine.module`` is called itself, so the first gradient begins the backward: on each rank another one."""
+    run.start(models.TwoBranches)
+    for step in range(3):
+        for micro in range(2):
+            x, y = run.batch(step, micro)
+            branch = "left" if (run.rank + micro + step) % 2 else "right"
+            nn.functional.mse_loss(run.module(x, branch), y).backward()
+            if micro:
+                break
+            run.average()
+            for parameter in run.module.parameters():
+                if how == "mask":
+                    parameter.grad = parameter.grad * 0.5
+                elif how == "mul":
+                    parameter.grad.mul_(0.5)
+                elif how == "all none" or parameter is run.module.left.bias or parameter is run.module.right.bias:
+                    parameter.grad = None
+        run.average()
+        run.torch_step()
+
+
 # ---------------------------------------------------------------- the tests
 
 
@@ -248,7 +272,7 @@ def clipped_after_an_assignment(run: Run, how: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_assigned_tensor_is_not_changed_behind_a_norm(stage: int) -> None:
     """A norm has taken its values, and what is in ``p.grad`` from then on is another tensor."""
-    run = Run(stage)
+    run = Run(stage, "moving")
     run.start()
     parameters = list(run.module.parameters())
     for again in (False, True):

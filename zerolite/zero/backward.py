@@ -215,18 +215,14 @@ class GradientHooks:
             parameter: the parameter.
             gradient: content of ``parameter.grad``.
         """
-        reducer = self._reducer
         if isinstance(gradient, ShardedGradient):  # autograd has added to it
             added, gradient.added = gradient.added, None
             gradient = added
-        elif self._current.open:
-            parameter.grad = None
         else:
-            # The engine did not know of this backward, so what it has shown would still be in ``p.grad``. It is not:
-            # the user has removed or replaced it.
-            if reducer.shown.expected[slot.index] is not None:
-                reducer.drop(slot.index)
-            reducer.shown.put(slot.index, None)
+            # If the engine did not know of this backward, what it has shown would still be in ``p.grad``, unless the
+            # user has removed it. Beginning the backward then finds None there, as on ranks where another parameter's
+            # gradient comes first.
+            parameter.grad = None
         if not self._current.open:
             self._begin()
         if not self._seen_gradient:

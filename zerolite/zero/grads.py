@@ -101,6 +101,10 @@ class Gradients:
         if reason:
             raise RuntimeError(f"the gradient of parameter '{slot.name}' cannot be used here: {reason}")
 
+    def is_shown(self, gradient: ShardedGradient) -> bool:
+        """Return True if the user has put this result of an operation into ``p.grad``."""
+        return self._shown.is_in_place(gradient.slot.index, gradient)
+
     # ---------------------------------------------------------------- values
 
     def _stored(self, index: int) -> torch.Tensor:
@@ -356,7 +360,7 @@ class Gradients:
         """
         self._check_views()
         for index, (value, version) in self._taken.items():
-            if value._version != version and self._shown.is_in_place(index):
+            if value._version != version and self._shown.is_in_place(index, self._shown.expected[index]):
                 raise RuntimeError(
                     f"the tensor that was put into p.grad of parameter '{self._buffer.layout.slots[index].name}' was "
                     "changed after a norm or a sum had taken its values, so the gradient has not changed; take p.grad "

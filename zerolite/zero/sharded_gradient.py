@@ -326,7 +326,9 @@ def _by_engine(gradients: Iterable[ShardedGradient]) -> Iterable[tuple[Gradients
 
 def _add(function: OpOverload, target: Any, value: Any, *args: Any, **kwargs: Any) -> object:
     """Keep apart what autograd adds to ``p.grad``, in a backward that the engine did not know of: a hook takes it."""
-    if current_backward() == -1 or not isinstance(target, ShardedGradient) or target.part is not None:
+    if current_backward() == -1 or not isinstance(target, ShardedGradient):
+        return NotImplemented
+    if target.part is not None and not (function is aten.add_.Tensor and target.source.is_shown(target)):
         return NotImplemented
     total = value if target.added is None else target.added + value
     if function is aten.add.Tensor:

@@ -103,10 +103,10 @@ class ShownGradients:
         pairs = enumerate(zip(gradients, self.expected, strict=True))
         return {index: gradient for index, (gradient, expected) in pairs if gradient is not expected}
 
-    def is_in_place(self, index: int) -> bool:
-        """Return True if ``p.grad`` of this parameter is what the engine has put there."""
+    def is_in_place(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Return True if ``gradient`` is in ``p.grad`` of this parameter."""
         with as_plain_tensors():
-            return self.parameters[index].grad is self.expected[index]
+            return self.parameters[index].grad is gradient
 
     def all_dropped(self) -> bool:
         """Return True if some gradients are shown and the user has set ``p.grad`` of all parameters to None."""
