@@ -42,14 +42,14 @@ def plain_loop(model: nn.Module) -> Trainee:
     return Trainee(step, CollectiveClock())
 
 
-def engine_loop(engine: Any, clock: CollectiveClock) -> Trainee:
+def engine_loop(engine: Any, clock: CollectiveClock, coordinator: Any = None) -> Trainee:
     def step(x: Tensor) -> Tensor:
         loss = loss_of(engine(x))
         engine.backward(loss)
         engine.step()
         return loss.detach()
 
-    return Trainee(step, clock, getattr(engine, "coordinator", None))
+    return Trainee(step, clock, coordinator)
 
 
 def build_ddp(model: nn.Sequential) -> Trainee:
@@ -102,7 +102,8 @@ def build_zerolite(model: nn.Sequential, stage: int, fake: bool = False, **zero:
     }
     clock = CollectiveClock()
     with use_communicator(lambda rank, world: null_communicator(clock)) if fake else contextlib.nullcontext():
-        return engine_loop(zerolite.initialize(model, config), clock)
+        engine = zerolite.initialize(model, config)
+    return engine_loop(engine, clock, engine._parts.coordinator)
 
 
 def _zerolite(suffix: str, stage: int, fake: bool = False, **zero: int) -> Competitor:

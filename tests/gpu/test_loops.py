@@ -36,7 +36,7 @@ def no_synchronisation() -> Iterator[None]:
 
 
 class Loop:
-    """What the steps of a loop use: the engine, its optimizer and a batch on the device."""
+    """Engine, optimizer and batch of a loop, on the device."""
 
     def __init__(self, stage: str, precision: str, own: bool = False, clip: float = 0.0) -> None:
         fused = ("AdamW", {"lr": 1e-3, "fused": True})

@@ -114,7 +114,7 @@ class DiskPlacement(Placement):
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """How much is offloaded, and in what portions.
+    """Share of the states that is offloaded, and the portions of its copies.
 
     Attributes:
         ratio: fraction of the elements, from 0 to 1, whose states are offloaded; the others stay on the device.
