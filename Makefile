@@ -103,7 +103,7 @@ test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 docs: $(INSTALLED)
-	$(BIN)/python -m zerolite.config.reference
+	$(BIN)/python docs/configuration.py
 	$(BIN)/python docs/files.py
 
 site: $(DOCS_INSTALLED)

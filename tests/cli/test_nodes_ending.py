@@ -22,7 +22,7 @@ world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-          "elasticity": {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2, 3, 4, 6], "max_gpus": 4}}
+          "train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
 engine = zerolite.initialize(model, config)
 if os.path.exists("checkpoints/latest"):
     engine.load_checkpoint("checkpoints")

@@ -101,8 +101,6 @@ def test_the_other_spelling_of_a_block() -> None:
 
 ON = {"enabled": True}
 LOW = {"initial_scale_power": 3, "min_loss_scale": 9}
-ELASTIC: dict[str, Any] = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4]}
-FREE_ELASTIC = {**ON, "micro_batch_sizes": [2], "ignore_non_elastic_batch_info": True}
 PIPE = {"stages": 2}
 DTYPE, MASTERS = "data_types.grad_accum_dtype", "master_weights_and_grads"
 
@@ -139,14 +137,6 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     (f"{OFFLOAD}_optimizer.ratio", zero(3, offload_optimizer={**DISK, "nvme_path": "/", "ratio": 0.5}), 'use "cpu"'),
     (f"{OFFLOAD}_optimizer.device", {**HOST, "tensor_parallel": SEQUENCES}, "tensor_parallel.sequence_parallel"),
     ("aio.intra_op_parallelism", {"aio": {"thread_count": 1, "intra_op_parallelism": 2}}, "aio.thread_count = 1"),
-    ("elasticity.micro_batch_sizes", {"elasticity": {**ON, "max_train_batch_size": 8}}, "enabled is true"),
-    ("elasticity.max_train_batch_size", {"elasticity": {**ON, "micro_batch_sizes": [2]}}, "train_batch"),
-    ("elasticity.max_train_batch_size", {"train_batch_size": 8, "elasticity": FREE_ELASTIC}, "batch_info = false"),
-    ("elasticity.min_gpus", {"elasticity": {**ELASTIC, "min_gpus": 3, "max_gpus": 2}}, "elasticity.max_gpus = 2"),
-    ("elasticity.enabled", {"tensor_parallel": {"size": 2}, "elasticity": ELASTIC}, "takes 2 ranks"),
-    ("train_micro_batch_size_per_gpu", {"train_micro_batch_size_per_gpu": 2, "elasticity": ELASTIC}, "ignore_non"),
-    ("gradient_accumulation_steps", {"gradient_accumulation_steps": 2, "elasticity": ELASTIC}, "ignore_non"),
-    ("train_batch_size", {"train_batch_size": 101, "elasticity": ELASTIC}, "max_train_batch_size = 100"),
     ("tensor_parallel.autotp_size", {"tensor_parallel": {"size": 2, "autotp_size": 4}}, "leave one of the two"),
     ("zero_optimization.stage", {"pipeline": PIPE, **zero(2)}, "once for every micro-b"),
     ("zero_optimization.stage", {"pipeline": PIPE, **zero(3)}, "gather all parameters"),
@@ -176,10 +166,8 @@ def test_a_contradiction_is_one_error(path: str, source: dict[str, Any], names: 
      {"fp16": {**LOW, "enabled": False}}, grads("fp32", bf16=ON), {"torch_autocast": SAFE},
      grads("bf16", bf16={**ON, f"bf16_{MASTERS}": True}), zero(2, reduce_scatter=False),
      zero(1, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-     zero(3, offload_param={"device": "cpu", "nvme_path": "/a"}), {"elasticity": ELASTIC, "train_batch_size": 100},
-     zero(0, offload_optimizer={}, offload_param={"pin_memory": "auto"}), {"comms_logger": {"prof_all": False}},
-     {"elasticity": {"enabled": False, "min_gpus": 3, "max_gpus": 2}, "train_micro_batch_size_per_gpu": 2},
-     {"elasticity": {**ELASTIC, "ignore_non_elastic_batch_info": True}, "train_batch_size": 101}],
+     zero(3, offload_param={"device": "cpu", "nvme_path": "/a"}),
+     zero(0, offload_optimizer={}, offload_param={"pin_memory": "auto"}), {"comms_logger": {"prof_all": False}}],
 )  # fmt: skip
 def test_what_does_not_contradict(source: dict[str, Any]) -> None:
     load_config(source)
@@ -189,13 +177,11 @@ def test_a_wrong_value_causes_no_second_error() -> None:
     """The default that stands in for a wrong value must not be reported as contradicting the rest."""
     states = {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": "yes"}
     offload = {"offload_optimizer": {"device": "disk", "ratio": 0.5}, "offload_param": {"device": "cpu"}}
-    unlike = {**ELASTIC, "max_train_batch_size": 0, "micro_batch_sizes": []}
     for source, wrong in (
         ({"bf16": states}, ["bf16.bf16_master_weights_and_grads"]),
         (zero("three", reduce_scatter=False, zero_quantized_weights=False), ["zero_optimization.stage"]),
         (zero(9, **offload), ["zero_optimization.stage", "zero_optimization.offload_optimizer.device"]),
         ({"bf16": {"enabled": "yes"}, "data_types": {"grad_accum_dtype": "bf16"}}, ["bf16.enabled"]),
-        ({"elasticity": unlike}, ["elasticity.max_train_batch_size", "elasticity.micro_batch_sizes"]),
     ):
         assert set(errors_of(source)) == set(wrong)
 

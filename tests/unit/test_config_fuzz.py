@@ -128,11 +128,3 @@ def test_the_folder_of_a_job_stays_in_its_own(block: str) -> None:
         assert "leads out of it" in sentence
     for name in ("job", "team/job", "a..b", "..."):
         assert errors_of({block: {"job_name": name}}) == {}
-
-
-@pytest.mark.parametrize("sizes", [[1], [7, 11, 13, 17, 19, 23], list(range(100, 200))], ids=["one", "primes", "many"])
-def test_the_largest_elasticity_blocks(sizes: list[int]) -> None:
-    block = {"enabled": True, "max_train_batch_size": 1_000_000, "micro_batch_sizes": sizes, "max_gpus": 100_000}
-    for larger in (True, False):
-        assert errors_of({"elasticity": {**block, "prefer_larger_batch": larger}}, world=99_991)
-    assert errors_of({"elasticity": {"enabled": True, "micro_batch_sizes": list(range(1, 100_000))}})

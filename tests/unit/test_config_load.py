@@ -28,7 +28,7 @@ SAMPLE: dict[str, Any] = {
         "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 6},
     },
     "tensor_parallel": {"size": 2, "plan": {"blocks.*.qkv": {"style": "column", "parts": 3}}},
-    "elasticity": {"enabled": False, "micro_batch_sizes": [2, 4], "version": 0.1}, "steps_per_print": 10,
+    "steps_per_print": 10,
 }  # fmt: skip
 
 
@@ -66,7 +66,6 @@ WRONG: dict[str, list[Any]] = {
     "a finite number": NUMBERS,
     "true": [0, 1, 0.0, 1.0, "true", "False", "yes", [], {}],
     "an array of strings": ["torch.nn.Linear", [1], [""], {"a": 1}, True, [None]],
-    "an array of integers": [2, "2", [], {}, True, [0], [1.5], [True], [None], ["x"], [2, -1], [2**31]],
     "a path": ["", " ", 3, True, ["/a"], b"/a"],
     "a non-empty string": ["", " ", 1, True, ["a"]],
     '"': ["", "Error", "gpu", "fp8", "int8", 16, True, [0], ["fp16"], {}],
@@ -99,7 +98,7 @@ def test_auto_is_the_default_and_null_only_where_it_means_something() -> None:
 
 def test_the_kinds_of_keys_are_complete() -> None:
     others = set(KEYS) - {path for words in WRONG for path in keys_of(words)}
-    assert others == {"elasticity.version", "elasticity.model_parallel_size", "tensor_parallel.plan"}
+    assert others == {"tensor_parallel.plan"}
 
 
 # ------------------------------------------------------------------ sources

@@ -462,8 +462,7 @@ def changed_batch(saved: Mapping[str, object], saved_ranks: int, here: int | Non
         return None
     return (
         f"a step takes {here} samples on {ranks} rank{'s' if ranks != 1 else ''}, and took {before} on {saved_ranks} "
-        "when the checkpoint was saved; set train_batch_size, or the elasticity block, to have one size for any number "
-        "of ranks"
+        "when the checkpoint was saved; set train_batch_size to have one size for any number of ranks"
     )
 
 

@@ -125,60 +125,6 @@ def _accumulation_dtype(config: ZeroliteConfig) -> Found:
             )
 
 
-def _elastic_needs(config: ZeroliteConfig) -> Found:
-    """Require the keys that elasticity needs. Whether the world size fits is checked when it is known."""
-    block = config.elasticity
-    if not block.enabled:
-        return
-    if block.micro_batch_sizes is None:
-        yield (
-            "elasticity.micro_batch_sizes elasticity.enabled",
-            "expected the sizes that are allowed, got nothing, and elasticity.enabled is true; write them, such as "
-            "[2, 4]",
-        )
-    given = config.train_batch_size is not None and not block.ignore_non_elastic_batch_info
-    if block.max_train_batch_size is None and not given:
-        switch = " with ignore_non_elastic_batch_info = false" if block.ignore_non_elastic_batch_info else ""
-        yield (
-            "elasticity.max_train_batch_size elasticity.ignore_non_elastic_batch_info elasticity.enabled "
-            "train_batch_size",
-            "expected the largest global batch that is allowed, got nothing, and elasticity.enabled is true; write it, "
-            f"or the batch itself as train_batch_size{switch}",
-        )
-    if block.min_gpus > block.max_gpus:
-        yield (
-            "elasticity.min_gpus elasticity.max_gpus elasticity.enabled",
-            f"expected at most elasticity.max_gpus = {block.max_gpus}, got {block.min_gpus}; change one of the two",
-        )
-    if config.model_ranks > 1:
-        yield (
-            "elasticity.enabled tensor_parallel.size pipeline.stages",
-            f"expected false where one copy of the model takes {config.model_ranks} ranks (tensor_parallel.size × "
-            "pipeline.stages), got true; leave the block out",
-        )
-
-
-def _elastic_decides(config: ZeroliteConfig) -> Found:
-    """Refuse sizes outside of the block that cannot hold for every number of ranks."""
-    block, switches = config.elasticity, "elasticity.enabled elasticity.ignore_non_elastic_batch_info"
-    if not block.enabled or block.ignore_non_elastic_batch_info:
-        return
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        if getattr(config, key) is not None:
-            yield (
-                f"{key} {switches}",
-                f'expected nothing or "auto", since elasticity.enabled makes it follow from the number of ranks, got '
-                f"{getattr(config, key)}; leave it out or set elasticity.ignore_non_elastic_batch_info",
-            )
-    train, largest = config.train_batch_size, block.max_train_batch_size
-    if train is not None and largest is not None and train > largest:
-        yield (
-            f"train_batch_size elasticity.max_train_batch_size {switches}",
-            f"expected at most elasticity.max_train_batch_size = {largest}, got {train}; lower it, or leave one of the "
-            "two out",
-        )
-
-
 def _pipeline(config: ZeroliteConfig) -> Found:
     block, stage = config.pipeline, config.zero_optimization.stage
     if block.stages == 1:
@@ -247,8 +193,6 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Found], ...] = (
     _offload,
     _activations,
     _accumulation_dtype,
-    _elastic_needs,
-    _elastic_decides,
     _tensor_parallel,
     _pipeline,
     _sums_on_the_device,

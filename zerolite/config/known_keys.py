@@ -50,6 +50,11 @@ def _keys(entry: Key, names: str, block: str = "") -> dict[str, Key]:
 UNSUPPORTED: dict[str, Key] = {
     **_keys(BLOCK, "comet timers.throughput autotuning expert_parallel hybrid_engine data_efficiency"),
     "compile": Key(switch="deepcompile"),
+    "elasticity": Key(
+        note="write train_batch_size and train_micro_batch_size_per_gpu, and the accumulation follows from the number "
+        "of ranks",
+        switch="enabled",
+    ),
     "memory_check": Key(("off",), ignored="`zerolite plan` says beforehand if a job fits"),
     "weight_quantization": Key(switch="enabled", on_by_default=True),
     "amp": Key(note="use fp16, bf16 or torch_autocast", switch="enabled"),

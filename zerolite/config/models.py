@@ -12,7 +12,6 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from . import batch
-from .elasticity import ElasticityConfig
 from .errors import ConfigError
 from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationCheckpointingConfig, AioConfig
@@ -104,7 +103,6 @@ class ZeroliteConfig(Block):
     """Samples in one forward and backward on one rank. null: the user's own loader decides."""
     gradient_accumulation_steps: BatchSize = None
     """Micro-batches in one optimizer step. null: derived from the other two sizes, or 1."""
-    elasticity: ElasticityConfig = ElasticityConfig()
     dataloader_drop_last: Bool = False
     """Leave out the last samples of `training_data` if they do not fill a batch on every rank. false: use every sample.
     Some are then repeated to give all ranks equally many, and the last batch may be smaller."""
@@ -190,12 +188,10 @@ class ZeroliteConfig(Block):
         """Return a copy with the batch sizes filled in for `world_size` data-parallel ranks.
 
         train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size. If neither batch
-        size is given, both stay None: the user's own loader decides. The accumulation is always set. With `elasticity`
-        the train batch size does not depend on world_size.
+        size is given, both stay None: the user's own loader decides. The accumulation is always set.
 
         Raises:
-            ConfigError: the sizes contradict each other, `elasticity` does not allow the world size, or a size is
-                "auto" and cannot be derived.
+            ConfigError: the sizes contradict each other, or a size is "auto" and cannot be derived.
             ValueError: world_size is not an integer of at least 1.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
@@ -205,7 +201,9 @@ class ZeroliteConfig(Block):
             if block is not None and block.type == "auto":
                 errors.append((path, 'expected a name, got "auto", which has no default here; write the name'))
         try:
-            sizes = self._batch_sizes(world_size)
+            sizes = batch.solve(
+                self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, world_size
+            )
         except ConfigError as error:
             raise ConfigError(errors + error.errors) from None
         solved = {batch.TRAIN: sizes.train, batch.MICRO: sizes.micro, batch.ACCUMULATION: sizes.accumulation}
@@ -221,12 +219,6 @@ class ZeroliteConfig(Block):
         resolved = self.model_copy(update=solved)
         resolved.note_auto(())
         return resolved
-
-    def _batch_sizes(self, world_size: int) -> batch.BatchSizes:
-        if self.elasticity.enabled:
-            return self.elasticity.solve(self.train_batch_size, world_size)
-        given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-        return batch.solve(*given, world_size)
 
     @property
     def model_ranks(self) -> int:

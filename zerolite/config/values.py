@@ -192,11 +192,6 @@ Path = Annotated[
 Texts = Annotated[
     tuple[Text, ...], BeforeValidator(_listed), Field(description='write names in quotes, such as ["a", "b.*"]')
 ]
-Sizes = Annotated[
-    tuple[Annotated[Count, Field(le=MAX_BATCH)], ...],
-    BeforeValidator(_listed),
-    Field(min_length=1, max_length=100, description="write at most 100 sizes of at least 1, such as [2, 4]"),
-]
 Arguments = Annotated[dict[str, Any], AfterValidator(frozen), Field(description='write it as {"name": value, ...}')]
 
 

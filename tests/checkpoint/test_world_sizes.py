@@ -1,4 +1,4 @@
-"""With the elasticity block a run goes on with another number of ranks: the same steps, and no row twice."""
+"""With both batch sizes given a run goes on with another number of ranks: the same steps, and no row twice."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.toolkit.training import snapshot
 
 BATCH = 24
 STEPS, SAVED = 4, 2
-SIZES = {1: (BATCH, 3, 8), 2: (BATCH, 3, 4), 3: (BATCH, 2, 4), 4: (BATCH, 3, 2)}
-ELASTICITY = {"enabled": True, "max_train_batch_size": 25, "micro_batch_sizes": [1, 2, 3], "max_gpus": 6}
+SIZES = {1: (BATCH, 2, 12), 2: (BATCH, 2, 6), 3: (BATCH, 2, 4), 4: (BATCH, 2, 3)}
+GIVEN = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2}
 
 
 def numbered_rows() -> TensorDataset:
@@ -29,12 +29,11 @@ def numbered_rows() -> TensorDataset:
     return TensorDataset(torch.arange(count), x, y)
 
 
-def elastic_engine(stage: int, seed: int, sizes: dict[str, Any] | None = None) -> Any:
-    """sizes: instead of the elasticity block."""
+def make_engine(stage: int, seed: int, sizes: dict[str, int]) -> Any:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
     config = {
-        **({"elasticity": ELASTICITY} if sizes is None else sizes), "gradient_clipping": 0.5,
+        **sizes, "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -67,7 +66,7 @@ def lr_and_sizes(engine: Any) -> tuple[float, tuple[int, int, int]]:
 
 def save(directory: Path, stage: int) -> None:
     """All steps, saved in between."""
-    engine = elastic_engine(stage, seed=0)
+    engine = make_engine(stage, 0, GIVEN)
     batches = iter(engine.dataloader)
     take_steps(engine, batches, SAVED)
     engine.save_checkpoint(directory)
@@ -79,7 +78,7 @@ def save(directory: Path, stage: int) -> None:
 
 def load(directory: Path, stage: int) -> None:
     """The steps after, by an engine that loads: the rows that no step had before."""
-    engine, wanted = elastic_engine(stage, seed=9), kept(directory)
+    engine, wanted = make_engine(stage, 9, GIVEN), kept(directory)
     engine.load_checkpoint(directory)
     assert engine.global_steps == SAVED
     steps = take_steps(engine, iter(engine.dataloader), STEPS - SAVED)
@@ -91,10 +90,10 @@ def load(directory: Path, stage: int) -> None:
 
 
 def load_with_smaller_steps(directory: Path) -> None:
-    engine = elastic_engine(2, 0, {"train_micro_batch_size_per_gpu": 3})
+    engine = make_engine(2, 0, {"train_micro_batch_size_per_gpu": 3})
     with Warnings() as warnings:
         engine.load_checkpoint(directory)
-    told = [text for text in warnings.messages if "elasticity" in text]
+    told = [text for text in warnings.messages if "set train_batch_size" in text]
     assert len(told) == (engine.rank == 0)
     for text in told:
         assert "a step takes 6 samples on 2 ranks, and took 24 on 4 when the checkpoint was saved" in text

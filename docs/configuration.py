@@ -1,4 +1,4 @@
-"""Generator of the tables in docs/configuration.md: `python -m zerolite.config.reference`, in the repository root."""
+"""Generator of the tables in docs/configuration.md: `python docs/configuration.py`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .known_keys import ALIASES, RENAMED, UNSUPPORTED
-from .models import ZeroliteConfig
-from .values import Block, block_model, describe_type, join_path
+from zerolite.config.known_keys import ALIASES, RENAMED, UNSUPPORTED
+from zerolite.config.models import ZeroliteConfig
+from zerolite.config.values import Block, block_model, describe_type, join_path
 
-FILE = Path("docs/configuration.md")
+FILE = Path(__file__).with_suffix(".md")
 
 
 def render(text: str) -> str:
@@ -33,7 +33,7 @@ def render(text: str) -> str:
     for name, part in parts.items():
         begin, end = f"<!-- generated: {name} -->", "<!-- end -->"
         before, found, rest = text.partition(begin)
-        assert found, f"{FILE} has no {begin}"
+        assert found, f"{FILE.name} has no {begin}"
         text = f"{before}{begin}\n\n{part}\n{end}{rest.partition(end)[2]}"
     return text
 
