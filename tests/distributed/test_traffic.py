@@ -17,7 +17,7 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
-from tests.toolkit.traffic import Adapted, Checkpointed, Tied, Tower, plain_calls
+from tests.toolkit.traffic import Adapted, Checkpointed, Conditioned, Tied, Tower, plain_calls
 from tests.toolkit.training import engine_window, loss_of, make_engine, snapshot
 from zerolite.comm import NullCommunicator, use_communicator
 
@@ -303,3 +303,11 @@ def test_stage_3_recomputation_gathers_as_planned(reentrant: bool) -> None:
     last = stage3({**MOVING, "stage3_max_reuse_distance": 1}, **case)[-1]
     assert gathers(last) == [*units, *rest[-2::-1], first]
     assert gathers(stage3(MOVING, **case)[-1]) == units
+
+
+@on_ranks(2)
+def test_stage_3_a_forward_without_a_graph_delays_no_reduction_but_in_the_first_step() -> None:
+    for step, window in enumerate(stage3(SHORT, model=Conditioned)):
+        assert reductions(window) == tower_buckets(2)[::-1]
+        moved = [call[0] for call in window if call[4] in ("parameters", "gradients")]
+        assert ("reduce_scatter" in moved[: -len(LAYERS)]) == (step > 0), moved

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 
+RECOMPUTED = -2
+"""Round of an execution inside a backward: a checkpoint computes a forward again. It has a backward of its own if
+checkpointing is reentrant."""
+
+
 class ModuleExecution:
     """One forward of a group's module; as a hook on its outputs it begins the backward.
 
@@ -31,7 +36,7 @@ class ModuleExecution:
     Attributes:
         start: time at which the forward began, on a clock that ticks at every begin and end of a forward.
         end: time at which the forward ended. Nesting is a comparison of these times.
-        round: round of updates in which its backward is expected; -1 if none is.
+        round: round of updates in which its backward is expected; -1 if none is, or RECOMPUTED.
         task: autograd's graph task (the backward) that has entered this execution last; -1 before any.
     """
 

@@ -42,6 +42,8 @@ class ParamGroup:
         is_embedding: True if the module is an embedding and nothing else, whose backward needs no values of the weight.
         buckets: buckets of the gradients of its parameters, and of those that its forward uses of other groups.
         unfinished: forwards since the last update whose backward has not ended; equal on all ranks.
+        without_graph: those of them that had no graph inside a forward with one. Reentrant checkpointing runs such a
+            forward, and repeats it in the backward.
         open_executions: executions under way that need the values. Counted in place: a method would cost host time.
         called_inside: the module of the subtree that is called directly; None if there is none.
     """
@@ -57,6 +59,8 @@ class ParamGroup:
         "open_executions",
         "parameters",
         "unfinished",
+        "without_graph",
+        "_is_recomputed",
     )
 
     def __init__(
@@ -78,7 +82,8 @@ class ParamGroup:
         self._inside = [weakref.ref(member) for member in inside]
         self.is_embedding = _is_embedding(module, parameters)
         self.buckets: list[Bucket] = []
-        self.unfinished = self.open_executions = 0
+        self.unfinished = self.without_graph = self.open_executions = 0
+        self._is_recomputed = True  # until a step has shown a forward without a graph that was not repeated
         self.called_inside: torch.nn.Module | None = None
 
     @property
@@ -112,6 +117,24 @@ class ParamGroup:
                         "stage 3 does not support (functional_call with fast weights); call a full copy of the model: "
                         "copy.deepcopy(engine.module)"
                     )
+
+    def on_forward_without_graph(self) -> None:
+        """Expect a backward of a forward that has built no graph, if earlier ones had one."""
+        if self._is_recomputed:
+            self.without_graph += 1
+            self.unfinished += 1
+
+    def on_recomputed(self) -> None:
+        """Note the end of the backward of a forward that had no graph at first."""
+        self._is_recomputed = True
+        if self.without_graph:
+            self.without_graph -= 1
+            self.unfinished -= 1
+
+    def on_not_recomputed(self) -> None:
+        """Note that a step has ended without the backwards that :attr:`without_graph` counts: a model calls the module
+        under ``no_grad``. Waiting for them again would keep the gradients of all buckets to the end of a backward."""
+        self._is_recomputed, self.without_graph = False, 0
 
     def add_bucket(self, bucket: Bucket) -> None:
         """Let ``bucket`` wait for the backwards of this group."""

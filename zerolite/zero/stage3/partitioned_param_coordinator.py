@@ -32,7 +32,7 @@ from zerolite.zero.stage3.absent_parameter import restore_class, set_absent_clas
 from zerolite.zero.stage3.comm_context import AvailableParameters, CommContext, refresh
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
-from zerolite.zero.stage3.module_hooks import ModuleExecution
+from zerolite.zero.stage3.module_hooks import RECOMPUTED, ModuleExecution
 from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, sharded_param_of
 
@@ -89,6 +89,7 @@ class PartitionedParameterCoordinator:
         self._clock = 0
         self._tasks: list[int] = []  # autograd's graph tasks under way, the outermost first
         self._step_open = False
+        self._builds_graph = False  # the outermost forward does
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
         self._hidden: set[int] = set()  # parameters of no open forward that stay gathered for their backward
         self._pinned_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
@@ -189,9 +190,13 @@ class PartitionedParameterCoordinator:
         else:
             for tensor in find_in_objects(outputs):
                 self._pin_if_returned(group, tensor)
-        if hooked and not self._tasks:  # a recomputation is the end of another forward's backward
+        if self._tasks:  # a recomputation is the end of another forward's backward
+            execution.round = RECOMPUTED
+        elif hooked:
             execution.round = self._round
             group.unfinished += 1
+        elif forward and self._builds_graph and not torch.is_grad_enabled():
+            group.on_forward_without_graph()
         self._end_forward(execution)
         if not forward and not self._tasks and not hooked:
             self._end_step()
@@ -233,6 +238,7 @@ class PartitionedParameterCoordinator:
                 return  # a recomputation inside backward
             self.reset()  # that backward ended with an exception
         self.thread = threading.get_ident()
+        self._builds_graph = torch.is_grad_enabled()
         if not self._step_open:
             if torch.is_grad_enabled():
                 for notify in self._observers.before_forward:
@@ -325,6 +331,8 @@ class PartitionedParameterCoordinator:
         if execution.round == self._round:
             execution.round = -1
             group.unfinished -= 1
+        elif execution.round == RECOMPUTED:
+            group.on_recomputed()
         if not self._used_outside:  # otherwise a gradient may come at any time
             self._callbacks.on_group_end(group)
 
@@ -381,6 +389,8 @@ class PartitionedParameterCoordinator:
         self._round += 1
         for group in self.groups:
             group.unfinished = 0
+            if group.without_graph:
+                group.on_not_recomputed()
         self._forward.clear()
         self._backward.clear()
         self._tasks.clear()
@@ -402,6 +412,8 @@ class PartitionedParameterCoordinator:
         self._round += 1
         for group in self.groups:
             group.unfinished = 0
+            if group.without_graph:
+                group.on_not_recomputed()
         if self._step_open or self._pinned_for_step:
             for sharded_param in self.sharded_params:  # their full values are older than the shards now
                 sharded_param.mark_seen()
