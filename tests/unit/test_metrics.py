@@ -40,7 +40,8 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize(
     ("value", "mean", "total", "largest"),
     [(3, 3.0, 12, 3), (True, 1.0, 4, True), (0.1, 0.1, 0.4, 0.1), (2**62, float(2**62), 2**64, 2**62),
-     (-(2**63), -float(2**63), -(2**65), -(2**63)), (Fraction(1, 2), 0.5, 2.0, 0.5),
+     (-(2**63), -float(2**63), -(2**65), -(2**63)), (2**70, float(2**70), 2**72, 2**70),
+     (Fraction(1, 2), 0.5, 2.0, 0.5),
      (math.inf, math.inf, math.inf, math.inf)],
 )  # fmt: skip
 def test_numbers_are_reduced_as_numbers(value: Any, mean: float, total: Any, largest: Any) -> None:
@@ -94,7 +95,6 @@ def test_nested_structures_keep_their_types() -> None:
         (1, "average", r"expected op to be one of mean, sum, max, min, got 'average'"),
         ("text", "sum", "engine.reduce: rank 0: expected numbers and tensors, got str at the value"),
         ({"a": [1, object()]}, "sum", r"got object at \['a'\]\[1\]"),
-        (2**63, "sum", "at most 64 bits, got 9223372036854775808"),
         (1j, "sum", "got complex"),
         (Fraction(10**400), "sum", "rank 0: OverflowError: integer division result too large"),
         (torch.tensor(1j), "max", "expected real numbers for max, got torch.complex64"),

@@ -1,40 +1,43 @@
-"""Metrics over all ranks: values reduced to one, or concatenated for the whole data set.
+"""Values of all ranks, reduced to one or with their rows joined: `engine.reduce`, `gather` and `gather_for_metrics`.
 
-Every call is two small all-gathers. The first one describes what each rank brings. If the descriptions differ, or a
-rank has a value that cannot be sent, all ranks raise the same error. None waits for the second collective. The second
-one carries the values as bytes, so that one collective serves all dtypes.
+Every call sends one message from each rank to all: what it calls, what its values look like, and the values. So ranks
+that do not call alike, or a value that cannot be sent, give the same error on all ranks. Metrics themselves, and their
+state over a data set, are torchmetrics' business.
 """
 
 from __future__ import annotations
 
-import hashlib
+import ctypes
+import io
 import math
 import numbers
-import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from zerolite.comm import Communicator, HostGroup, collective
+from zerolite.comm import Communicator, collective
 from zerolite.data.dataloader import Loaders, Rows
 from zerolite.utils.accelerator import HostRead
 
 OPS = ("mean", "sum", "max", "min")
-_LINE = 16  # bytes to which values in one message are aligned
 _SHOWN = 4  # ranks and lines that an error quotes at most
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """One value of a nested structure, on this rank."""
+class _Leaf(NamedTuple):
+    """One value of a nested structure, ready to be sent."""
 
-    path: str
-    kind: str  # what must be the same on all ranks
-    sent: torch.Tensor | None  # [rows, ...]; ranks may have different rows, the other sizes are equal. None for None
-    finish: Callable[[list[torch.Tensor]], Any]  # makes the result from every rank's `sent`
+    shape: str  # what must be the same on all ranks, in words
+    sent: Any  # a number, a tensor on the host, or None
+    finish: Callable[[list[Any]], Any]  # makes the result from every rank's `sent`
+
+
+class _Message(NamedTuple):
+    call: str  # name and arguments of the user's call, which must be equal on all ranks
+    problem: str  # sentence about a value that cannot be sent, or ""
+    shapes: dict[str, str]  # by path, because dicts with the same keys may be in another order on another rank
+    values: dict[str, Any]
 
 
 class _Unfit(ValueError):
@@ -49,13 +52,16 @@ def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> 
     def leaf(path: str, item: object) -> _Leaf:
         if op not in OPS:
             raise _Unfit(f"expected op to be one of {', '.join(OPS)}, got {op!r}")
-        if isinstance(item, torch.Tensor):
-            return _reduced_tensor(path, item, op, device)
         if isinstance(item, numbers.Real):
-            encoded = torch.tensor([_encode(path, item)], dtype=torch.int64, device=device)
-            return _Leaf(path, "a number", encoded, lambda parts: _reduce_numbers(_decode(parts), op))
-        raise _Unfit(
-            f"expected numbers and tensors, got {type(item).__name__} at {path}; make it a tensor or leave it out"
+            return _Leaf("a number", _plain_number(item), lambda parts: _reduce_numbers(parts, op))
+        tensor = _on_host(path, item, "numbers and tensors")
+        if tensor.is_complex() and op in ("max", "min"):
+            raise _Unfit(f"expected real numbers for {op}, got {tensor.dtype} at {path}")
+        if tensor.dtype == torch.uint64:
+            raise _Unfit(f"expected a dtype that int64 contains, got torch.uint64 at {path}; cast it to torch.int64")
+        target = item.device  # type: ignore[attr-defined]
+        return _Leaf(
+            f"{tensor.dtype} {list(tensor.shape)}", tensor, lambda parts: _reduce_tensors(parts, op).to(target)
         )
 
     return _together(f"engine.reduce, op={op}", value, leaf, comm, device)
@@ -78,75 +84,57 @@ def gather(
     def leaf(path: str, item: object) -> _Leaf:
         if problem:
             raise _Unfit(problem)
-        return _gathered(path, item, rows, comm.world_size, device, repeats)
+        return _gathered(path, item, rows, repeats)
 
     name = "engine.gather" if loaders is None else "engine.gather_for_metrics"
-    part = f", {rows.per_rank} samples on each rank and {rows.samples} in all" if rows is not None else ""
-    return _together(name + part, value, leaf, comm, device)
+    samples = f", {rows.per_rank} samples on each rank and {rows.samples} in all" if rows is not None else ""
+    return _together(name + samples, value, leaf, comm, device)
 
 
-# -------------------------------------------------------------------- leaves
-
-
-def _gathered(
-    path: str, item: object, rows: Rows | None, world_size: int, device: torch.device, repeats: bool
-) -> _Leaf:
+def _gathered(path: str, item: object, rows: Rows | None, repeats: bool) -> _Leaf:
     """Describe an item of :func:`gather`. repeats: it is of a batch that this rank repeats, so it has no rows."""
     if isinstance(item, numbers.Real):
-        item = _number_tensor(path, item)
-    if not isinstance(item, torch.Tensor):
-        raise _Unfit(f"expected tensors, got {type(item).__name__} at {path}; make it a tensor or leave it out")
-    target = item.device
-    sent = _sendable(path, item.reshape(1) if item.dim() == 0 else item, device)
-    trailing = "".join(f", {size}" for size in sent.shape[1:])
-    kind = f"{item.dtype} [*{trailing}]"
-    if rows is None:
-        sent = sent[:0] if repeats else sent
-        return _Leaf(path, kind, sent, lambda parts: torch.cat(parts).to(target))
-    if item.dim() == 0 and rows.per_rank != 1:
-        return _Leaf(path, f"{item.dtype}, one for each rank", sent, lambda parts: torch.cat(parts).to(target))
-    if sent.shape[0] != rows.per_rank:
+        item = torch.tensor(_plain_number(item), device="cpu", dtype=_dtype_of(item))
+    tensor = _on_host(path, item, "tensors")
+    target = item.device  # type: ignore[attr-defined]
+    is_scalar = tensor.dim() == 0
+    tensor = tensor.reshape(1) if is_scalar else tensor
+    trailing = "".join(f", {size}" for size in tensor.shape[1:])
+    shape = f"{tensor.dtype} [*{trailing}]"
+    if rows is None or (is_scalar and rows.per_rank != 1):
+        tensor = tensor[:0].clone() if rows is None and repeats else tensor
+        return _Leaf(
+            shape if rows is None else f"{shape}, one for each rank", tensor, lambda parts: torch.cat(parts).to(target)
+        )
+    if tensor.shape[0] != rows.per_rank:
         raise _Unfit(
             f"expected a row for each of the {rows.per_rank} samples that the loader gave this rank, got "
-            f"{sent.shape[0]} rows at {path}; for values that are not one for each sample call engine.gather"
+            f"{tensor.shape[0]} rows at {path}; for values that are not one for each sample call engine.gather"
         )
-
-    def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(parts, 1).flatten(0, 1)[: rows.samples].to(target)
-
-    return _Leaf(path, kind, sent, in_order)
+    samples = rows.samples
+    return _Leaf(shape, tensor, lambda parts: torch.stack(parts, 1).flatten(0, 1)[:samples].to(target))
 
 
-def _reduced_tensor(path: str, item: torch.Tensor, op: str, device: torch.device) -> _Leaf:
-    if item.is_complex() and op in ("max", "min"):
-        raise _Unfit(f"expected real numbers for {op}, got {item.dtype} at {path}")
-    if item.dtype == torch.uint64:
-        raise _Unfit(f"expected a dtype that int64 contains, got torch.uint64 at {path}; cast it to torch.int64")
-    target = item.device
-    sent = _sendable(path, item.unsqueeze(0), device)
-    kind = f"{item.dtype} {list(item.shape)}"
-    return _Leaf(path, kind, sent, lambda parts: _reduce_tensors([part[0] for part in parts], op).to(target))
-
-
-def _sendable(path: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        what = f"device {tensor.device}" if tensor.device.type == "meta" else f"{tensor.layout}, {tensor.dtype}"
+def _on_host(path: str, item: object, expected: str) -> torch.Tensor:
+    if not isinstance(item, torch.Tensor):
+        raise _Unfit(f"expected {expected}, got {type(item).__name__} at {path}; make it a tensor or leave it out")
+    if item.layout != torch.strided or item.is_quantized or item.device.type == "meta":
+        what = f"device {item.device}" if item.device.type == "meta" else f"{item.layout}, {item.dtype}"
         raise _Unfit(f"expected a dense tensor with values, got one with {what} at {path}; make it dense")
-    return tensor.detach().to(device)
+    # A view would be pickled with all of its memory.
+    return torch.empty(item.shape, dtype=item.dtype, device="cpu").copy_(item.detach())
 
 
-def _number_tensor(path: str, number: Any) -> torch.Tensor:
+def _plain_number(number: Any) -> bool | int | float:
     if isinstance(number, bool):
-        return torch.tensor(number, device="cpu")
-    if isinstance(number, numbers.Integral):
-        return torch.tensor(_int64(path, number), dtype=torch.int64, device="cpu")
-    return torch.tensor(float(number), dtype=torch.float64, device="cpu")
+        return number
+    return int(number) if isinstance(number, numbers.Integral) else float(number)
 
 
-def _int64(path: str, number: Any) -> int:
-    if not -(2**63) <= int(number) < 2**63:
-        raise _Unfit(f"expected integers of at most 64 bits, got {int(number)} at {path}; pass it as a float")
-    return int(number)
+def _dtype_of(number: object) -> torch.dtype:
+    if isinstance(number, bool):
+        return torch.bool
+    return torch.int64 if isinstance(number, numbers.Integral) else torch.float64
 
 
 # -------------------------------------------------------------------- reductions
@@ -174,27 +162,6 @@ def _reduce_tensors(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     return result.to(dtype) if op in ("max", "min") else result
 
 
-_BOOL, _INT, _FLOAT = range(3)
-
-
-def _encode(path: str, number: Any) -> tuple[int, int]:
-    """Return a number's type and its 64 bits. As integers, so that int64 values keep all their digits."""
-    if isinstance(number, bool):
-        return _BOOL, int(number)
-    if isinstance(number, numbers.Integral):
-        return _INT, _int64(path, number)
-    return _FLOAT, struct.unpack("<q", struct.pack("<d", float(number)))[0]
-
-
-def _decode(parts: list[torch.Tensor]) -> list[object]:
-    decoded: list[Any] = []
-    for kind, bits in HostRead(torch.cat(parts)).get().tolist():
-        decoded.append(struct.unpack("<d", struct.pack("<q", bits))[0] if kind == _FLOAT else bits)
-        if kind == _BOOL:
-            decoded[-1] = bool(bits)
-    return decoded
-
-
 def _reduce_numbers(values: list[Any], op: str) -> object:
     """Reduce numbers of Python. The result is a float if one of them is."""
     if op in ("mean", "sum"):
@@ -218,113 +185,75 @@ def _together(
     """Return ``value`` with each item replaced by its result over all ranks; None stays None.
 
     Args:
-        call: name and arguments of the user's call, which must be equal on all ranks.
+        call: name and arguments of the user's call.
         leaf: describes one item, given its path.
+
+    Raises:
+        ValueError: on all ranks, if one of them has a value that cannot be sent.
+        RuntimeError: on all ranks, if their calls differ.
     """
     items, structure = tree_flatten_with_path(value)
-    leaves: list[_Leaf] = []
+    leaves: dict[str, _Leaf] = {}
     problem = ""
     try:
         for key, item in items:
             path = keystr(key) or "the value"
-            leaves.append(_Leaf(path, "None", None, lambda parts: None) if item is None else leaf(path, item))
+            leaves[path] = _Leaf("None", None, lambda _: None) if item is None else leaf(path, item)
     except _Unfit as error:
         problem = str(error)
     except Exception as error:  # the other ranks are about to wait for this one, so they must be told
         problem = f"{type(error).__name__}: {error}"
-    # By path, because dicts with the same keys may have them in another order on another rank.
-    order = sorted(range(len(leaves)), key=lambda index: leaves[index].path)
-    lines = [call, *(f"{leaves[index].path}: {leaves[index].kind}" for index in order)]
-    sent = [tensor for index in order if (tensor := leaves[index].sent) is not None]
-    nbytes = _agree(lines, problem, 0 if problem else _packed_bytes(sent), comm, device)
-    arrived = iter(_exchange(sent, nbytes, comm, device))
-    results: dict[int, Any] = {}
-    for index in order:
-        results[index] = None if leaves[index].sent is None else leaves[index].finish(next(arrived))
-    return tree_unflatten([results[index] for index in range(len(leaves))], structure)
-
-
-def _agree(lines: list[str], problem: str, nbytes: int, comm: Communicator, device: torch.device) -> int:
-    """Compare this call over the ranks. Return the largest ``nbytes`` of all ranks.
-
-    Args:
-        lines: description of this rank's values, which must be equal on all ranks.
-        problem: sentence about a value of this rank that cannot be sent, or "".
-        nbytes: length of this rank's packed values.
-
-    Raises:
-        ValueError: on all ranks, if one of them has a problem.
-        RuntimeError: on all ranks, if their lines differ.
-    """
-    text = problem or "\n".join(lines)
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    # Only a hash of the text is exchanged. The texts themselves follow if there is something to report.
-    header = torch.tensor([digest, nbytes, bool(problem)], dtype=torch.int64, device=device)
-    headers = HostRead(_all_gather(header, comm)).get().tolist()
-    if len({digest for digest, *_ in headers}) == 1 and not any(has_problem for *_, has_problem in headers):
-        return max(nbytes for _, nbytes, _ in headers)
-    texts = HostGroup(comm, "metrics").gather(text)
-    name = lines[0].partition(",")[0]
-    said = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if headers[rank][2]]
-    if said:
-        raise ValueError(f"{name}: {_some(said, '; ')}.")
-    raise RuntimeError(_difference(name, texts))
-
-
-def _difference(name: str, texts: Sequence[str]) -> str:
-    told = {rank: text.split("\n") for rank, text in enumerate(texts)}
-    common = set.intersection(*(set(lines) for lines in told.values()))
-    said: dict[str, int] = {}
-    for rank, lines in told.items():
-        said.setdefault(_some([line for line in lines if line not in common], "; ") or "nothing more", rank)
-    has = _some([f"rank {rank} has {text}" for text, rank in said.items()], " | ")
-    return (
-        f"{name}: the ranks did not call it alike. Expected the same structure, dtypes and shapes (beyond the rows "
-        f"that are gathered) on all ranks; {has}. A rank with nothing to add passes zeros, or for a gather a tensor "
-        "of the same dtype with 0 rows."
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    values = {} if problem else {path: leaf.sent for path, leaf in leaves.items()}
+    messages = _exchange(_Message(call, problem, shapes, values), comm, device)
+    _check_alike(messages)
+    return tree_unflatten(
+        [leaf.finish([message.values[path] for message in messages]) for path, leaf in leaves.items()], structure
     )
+
+
+def _exchange(message: _Message, comm: Communicator, device: torch.device) -> list[_Message]:
+    """Return the messages of all ranks: their lengths first, then their bytes, padded to the longest."""
+    saved = io.BytesIO()
+    torch.save(tuple(message), saved)  # not pickle, which cannot read all dtypes back, and may execute what it reads
+    packed = torch.frombuffer(bytearray(saved.getvalue()), dtype=torch.uint8).to(device)
+    length = torch.tensor([packed.numel()], dtype=torch.int64, device=device)
+    lengths = HostRead(_all_gather(length, comm)).get().flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: packed.numel()] = packed
+    rows = HostRead(_all_gather(padded, comm)).get()
+    return [_Message(*_load(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _load(packed: torch.Tensor) -> Any:
+    content = ctypes.string_at(packed.data_ptr(), packed.numel())
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _check_alike(messages: Sequence[_Message]) -> None:
+    """Raise the same error on all ranks if a rank has a problem, or if their calls differ."""
+    name = messages[0].call.partition(",")[0]
+    problems = [f"rank {rank}: {message.problem}" for rank, message in enumerate(messages) if message.problem]
+    if problems:
+        raise ValueError(f"{name}: {_some(problems, '; ')}.")
+    lines = [[m.call, *(f"{path}: {m.shapes[path]}" for path in sorted(m.shapes))] for m in messages]
+    common = set(lines[0]).intersection(*lines)
+    differences: dict[str, int] = {}
+    for rank, own_lines in enumerate(lines):
+        text = _some([line for line in own_lines if line not in common], "; ") or "nothing more"
+        differences.setdefault(text, rank)
+    if len(differences) > 1:
+        has = _some([f"rank {rank} has {text}" for text, rank in differences.items()], " | ")
+        raise RuntimeError(
+            f"{name}: the ranks did not call it alike. Expected the same structure, dtypes and shapes (beyond the rows "
+            f"that are gathered) on all ranks; {has}. A rank with nothing to add passes zeros, or for a gather a "
+            "tensor of the same dtype with 0 rows."
+        )
 
 
 def _some(parts: list[str], separator: str) -> str:
     left = len(parts) - _SHOWN
     return separator.join(parts[:_SHOWN]) + (f"{separator}and {left} more" if left > 0 else "")
-
-
-def _exchange(
-    sent: Sequence[torch.Tensor], nbytes: int, comm: Communicator, device: torch.device
-) -> list[list[torch.Tensor]]:
-    """Return, for each tensor of ``sent``, the tensors of all ranks. All ranks send ``nbytes`` bytes, the length of the
-    longest rank."""
-    packed = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    counts = torch.tensor([tensor.shape[0] for tensor in sent], dtype=torch.int64, device=device)
-    start = 0
-    for tensor in [counts, *sent]:
-        size = tensor.numel() * tensor.element_size()
-        packed[start : start + size].view(tensor.dtype).copy_(tensor.reshape(-1))
-        start += _aligned(size)
-    everything = _all_gather(packed, comm)
-    start = counts.numel() * counts.element_size()
-    rows = HostRead(everything[:, :start].reshape(-1).view(torch.int64)).get().view(comm.world_size, len(sent)).tolist()
-    starts = [_aligned(start)] * comm.world_size
-    result = []
-    for index, tensor in enumerate(sent):
-        parts = []
-        for rank in range(comm.world_size):
-            shape = (rows[rank][index], *tensor.shape[1:])
-            size = math.prod(shape) * tensor.element_size()
-            parts.append(everything[rank, starts[rank] : starts[rank] + size].clone().view(tensor.dtype).view(shape))
-            starts[rank] += _aligned(size)
-        result.append(parts)
-    return result
-
-
-def _packed_bytes(sent: Sequence[torch.Tensor]) -> int:
-    sizes = [8 * len(sent), *(tensor.numel() * tensor.element_size() for tensor in sent)]
-    return sum(_aligned(size) for size in sizes)
-
-
-def _aligned(nbytes: int) -> int:
-    return (nbytes + _LINE - 1) // _LINE * _LINE
 
 
 def _all_gather(tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
