@@ -1,4 +1,4 @@
-"""Activation checkpointing on top of torch's, whose saved inputs may be offloaded or sharded."""
+"""Activation checkpointing on top of torch's, whose saved inputs may be on the host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import torch
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zerolite.activation_checkpointing.activation_shards import ActivationShards
-from zerolite.activation_checkpointing.copies import Copies, Copy
-from zerolite.activation_checkpointing.memory import DeviceMemory, HostBuffers, MemorySource
+from zerolite.activation_checkpointing.copies import Copy
 from zerolite.activation_checkpointing.saved_inputs import InputSaver, SavedInput
-from zerolite.comm import Communicator
 from zerolite.config import ActivationCheckpointingConfig
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # of torch's checkpoint
@@ -34,32 +31,12 @@ _nesting = _Nesting()
 class Checkpointing:
     """Checkpoints with some settings, and the memory of their saved inputs."""
 
-    def __init__(
-        self,
-        settings: ActivationCheckpointingConfig,
-        device: torch.device,
-        group: Callable[[], Communicator | None],
-    ) -> None:
-        """
-        Args:
-            device: the device that computes.
-            group: returns the ranks over which inputs are sharded; None if they are not sharded.
-        """
+    def __init__(self, settings: ActivationCheckpointingConfig, device: torch.device) -> None:
+        """device: the device that computes."""
         self.settings = settings
         self.used = False  # a checkpoint has been called
-        self._device = device
         self._latest: weakref.ref[_Call] | None = None
-        keeps = settings.cpu_checkpointing or settings.partition_activations
-        self._saver = self._make_saver(group) if keeps else None
-
-    def _make_saver(self, group: Callable[[], Communicator | None]) -> InputSaver:
-        settings, cuda = self.settings, self._device.type == "cuda"
-        copies = Copies(self._device)
-        source: MemorySource = DeviceMemory(self._device)
-        if settings.cpu_checkpointing:
-            source = HostBuffers(cuda, copies.finish)
-        sharding = _Sharding(group if settings.partition_activations else lambda: None)
-        return InputSaver(self._device, source, sharding, copies)
+        self._saver = InputSaver(device) if settings.cpu_checkpointing else None
 
     def checkpoint(self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``function(*args, **kwargs)``, which is recomputed in backward: see the user's function
@@ -106,22 +83,6 @@ class Checkpointing:
     def memory(self) -> list[torch.Tensor]:
         """Return the buffers for inputs that are not in use."""
         return [] if self._saver is None else self._saver.memory()
-
-
-class _Sharding:
-    """Function that returns the current sharding of inputs: over the ranks of ``group()``."""
-
-    def __init__(self, group: Callable[[], Communicator | None]) -> None:
-        self._group = group
-        self._latest: tuple[Communicator, ActivationShards] | None = None
-
-    def __call__(self) -> ActivationShards | None:
-        comm = self._group()
-        if comm is None or comm.world_size == 1:
-            return None
-        if self._latest is None or self._latest[0] is not comm:
-            self._latest = (comm, ActivationShards(comm))
-        return self._latest[1]
 
 
 class _Call:

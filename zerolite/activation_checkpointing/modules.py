@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from zerolite.activation_checkpointing.checkpoint import Checkpointing
-from zerolite.activation_checkpointing.current import current, running, sharding_group
-from zerolite.comm import Communicator
+from zerolite.activation_checkpointing.configure import current, running
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.utils.module_hook import ModuleHook, WeakHook
 
@@ -50,12 +49,7 @@ class Attached:
         return [] if self.checkpointing is None else self.checkpointing.memory()
 
 
-def attach(
-    model: torch.nn.Module,
-    settings: ActivationCheckpointingConfig,
-    device: torch.device,
-    group: Communicator | None = None,
-) -> Attached:
+def attach(model: torch.nn.Module, settings: ActivationCheckpointingConfig, device: torch.device) -> Attached:
     """Use ``settings`` for checkpoints inside ``model``'s forward, and checkpoint the modules that they name.
 
     Called before other hooks are registered. So these run as if the model itself called the checkpoint: in forward, and
@@ -65,14 +59,13 @@ def attach(
         model: the model.
         settings: the block of the config.
         device: the device that computes.
-        group: the ranks on which activations are equal, if ``zerolite.checkpointing.configure`` names none.
 
     Raises:
         ConfigError: a pattern matches no module, or a TorchScript module.
     """
     chosen = list(_chosen(model, settings.modules))
     differs = settings.model_copy(update={"modules": ()}) != type(settings)()
-    attached = Attached(Checkpointing(settings, device, lambda: sharding_group() or group) if differs else None)
+    attached = Attached(Checkpointing(settings, device) if differs else None)
     if attached.checkpointing is not None:
         enter = _Enter(attached.checkpointing)
         attached.handles.append(enter.install(model.register_forward_pre_hook, prepend=True))

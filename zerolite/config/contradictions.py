@@ -94,16 +94,6 @@ def _offload(config: ZeroliteConfig) -> Found:
         )
 
 
-def _activations(config: ZeroliteConfig) -> Found:
-    block, path = config.activation_checkpointing, "activation_checkpointing"
-    if block.partition_activations and config.tensor_parallel.sequence_parallel:
-        yield (
-            f"{path}.partition_activations tensor_parallel.sequence_parallel",
-            "expected false with tensor_parallel.sequence_parallel, where each rank has a part of the sequence anyway, "
-            "got true; leave it out",
-        )
-
-
 def _accumulation_dtype(config: ZeroliteConfig) -> Found:
     """Allow accumulation in fp32 or in the dtype of the computation. Any other dtype loses bits without a gain."""
     given, path = config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype"
@@ -191,7 +181,6 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Found], ...] = (
     _precision,
     _communication,
     _offload,
-    _activations,
     _accumulation_dtype,
     _tensor_parallel,
     _pipeline,

@@ -110,6 +110,10 @@ UNSUPPORTED: dict[str, Key] = {
     "zero_optimization.mics_shard_size": Key((-1,), REMOVED, stage3=True),
     "zero_optimization.mics_hierarchical_params_gather": Key((False,), REMOVED, stage3=True),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": FREE,
+    "activation_checkpointing.partition_activations": Key(
+        ignored="every rank saves its own inputs; tensor_parallel.sequence_parallel divides activations among "
+        "tensor-parallel ranks"
+    ),
     "activation_checkpointing.contiguous_memory_optimization": Key(ignored="memory is kept and used again anyway"),
     "activation_checkpointing.number_checkpoints": FREE,
     **_keys(

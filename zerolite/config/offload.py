@@ -93,10 +93,6 @@ class ActivationCheckpointingConfig(Block):
     """Placement of the inputs that `zerolite.checkpointing.checkpoint` keeps for backward, and modules that the engine
     checkpoints itself."""
 
-    partition_activations: Bool = False
-    """In a group of ranks with the same activations, each rank keeps only its part of them, and backward gathers them.
-    Activations that differ between the ranks are an error there. `zerolite.checkpointing.configure` takes the group;
-    without one the key has no effect."""
     cpu_checkpointing: Bool = False
     """Keep the inputs in the host's memory, and copy them back ahead of their use in backward."""
     modules: Texts = ()

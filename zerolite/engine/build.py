@@ -140,8 +140,7 @@ def _make_engine(
         hooks.append(CheckBeforeForward().install(model.register_forward_pre_hook))
     # Activation checkpointing comes before all other forward hooks, which then run as they would if the model itself
     # called the checkpoint function.
-    tensor = topology.tensor if topology.tensor.world_size > 1 else None
-    checkpointing = attach(model, config.activation_checkpointing, parts.device, tensor)
+    checkpointing = attach(model, config.activation_checkpointing, parts.device)
     parts.memory_sources.append(lambda: ((ACTIVATIONS, buffer) for buffer in checkpointing.memory()))
     if topology.world.rank == 0:
         if config.steps_per_print or checkpointing.checkpointing is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.activation_checkpointing.current import isolated
+from zerolite.activation_checkpointing.configure import isolated
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
     Recorder,
