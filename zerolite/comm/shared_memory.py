@@ -13,7 +13,6 @@ from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, wait_fo
 from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, pack_offsets
 from zerolite.comm.host_memory import HostMemory
 from zerolite.comm.transport import DryTransport
-from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
@@ -63,8 +62,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
     """Gloo between processes of one host, with the payload in shared memory.
 
     A collective is a copy in, a fence (a small gloo all-reduce), and a sum or copy out of the peers' memory. It costs a
-    quarter of the processor time of messages over the loopback interface. If shared memory runs out (a container's
-    /dev/shm often has 64 MB), all ranks fall back to messages.
+    quarter of the processor time of messages over the loopback interface. If memory runs out, all ranks fall back to
+    messages.
 
     One collective of large tensors is in flight at a time, so a launch waits until the one before has arrived. A launch
     that needs larger memory than before waits for all ranks to launch it. So a rank whose next launch others wait for
@@ -73,8 +72,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
     def __init__(self, transport: DryTransport) -> None:
         super().__init__(transport)
-        self._large = _Lane(HostMemory(transport.share_memory, self.rank))
-        self._small = _Lane(HostMemory(transport.share_memory, self.rank))
+        self._large, self._small = (_Lane(HostMemory(transport.share_memory)) for _ in range(2))
         self._launched = 0  # tickets so far
 
     def close(self) -> None:
@@ -85,18 +83,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
     def memory(self) -> Sequence[torch.Tensor]:
         return [*self._large.memory.maps, *self._small.memory.maps]
 
-    # Why three regions: a rank that joins the fence of collective j has finished collective j - 1. So a rank that has
-    # passed fence j - 1 knows that all ranks have finished collective j - 2, and its region may be overwritten. The
-    # region of the next collective was last used by collective j - 3: always free. The region of the one after it was
-    # last used by j - 2: free once fence j - 1 has been passed.
-
-    def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
-        lane = self._large
-        if lane.memory.exhausted:
-            return None  # some collectives take no turn now
-        free = ahead == 0 or (ahead == 1 and (lane.last is None or lane.last.arrived()))
-        region = lane.memory.own_region(lane.count + 1 + ahead, numel * dtype.itemsize) if free else None
-        return None if region is None else region.view(dtype)
+    # Why two regions: a rank that joins the fence of collective j has finished collective j - 1. So a rank that has
+    # passed fence j - 1 knows that all ranks have finished collective j - 2, whose region it may overwrite.
 
     def _exchange(
         self,
@@ -217,8 +205,6 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         def copy_in(region: torch.Tensor) -> None:
-            if address(region) == address(full):
-                return  # it was filled there: see staging()
             target = region.view(full.dtype)
             for peer in self._peers:
                 self.shard(target, peer).copy_(self.shard(full, peer))

@@ -184,12 +184,10 @@ class Bucket:
         """
         assert self.pending is None, "a bucket has one reduction under way"
         options, groups, key, dtypes = self._memory.options, self._memory.groups, self.index + 1, self.dtypes
-        in_comm_memory = self.local.take()
+        self.local.take()
         if full.dtype != dtypes.sent:
             own, full = full, full.to(dtypes.sent)
-            if not in_comm_memory:
-                self._memory.release(own)
-            in_comm_memory = False
+            self._memory.release(own)
         if options.predivide_factor != 1.0:
             full.div_(options.predivide_factor)
         divisor = groups.mean.world_size * options.copy_factor / options.predivide_factor
@@ -197,9 +195,9 @@ class Bucket:
             self.pending = groups.reduce_scatter(full, "gradients", divisor, dtypes.mean[self.reduced is not None], key)
         else:
             self.pending = groups.mean.all_reduce(full, "gradients", divisor, key)
-        # Kept, so that its memory can be reused after the reduction. The communicator reuses its own memory itself.
+        # Kept, so that its memory can be reused after the reduction.
         self._sent_item = GRADIENTS if dtypes.reduces_in_place else BUCKETS
-        self._sent = None if in_comm_memory else tag_memory(full, self._sent_item)
+        self._sent = tag_memory(full, self._sent_item)
         if self.state is BucketState.FILL:  # the second launch of a late bucket leaves it late
             self.state = BucketState.REDUCE
 

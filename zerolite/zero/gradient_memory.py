@@ -104,10 +104,8 @@ class GradientDtypes:
 class GradientMemory:
     """Allocator of full buckets for gradients, and their items of memory (memory_tags.py).
 
-    A bucket that is sent next may get the communicator's own memory. This is shared memory between processes of a host,
-    which is sent without a copy. Otherwise the memory of an earlier bucket is reused, on the CPU only. A large
-    allocation there is new memory from the kernel. Touching it for the first time costs several times as much as a
-    copy. CUDA's caching allocator has no such cost.
+    The memory of an earlier bucket is reused, on the CPU only. A large allocation there is new memory from the kernel.
+    Touching it for the first time costs several times as much as a copy. CUDA's caching allocator has no such cost.
 
     Attributes:
         groups: groups of the reductions.
@@ -150,38 +148,12 @@ class GradientMemory:
             return launching and not (current.launches_by_group and bucket.layout.numel >= ALONE_NUMEL)
         return bucket.place - current.launched <= IN_FLIGHT
 
-    def allocate(
-        self, bucket: LocalSum, dtype: torch.dtype, device: torch.device, sendable: bool, launching: bool
-    ) -> tuple[torch.Tensor, bool]:
-        """Allocate a full bucket.
-
-        Args:
-            bucket: local sum of the bucket.
-            dtype: dtype of the memory.
-            device: device of the memory.
-            sendable: it is sent in this dtype.
-            launching: it is launched as soon as it is filled.
-
-        Returns:
-            Uninitialised memory [numel].
-            True if it is the communicator's own.
-        """
-        options, current, numel = self.options, self.current, bucket.layout.numel
-        # The communicator's memory belongs to one position in the sequence of its collectives. Outside of a backward
-        # that reduces, another collective may be launched before this bucket.
-        in_backward = current.reducing and (current.open or launching)
-        if sendable and in_backward and options.shard and options.use_reduce_scatter:
-            # The position is known in a backward: it launches every bucket before this one in launch order, and nothing
-            # else. At stage 3 the next bucket is known only when it is launched.
-            if not current.launches_by_group or launching:
-                ahead = 0 if current.launches_by_group else bucket.place - current.launched
-                staged = self.groups.shard.staging(numel, dtype, ahead)
-                if staged is not None:
-                    return staged, True
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return uninitialised memory [numel] for a full bucket."""
         for index, tensor in enumerate(self._free):
             if tensor.numel() == numel and tensor.dtype == dtype:
-                return tag_memory(self._free.pop(index), self.item()), False
-        return tag_memory(torch.empty(numel, dtype=dtype, device=device), self.item()), False
+                return tag_memory(self._free.pop(index), self.item())
+        return tag_memory(torch.empty(numel, dtype=dtype, device=device), self.item())
 
     def item(self) -> str:
         """Return the item of ``local``: BUCKETS if it is only in transit to a reduction, otherwise GRADIENTS."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from zerolite.utils.dtypes import HALF
-from zerolite.utils.memory_tags import BUCKETS, tag_memory
+from zerolite.utils.memory_tags import tag_memory
 from zerolite.utils.torch_private import flatten
 from zerolite.zero.flat import destinations, flattened, zero_gap, zero_slot
 from zerolite.zero.gradient_memory import GradientDtypes, GradientMemory
@@ -49,7 +49,6 @@ class LocalSum:
             Below 0 if more came than expected.
         repeats: contributions in this backward, of parameters with more than one.
         flat: the sum [numel]; None before the first copy.
-        in_comm_memory: ``flat`` is the communicator's memory, which is sent without a copy.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class LocalSum:
         self.direct = _NONE
         self.waits_for = 0
         self.flat: torch.Tensor | None = None
-        self.in_comm_memory = False
         self._written: set[int] = set()  # parameters whose gradients `flat` contains
         self._launching = False  # `flat` is being filled for a launch that follows at once
         self._came: set[int] = set()  # parameters with a contribution in this backward; those in `held` may be left out
@@ -251,9 +249,7 @@ class LocalSum:
         wider = wider and torch.promote_types(dtype, dtypes.sent) == dtypes.sent
         if wider and self._memory.is_launched_soon(self, self._launching):
             dtype = dtypes.sent
-        sendable = dtypes.communication in (None, dtype)
-        flat, self.in_comm_memory = self._memory.allocate(self, dtype, self._device, sendable, self._launching)
-        self.flat = flat
+        self.flat = flat = self._memory.allocate(self.layout.numel, dtype, self._device)
         if clear_gaps and self._gaps:
             self._clear_gaps(flat)
         return flat
@@ -268,31 +264,31 @@ class LocalSum:
         assert flat is not None
         # In bf16 a small gradient vanishes in a large sum. A single gradient is sent as it came, with half the bytes.
         if dtype is not None and flat.dtype in HALF:
-            self.flat, self.in_comm_memory = flat, _ = tag_memory(flat.to(dtype), self._memory.item()), False
+            self.flat = flat = tag_memory(flat.to(dtype), self._memory.item())
         return flat
 
     def set_place(self, place: int) -> None:
         """Set the position of the bucket in the order of launches."""
         self.place = place
 
-    def take(self) -> bool:
-        """Forget ``flat``, which is sent. Return True if it was the communicator's memory."""
-        in_comm_memory, self.flat, self.in_comm_memory = self.in_comm_memory, None, False
+    def take(self) -> None:
+        """Forget ``flat``, which is sent."""
+        self.flat = None
         self._written.clear()
-        return in_comm_memory
 
     def clear(self) -> None:
         """Drop all gradients."""
         self.held.clear()
         flat = self.flat
-        if not self.take() and flat is not None:
+        self.take()
+        if flat is not None:
             self._memory.release(flat)
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors with their items of memory."""
         item = self._memory.item()
         if self.flat is not None:
-            yield (BUCKETS if self.in_comm_memory else item), self.flat
+            yield item, self.flat
         yield from ((item, gradient) for gradient in self.held.values())
 
 
