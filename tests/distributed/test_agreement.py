@@ -1,11 +1,10 @@
-"""Comparison of the ranks when an engine is made, and of their collectives; differences are named on every rank."""
+"""Comparison of the ranks when an engine is made; differences are named on every rank."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import itertools
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -18,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite
-from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
-from zerolite.comm import CollectiveCheck, HostGroup, create_communicator, read_objects_without_numpy, use_communicator
+from zerolite.comm import HostGroup, create_communicator, read_objects_without_numpy
 from zerolite.comm.flight_recorder import WAIT
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.transport import ProcessGroupTransport
@@ -101,7 +99,6 @@ ODD: dict[str, Callable[[Arguments], Any]] = {
     "dtype": model_changed(lambda model: model.head.double()),
     "frozen": model_changed(lambda model: model.head.bias.requires_grad_(False)),
     "lr": config_changed(optimizer={"params": {"lr": 0.5}}),
-    "variable": lambda given: os.environ.update(ZEROLITE_CHECK_COLLECTIVES="1"),
     "interpreter": lambda given: setattr(platform, "python_version_tuple", lambda: ("3", "9", "1")),
     "argument": lambda given: given.update(broadcast_buffers=True),
     "instance": with_instance,
@@ -127,7 +124,6 @@ def refusal(stage: int, change: str, partitioned: bool = False) -> str:
             pass
         zero["stage"] = stage
     said = raised(lambda: zerolite.initialize(**given))
-    os.environ.pop("ZEROLITE_CHECK_COLLECTIVES", None)
     platform.python_version_tuple = PYTHON_VERSION
     return said
 
@@ -148,7 +144,6 @@ WORDS = {
         "the param group of 'head.bias' is 0 on {first}, but not set on {odd}",
     ],
     "lr": ["config key optimizer.params.lr is 0.1 on {first}, but 0.5 on {odd}"],
-    "variable": ["the environment variable ZEROLITE_CHECK_COLLECTIVES is '' on {first}, but '1' on {odd}"],
     "interpreter": [
         f"the version of Python is {sys.version_info[0]}.{sys.version_info[1]} on {{first}}, but 3.9 on {{odd}}"
     ],
@@ -285,93 +280,7 @@ def test_messages_of_different_collectives_never_meet(same: bool) -> None:
         comm.close()
 
 
-# -------------------------------------------------------------------- check_collectives
-
-MOVING = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-
-
-@pytest.mark.fast("2-0", "2-2", "2-3")
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@on_ranks(2)
-def test_checked_training_is_the_same(stage: int) -> None:
-    """And has the same collectives, each of which is checked; switched on by the config, or by the variable."""
-    for shared_memory in (True, False):
-        found = []
-        os.environ["ZEROLITE_SHARED_MEMORY"] = str(int(shared_memory))
-        for on in (False, True):
-            torch.manual_seed(0)
-            made = config(stage, optimizer=("SGD", {"lr": 0.1}), zero=MOVING if stage == 3 else None)
-            if shared_memory:
-                made["check_collectives"] = on
-            else:
-                os.environ["ZEROLITE_CHECK_COLLECTIVES"] = str(int(on))
-            engine = zerolite.initialize(Small(), made)
-            losses = []
-            with zerolite.comm.record() as recorder:
-                for step in range(3):
-                    loss = engine(torch.full((2, 4), float(step + engine.rank))).square().sum()
-                    engine.backward(loss)
-                    engine.step()
-                    losses.append(float(loss))
-            calls = {key: count for key, count in recorder.summary().items() if key[1] != "check"}
-            assert recorder.count(tag="check") == (sum(calls.values()) if on else 0)
-            found.append((losses, calls, {n: v.tolist() for n, v in engine.full_state_dict().items()}))
-            del engine
-        assert found[0] == found[1]
-
-
-COLLECTIVES = {
-    "length": ["rank 0: all_reduce for 'mine', 8 elements of torch.float32; rank 1: all_reduce for 'mine', 9 "],
-    "op": ["rank 0: all_reduce for 'mine', 8", "rank 1: all_gather for 'mine', 8 elements of torch.float32"],
-    "dtype": ["8 elements of torch.float32; rank 1:", "8 elements of torch.float64."],
-    "branch": ["rank 0: all_gather for 'parameters'", "'left.weight' and 1 more", "'right.weight' and 1 more"],
-}
-
-
-@pytest.mark.parametrize("what", COLLECTIVES)
-@on_ranks(2)
-def test_different_collectives_are_named_before_they_begin(what: str) -> None:
-    odd, tensor = is_last(), torch.ones(8 + (what == "length" and is_last()))
-    made = config(3 if what == "branch" else 1, optimizer=("SGD", {"lr": 0.1}), check_collectives=True)
-    made["zero_optimization"] |= {**MOVING, "stage3_module_granularity_threshold": 0}
-
-    def differ(engine: Any) -> None:
-        comm = engine._parts.topology.data
-        if what == "branch":
-            for _ in range(2):
-                engine.backward(engine(torch.ones(2, 7), "right" if odd else "left").sum())
-                engine.step()
-        elif what == "dtype":
-            comm.all_reduce_max(tensor.double() if odd else tensor, "mine")
-        else:
-            (comm.all_gather if odd and what == "op" else comm.all_reduce)(tensor, "mine").wait()
-
-    with own_group(20.0) as group:
-        with use_communicator(lambda rank, world: GlooCommunicator(ProcessGroupTransport(group))):
-            engine = zerolite.initialize(models.build(models.TwoBranches), made)
-        said = raised(differ, engine)
-        del engine
-    assert said.startswith("Mismatch: check_collectives: the ranks are about to launch different collectives")
-    assert ("of the gathers of parameters): " in said) == (what == "branch")
-    assert all(word in said for word in COLLECTIVES[what]), said
-
-
-@pytest.mark.slow
-@on_ranks(2, 3)
-def test_the_check_waits_for_nobody_at_a_launch() -> None:
-    """Two communicators whose collectives each rank launches in an order of its own."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    with own_group(20.0) as group:
-        first = GlooCommunicator(ProcessGroupTransport(group))
-        second = first.second("gloo")
-        for comm, label in ((first, "first"), (second, "second")):
-            comm.watch(CollectiveCheck(comm, label))
-        tensors = [torch.full((world,), float(rank)), torch.full((world,), 10.0 * rank)]
-        pairs = list(zip((first, second), tensors, strict=True))
-        pending = [comm.reduce_scatter(tensor, "mine") for comm, tensor in (pairs if rank else pairs[::-1])]
-        total = sum(range(world))
-        assert sorted(float(one.wait()[0]) for one in pending) == [total, 10.0 * total]
-        first.close()
+# -------------------------------------------------------------------- optimizer states
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -37,14 +37,14 @@ def step(engine):
 
 
 @contextmanager
-def ranks(directory: Path, script: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+def ranks(directory: Path, script: str, **variables: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two of them, without a launcher, so that rank 0 holds the store. Output is in ``directory/RANK``."""
     path, port = directory / "train.py", str(free_port())
     path.write_text(BEGIN + script)
     processes = []
     for rank in range(2):
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        environ = job_environment(**place, MASTER_PORT=port, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        environ = job_environment(**place, **variables, MASTER_PORT=port, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
         with (directory / str(rank)).open("wb") as output:
             command = [sys.executable, "-u", str(path)]
             processes.append(subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT))
@@ -56,9 +56,9 @@ def ranks(directory: Path, script: str) -> Iterator[list[subprocess.Popen[bytes]
             process.wait()
 
 
-def run(directory: Path, script: str) -> list[tuple[int, str]]:
+def run(directory: Path, script: str, **variables: str) -> list[tuple[int, str]]:
     """Each rank's exit status and output."""
-    with ranks(directory, script) as processes:
+    with ranks(directory, script, **variables) as processes:
         statuses = [process.wait(timeout=120) for process in processes]
     return [(status, (directory / str(rank)).read_text()) for rank, status in enumerate(statuses)]
 
@@ -176,3 +176,18 @@ thread.join()
     for status, said in run(tmp_path, script):
         assert status == EXIT_STATUS
         assert "rank 0" in said and "in engine.step(), at" in said and "in train; waits for no rank" in said
+
+
+@pytest.mark.parametrize("shared_memory", ["0", "1"])
+def test_a_debug_run_has_torch_compare_collectives(tmp_path: Path, shared_memory: str) -> None:
+    script = """
+engine = make(30.0)
+for i in range(3):
+    step(engine)
+engine.save_checkpoint("checkpoints")
+print("trained", flush=True)
+torch.distributed.all_reduce(torch.ones(2 + rank))
+"""
+    debug = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "ZEROLITE_SHARED_MEMORY": shared_memory}
+    for status, said in run(tmp_path, script.replace("checkpoints", str(tmp_path / "checkpoints")), **debug):
+        assert status == 1 and "trained" in said and "Detected mismatch between collectives on ranks" in said

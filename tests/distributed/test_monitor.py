@@ -203,7 +203,7 @@ def test_watched_training_is_the_same_and_every_collective_is_counted(tmp_path: 
 @on_ranks(2)
 def test_only_the_operations_that_were_asked_for(tmp_path: Path) -> None:
     logger = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"]}
-    one = setting(1, comms_logger=logger, check_collectives=True)  # which watches too
+    one = setting(1, comms_logger=logger)
     found = run_watched(one, folder=tmp_path)
     assert {row["op"] for row in found["logged"]} == {"all_gather"} and "caller" not in found["logged"][0]
     wanted = {kind: n for kind, n in kinds(found["calls"]).items() if kind[:2] == ("all_gather", "parameters")}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite
+from benchmarks.null_communicator import NullCommunicator
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
@@ -19,7 +20,7 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
 from tests.toolkit.traffic import Adapted, Checkpointed, Conditioned, Tied, Tower, plain_calls
 from tests.toolkit.training import engine_window, loss_of, make_engine, snapshot
-from zerolite.comm import NullCommunicator, use_communicator
+from zerolite.comm import use_communicator
 
 
 def calls_of_a_step(config: dict[str, Any]) -> tuple[list[Any], int]:

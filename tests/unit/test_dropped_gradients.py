@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
+from benchmarks.null_communicator import NullCommunicator
 from tests.toolkit import models
-from zerolite.comm import NullCommunicator, use_communicator
+from zerolite.comm import use_communicator
 
 LAYERS = 3
 

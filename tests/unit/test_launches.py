@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.null_communicator import NullCommunicator
 from zerolite.comm import Communicator, Pending, create_topology, record, use_communicator
 from zerolite.comm.gloo import GlooCommunicator
-from zerolite.comm.null import NullCommunicator
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.null_communicator import NullCommunicator
 from tests.toolkit.loaders import loaders_of
-from zerolite.comm import Communicator, NullCommunicator, record
+from zerolite.comm import Communicator, record
 from zerolite.data import metrics
 
 CPU = torch.device("cpu")

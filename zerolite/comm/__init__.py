@@ -1,9 +1,9 @@
 """Communication: start-up of torch.distributed, process groups, collectives, and the record of calls.
 
-No other package calls torch.distributed.
+Other packages launch no collectives of torch.distributed. ``pipe`` builds on its pipelines, ``checkpoint`` on its
+checkpoints, ``launcher`` on its agent, and ``compat`` passes its functions on.
 """
 
-from zerolite.comm.collective_check import CollectiveCheck, check_is_enabled
 from zerolite.comm.collective_errors import RaiseTogether, raise_together
 from zerolite.comm.communicator import Communicator, Pending, Watcher
 from zerolite.comm.control import HostMaximum, largest
@@ -11,7 +11,6 @@ from zerolite.comm.create import create_communicator, dry_communicator, second_c
 from zerolite.comm.environment import ranks_of_job
 from zerolite.comm.flight_recorder import collective, wait_for_result
 from zerolite.comm.host_group import HostGroup, HostLinks
-from zerolite.comm.null import NullCommunicator
 from zerolite.comm.objects import read_objects_without_numpy
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded
@@ -28,20 +27,17 @@ from zerolite.comm.topology import (
 
 __all__ = [
     "CollectiveCall",
-    "CollectiveCheck",
     "Communicator",
     "DeviceMesh",
     "HostGroup",
     "HostLinks",
     "HostMaximum",
-    "NullCommunicator",
     "Pending",
     "RaiseTogether",
     "Recorder",
     "SharedStore",
     "Topology",
     "Watcher",
-    "check_is_enabled",
     "collective",
     "create_communicator",
     "create_topology",

@@ -32,22 +32,16 @@ EVENTS: deque[str] = deque(maxlen=16)
 3". The diagnosis of a hang names what only some ranks have done."""
 
 
-CHECK_VARIABLE = "ZEROLITE_CHECK_COLLECTIVES"
 _calls: deque[tuple[int, str]] = deque(maxlen=CAPACITY)  # of marked functions in a debug run: numbers from 1, names
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
-
-
-def is_debug_run() -> bool:
-    """Return True if the environment asks for the comparison of all collectives."""
-    return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
 
 
 def collective(function: Marked) -> Marked:
     """Mark a function that all ranks of its group call, in the same order: it launches collectives, or may do so. Of a
     marked class these are all methods.
 
-    The diagnosis of a hang in a debug run (``ZEROLITE_CHECK_COLLECTIVES=1``, when zerolite is imported) says in which
+    The diagnosis of a hang in a debug run (``TORCH_DISTRIBUTED_DEBUG=DETAIL``, when zerolite is imported) says in which
     call the ranks have parted. Otherwise the function itself is returned, and a call costs nothing.
     """
     function.is_collective = True  # type: ignore[attr-defined]
@@ -69,7 +63,7 @@ def _recorded(function: Any) -> Any:
     return recorded
 
 
-_RECORDS_CALLS = is_debug_run()
+_RECORDS_CALLS = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
 
 
 def latest_calls() -> list[tuple[int, str]]:

@@ -55,6 +55,7 @@ UNSUPPORTED: dict[str, Key] = {
         "of ranks",
         switch="enabled",
     ),
+    "check_collectives": Key(note="set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch compares the ranks' collectives"),
     "memory_check": Key(("off",), ignored="`zerolite plan` says beforehand if a job fits"),
     "weight_quantization": Key(switch="enabled", on_by_default=True),
     "amp": Key(note="use fp16, bf16 or torch_autocast", switch="enabled"),

@@ -165,9 +165,6 @@ class ZeroliteConfig(Block):
     """Seconds that a rank may wait for the others, within a step or between two. After them all ranks print where each
     of them is, and the job is ended. 0 = never. Choose it longer than any time that one rank works alone while others
     wait. (zerolite's own key.)"""
-    check_collectives: Bool = False
-    """Before each collective, compare its operation, number of elements and dtype between ranks, and raise if they
-    differ. Slow; to find the cause of a hang. (zerolite's own key.)"""
 
     _auto: frozenset[str] = PrivateAttr(default=frozenset())
     _without_effect: tuple[tuple[str, str], ...] = PrivateAttr(default=())

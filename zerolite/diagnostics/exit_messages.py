@@ -109,7 +109,7 @@ def lost_peer(error: RuntimeError, rank: int, location: str, ended: dict[int, st
     if not ended:
         advice += (
             "; if it was aborted by gloo for the size of a message, the ranks launched different collectives here, "
-            'and "check_collectives": true names them'
+            "and TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
         )
     elif all("normally" in how for how in ended.values()):
         advice = (

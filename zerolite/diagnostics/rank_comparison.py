@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 
 from zerolite.comm import Communicator, HostGroup, collective, largest
-from zerolite.comm.flight_recorder import CHECK_VARIABLE
 from zerolite.comm.ranks import name_ranks
 from zerolite.config import ZeroliteConfig
 from zerolite.version import __version__
@@ -121,7 +119,7 @@ def check_initialize(
     """Compare the inputs of ``zerolite.initialize`` between all ranks, by :func:`check_equal_on_ranks`.
 
     The inputs are the resolved config, the model, the optimizer with its param groups, the other ``arguments``, the
-    versions, and the environment variable that adds collectives.
+    versions.
     """
     if comm.world_size > 1:
         described = [describe_process(), describe_arguments(**arguments), describe_config(config)]
@@ -142,13 +140,12 @@ def check_made_optimizer(
 
 
 def describe_process() -> Description:
-    """Describe the versions, and the environment variable that adds collectives."""
+    """Describe the versions."""
     facts = {
         "the version of zerolite": __version__,
         "the version of torch": str(torch.__version__),
         # Which reads of a parameter need no values is seen from 3.11 on.
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
-        f"the environment variable {CHECK_VARIABLE}": repr(os.environ.get(CHECK_VARIABLE, "")),
     }
     return Description({subject: {"": text} for subject, text in facts.items()})
 

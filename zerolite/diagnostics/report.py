@@ -124,9 +124,11 @@ def backends(torch: ModuleType | None) -> str:
     """Return the backends of torch.distributed, such as "gloo nccl"."""
     if not torch:
         return "unknown"
-    from zerolite.comm.backends import available_backends
-
-    return " ".join(available_backends()) or "none"
+    if not torch.distributed.is_available():
+        return "none"
+    unreal = ("undefined", "fake")  # a placeholder, and a double for tests
+    names = [name for name in torch.distributed.Backend.backend_list if name not in unreal]
+    return " ".join(name for name in names if torch.distributed.is_backend_available(name))
 
 
 def op_report(name: str, torch: Any, build: bool) -> dict[str, Any]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from zerolite.activation_checkpointing import attach
-from zerolite.comm import CollectiveCheck, Topology, check_is_enabled, collective, raise_together
+from zerolite.comm import Topology, collective, raise_together
 from zerolite.config import ZeroliteConfig
 from zerolite.diagnostics.consistency import ConsistencyCheck, LatestNumbers, shared_weights
 from zerolite.diagnostics.rank_comparison import check_initialize, check_made_optimizer
-from zerolite.diagnostics.stack_report import Names
 from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.engine.arguments import (
     Arguments,
@@ -162,8 +160,6 @@ def _make_engine(
     engine._reference.finalizers += monitoring.end_with(engine)
     stage3_hooks = [] if parts.partitioned is None else parts.partitioned.hooks
     own_until_end(engine, (hooks, checkpointing.handles, stage3_hooks, builder.fp32.handles))
-    if check_is_enabled(config.check_collectives):
-        _check_collectives(parts)
     monitoring.watch_communication()
     return engine
 
@@ -282,23 +278,3 @@ def _make_runner(parts: EngineParts, pipe_stage: PreparedStage, monitoring: Moni
             monitoring.log.add_loss(loss, 1.0, parts.pipeline.state.global_steps, first=True)
 
     return PipelineRunner(pipe_stage, parts, log_loss)
-
-
-def _check_collectives(parts: EngineParts) -> None:
-    """Compare the collectives of all communicators between their ranks before they are launched."""
-    reference = weakref.ref(parts)  # communicators may outlive the engine
-    topology, coordinator = parts.topology, parts.coordinator
-
-    def names_of(gathered: bool, key: int) -> list[str]:
-        alive = reference()
-        if alive is None:
-            return []
-        names = Names(alive)
-        return names.of_parameter(key) if gathered else names.of_bucket(key)
-
-    watched = topology.communicators()
-    if coordinator is not None and coordinator.comm is not topology.data:
-        watched["gathers of parameters"] = coordinator.comm
-    for label, comm in watched.items():
-        if comm.group is not None and comm.world_size > 1:
-            comm.watch(CollectiveCheck(comm, label, names_of))

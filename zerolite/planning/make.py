@@ -25,7 +25,7 @@ ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]
 
 _SILENT = (
     *("csv_monitor", "jsonl_monitor", "tensorboard", "wandb", "comms_logger", "flops_profiler", "steps_per_print"),
-    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "check_collectives"),
+    *("wall_clock_breakdown", "memory_breakdown", "dump_state"),
 )
 """Keys of the config that print, write or measure, and change no numbers of a plan."""
 

@@ -7,9 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import zerolite.comm
-from zerolite.comm import local_rank, torch_api
+from zerolite.comm import local_rank
 
 _DEFAULT_PORT = 29500
 
@@ -50,7 +51,7 @@ def init_distributed(
 def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> Any:
     """Sum ``tensor`` over the ranks in place: ``all_reduce``, which DeepSpeed does here without a gradient."""
     options = {} if op is None else {"op": op}
-    return torch_api.function("all_reduce")(tensor, group=group, **options)
+    return dist.all_reduce(tensor, group=group, **options)
 
 
 def get_local_rank() -> int:
@@ -61,4 +62,4 @@ def get_local_rank() -> int:
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return torch_api.function(name)
+    return getattr(dist, name)
