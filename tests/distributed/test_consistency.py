@@ -15,11 +15,14 @@ import zerolite
 from tests.distributed.test_agreement import FIRST, is_last
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, at, config
+from tests.toolkit.configs import ADAMW, PARTITIONED, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.lockstep import skipping_on_device
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.traffic import Tower
 from tests.toolkit.training import backward, loss_of, make_engine, raised, run_steps
+from zerolite.comm import record
+from zerolite.utils.torch_private import as_plain_tensors
 
 INF = {"lr": float("inf")}
 SPOILT = "FloatingPointError: the update of step {} made weights of param group 0 non-finite"
@@ -183,6 +186,51 @@ def test_a_backward_that_one_rank_has_cut_short_is_told(stage: int) -> None:
     assert "is nothing on rank 0, but left incomplete by a backward that raised an error on rank 1" in said
     engine.zero_grad()
     train(engine, 1, 2)
+
+
+class Held(nn.Linear):
+    """A layer with graphs of its bias that nothing sees: with its output, and without."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.graphs = [output.sum(), self.bias.sum()]
+        return output
+
+
+class LateOnOneRank(Tower):
+    """The backward of the first layer brings the last one's bias another gradient, and on one rank the second's too."""
+
+    def __init__(self) -> None:
+        super().__init__(layer=Held)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        x.register_hook(self.bring_more)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x
+
+    def bring_more(self, gradient: torch.Tensor) -> None:
+        last: Any = self.layers[-1]
+        with as_plain_tensors():
+            last.graphs[0].backward(retain_graph=True, inputs=[last.bias])
+        if is_last():
+            self.layers[1].graphs[1].backward()
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_lost_on_one_rank_is_told() -> None:
+    """Behind the second reduction of another bucket, in which the other rank waits."""
+    zero = {**PARTITIONED["moving"], "stage3_prefetch_bucket_size": 0}
+    engine = zerolite.initialize(models.build(LateOnOneRank), config(3, "bf16", optimizer=ADAMW, zero=zero))
+    loss = loss_of(engine, 0, model="Mlp")
+    with record() as recorder:
+        said = raised(engine.backward, loss, retain_graph=True)
+    assert ("parameter 'layers.1.bias' got another gradient in the same backward" in said) is is_last(), said
+    assert recorder.count("reduce_scatter", "gradients") == 4
+    said = raised(engine.step)
+    assert "is nothing on rank 0, but left incomplete by a backward that raised an error on rank 1" in said
+    engine.zero_grad()
 
 
 def raise_in_backward(gradient: torch.Tensor) -> None:

@@ -44,6 +44,7 @@ class Backward:
         launched: number of buckets that it has launched, in launch order.
         unreduced: backwards since ``local`` was last reduced; equal on all ranks.
         accumulated: backwards since the last step.
+        lost_gradient: since the last step a gradient came too late on this rank, which raised an error.
         early: buckets that were launched between backwards, before the one that reduces the others.
         peers_may_wait: a rank may wait in it for a collective of the program, or for a gather of another engine at
             stage 3. So nothing in it waits for a reduction: a rank that lacks a parameter launches that at the end.
@@ -62,6 +63,7 @@ class Backward:
     launched: int = 0
     unreduced: int = 0
     accumulated: int = 0
+    lost_gradient: bool = False
     early: list[Bucket] = field(default_factory=list)
     peers_may_wait: bool = False
     ended_by_call: bool = False
@@ -97,6 +99,11 @@ class Backward:
         """Let other engines launch as if this backward had ended: an exception has ended autograd's, on this rank."""
         _open.discard(self)
 
+    def on_gradient_lost(self) -> None:
+        """Note that everything is reduced but a gradient that came too late."""
+        self.on_all_reduced()
+        self.lost_gradient = True
+
     def end(self) -> list[Callable[[], None]]:
         """End the backward. Return ``waiting``, which the caller runs when this one has launched everything."""
         self.open, self.outer = False, None
@@ -109,7 +116,7 @@ class Backward:
         self.unreduced = 0
         self.early.clear()
         if consumed:
-            self.accumulated = 0
+            self.accumulated, self.lost_gradient = 0, False
 
 
 _open: weakref.WeakSet[Backward] = weakref.WeakSet()  # backwards that have begun and not ended, of all engines

@@ -79,6 +79,7 @@ class Bucket:
         dtypes: dtypes of the gradients.
         groups: parameter groups of stage 3. The bucket is launched when no backward of theirs is to come.
         ends_last: it has a persistent parameter, whose gradient may come at any time.
+        late_name: parameter whose gradient has come late, in a late bucket.
         ended_again: a group's backward has ended after the launch, and may have brought gradients; equal on all ranks.
         pending: the reduction in flight.
         reduced: mean over ranks, as it is stored: the whole bucket [numel] at stage 0, this rank's shard
@@ -131,6 +132,7 @@ class Bucket:
         self.local = LocalSum(layout, self.strides, self.device, self.dtypes, memory)
         self.groups: list[ParamGroup] = []
         self.ends_last = self.ended_again = False
+        self.late_name = ""
         self.open(multiple_backwards=False)
         self.pending: Pending | None = None
         self.gathering: Pending | None = None
@@ -171,10 +173,10 @@ class Bucket:
             return False
         return not (self.ends_last or any(group.unfinished for group in self.groups))
 
-    def mark_late(self) -> None:
-        """Note that a gradient has come after the launch in this backward."""
+    def mark_late(self, name: str) -> None:
+        """Note that a gradient of parameter ``name`` has come after the launch in this backward."""
         assert self.state is not BucketState.FILL
-        self.state = BucketState.LATE
+        self.state, self.late_name = BucketState.LATE, name
 
     def launch(self, full: torch.Tensor) -> None:
         """Launch the reduction.

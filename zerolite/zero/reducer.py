@@ -82,7 +82,6 @@ class Reducer:
         self._learning = False  # the order is replaced at the end of the next backward that reduces
         self._completed: dict[Bucket, None] = {}  # an ordered set: buckets by their latest gradient in this backward
         self._new_buckets = False  # there are buckets that no backward has reduced yet; equal on all ranks
-        self._late_error: RuntimeError | None = None  # for a late gradient, while the backward still matches its plan
         # A complete backward has shown how many contributions each parameter gets. Until then stage 0 reduces at the
         # end of backward only. The other stages take one to be all, so that no rank needs memory for all gradients and
         # reduce late ones once more. Known to this rank alone: it may decide when a bucket is launched, and never if.
@@ -272,19 +271,13 @@ class Reducer:
             RuntimeError: late gradients are no longer possible. At stage 3 the end of the backward raises it, if no end
                 of a group follows that brings the gradient.
         """
-        if self.by_group:
-            self._late_error = self._late_error or _late_error(
-                slot.name,
-                "A parameter that is used where no hook sees it, outside the module that owns it, does this: put that "
-                "module and its users in one parameter group (zero_optimization.leaf_modules).",
-            )
-        elif not self._new_buckets:
+        if not (self.by_group or self._new_buckets):
             EVENTS.append(f"raised an error in a backward, for another gradient of parameter '{slot.name}'")
             raise _late_error(
                 slot.name,
                 "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended.",
             )
-        bucket.mark_late()
+        bucket.mark_late(slot.name)
 
     @torch.no_grad()
     def _reduce_late(self) -> None:
@@ -298,10 +291,15 @@ class Reducer:
             if self._learning or self._new_buckets:
                 self._agree_on_late()
             return
-        error, self._late_error = self._late_error, None
-        if error is not None and any(b.state is BucketState.LATE and not b.ended_again for b in self.order):
-            raise error
         self._reduce_again([bucket for bucket in self.order if bucket.ended_again])
+        for bucket in self.order:  # last, because the other ranks may have had no late gradient
+            if bucket.state is BucketState.LATE and not bucket.ended_again:
+                self.current.on_gradient_lost()
+                raise _late_error(
+                    bucket.late_name,
+                    "A parameter that is used where no hook sees it, outside the module that owns it, does this: put "
+                    "that module and its users in one parameter group (zero_optimization.leaf_modules).",
+                )
 
     def _agree_on_late(self) -> None:
         mean, buckets = self.groups.mean, self.buffer.buckets

@@ -254,7 +254,8 @@ class StepPipeline:
         """
         if self.suspended:
             self.check_available()
-        if self._reducer.current.open:  # a backward has raised: what it has brought is not shown yet
+        current = self._reducer.current
+        if current.open or current.lost_gradient:  # a backward has raised: what it has brought may not be shown yet
             self.end_failed_backward()
         if self.grads.is_touched:
             self.grads.check_writes()
