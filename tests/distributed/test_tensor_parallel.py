@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ from tests.toolkit.memory import tensor_bytes
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.tensor_parallel import CPU, LOSS, Shapes, Stack, communicator, compare, relative, settings, tokens
 from tests.toolkit.training import raises
+from tests.toolkit.transports import late, transport
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import (
     ColumnParallelLinear,
@@ -70,6 +73,8 @@ def test_the_example(sequence_parallel: bool, vocabulary: int) -> None:
     halves = {"all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS} if sequence_parallel else {}
     whole = 0 if sequence_parallel else 2 * LAYERS
     assert calls(result, "forward") == {**halves, "all_reduce": whole + VOCABULARY}
+    if sequence_parallel:  # a column's input is gathered once more, for the gradient of its weight
+        halves["all_gather"] += 2 * LAYERS
     assert calls(result, "backward") == {**halves, "all_reduce": whole + 1}  # and the head's input
     assert "head.weight" in result["cut"] and len(result["cut"]) == 6 * LAYERS + 1
 
@@ -343,25 +348,33 @@ def test_nothing_is_kept(sequence_parallel: bool) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Writes down products, launches of sums over ranks, and waits for them."""
+    """Writes down products, launches of collectives, and waits for them."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__()
-        self.log: list[str] = []
-        self.launch = comm.all_reduce
+        self.comm, self.log = comm, []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.log.append("product")
         return function(*args, **(kwargs or {}))
 
-    def all_reduce(self, *args: Any) -> Any:
-        self.log.append("launch")
-        pending = self.launch(*args)
+    @contextlib.contextmanager
+    def written(self) -> Iterator[list[str]]:
+        with contextlib.ExitStack() as stack:
+            for name in ("all_reduce", "all_gather", "reduce_scatter"):
+                launch = functools.partial(self._launch, name, getattr(self.comm, name))
+                stack.enter_context(mock.patch.object(self.comm, name, launch))
+            stack.enter_context(self)
+            yield self.log
+
+    def _launch(self, name: str, launch: Any, *args: Any) -> Any:
+        self.log.append(name)
+        pending = launch(*args)
         wait = pending.wait
 
         def logged() -> Tensor:
-            self.log.append("wait")
+            self.log.append(f"wait for {name}")
             return wait()
 
         pending.wait = logged
@@ -369,26 +382,66 @@ class Products(TorchDispatchMode):
 
 
 @on_ranks(2)
-def test_the_sum_of_an_input_gradient_runs_beside_the_last_product() -> None:
-    comm = communicator()
+@pytest.mark.parametrize("dim", [None, 0])
+def test_what_a_backward_sends_runs_beside_its_products(dim: int | None) -> None:
+    """The sum of the input's gradient beside the last product; with a sharded sequence the gather beside the first."""
+    with transport("native"):  # over shared memory a launch may wait for the one before
+        comm = communicator()
     layers = [ColumnParallelLinear(8, 2 * size, comm=comm) for size in (2, 3, 4)]
+    for layer in layers:
+        layer.sequence_dim = dim
     source = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    last = ["product", "launch", "product", "wait"]
-    for used, expected in (
-        (layers[:1], last),
-        (layers, ["product"] * 4 + last),
-        ([*layers, None], ["product"] * 4 + last),  # a layer without weight gradient
+    total = "all_reduce" if dim is None else "reduce_scatter"
+    gather, gathered = ([], []) if dim is None else (["all_gather"], ["wait for all_gather"])
+    last = ["product", total, "product", f"wait for {total}"]
+    for count, frozen, expected in (
+        (1, False, [*gather, "product", total, *gathered, "product", f"wait for {total}"]),
+        (3, False, [*gather, "product", *gathered, "product", "product", "product", *last]),
+        (3, True, ["product", *gather, "product", *gathered, "product", *last]),  # the first one's weight
+        (1, True, [*gather, "product", total, *gathered, "product", f"wait for {total}"]),
     ):
+        layers[2].requires_grad_(not frozen)
         x = source * 1
-        if used[-1] is None:
-            used = used[:-1]
-            layers[2].requires_grad_(False)
-            expected = expected[1:]
-        loss = sum(layer(x).square().sum() for layer in used)
-        products = Products(comm)
-        with mock.patch.object(comm, "all_reduce", products.all_reduce), products:
+        loss = sum(layer(x).square().sum() for layer in layers[:count])
+        with Products(comm).written() as log:
             loss.backward()
-        assert products.log == expected
+        assert log == expected, (count, frozen, log)
+
+
+@on_ranks(2)
+def test_a_graph_keeps_this_ranks_part_of_a_sequence_alone() -> None:
+    comm = communicator()
+    layers = [ColumnParallelLinear(8, 4, comm=comm) for _ in range(3)]
+    for layer in layers:
+        layer.sequence_dim = 1
+    layers[1].requires_grad_(False)
+    made: list[weakref.ref[Tensor]] = []
+    launch = functions.launch_all_gather
+
+    def noted(*args: Any) -> Any:
+        wait = launch(*args)
+
+        def finish() -> Tensor:
+            full = wait()
+            made.append(weakref.ref(full))
+            return full
+
+        return finish
+
+    gc.disable()
+    try:
+        with mock.patch.object(functions, "launch_all_gather", noted):
+            x = torch.randn(2, 3, 8, requires_grad=True) * 1
+            loss = sum(layer(x).square().sum() for layer in layers)
+            assert made[0]() is not None  # the next layer that reads x uses it
+            del x
+            assert made[0]() is None
+            loss.backward(retain_graph=True)
+            assert [full() for full in made] == [None, None]
+            loss.backward()
+            assert [full() for full in made] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 class Conv1D(nn.Module):
@@ -402,7 +455,9 @@ class Conv1D(nn.Module):
 
 def _plain(layer: ColumnParallelLinear, x: Tensor, comm: Communicator) -> Tensor:
     """Compute a layer's output by F.linear, with the sum over ranks where autograd comes to it."""
-    return F.linear(functions.shared_copy(x, comm), layer.weight.t() if layer.transposed else layer.weight, layer.bias)
+    dim = layer.sequence_dim
+    full = functions.shared_copy(x, comm) if dim is None else functions.shared_all_gather(x, comm, dim)
+    return F.linear(full, layer.weight.t() if layer.transposed else layer.weight, layer.bias)
 
 
 def _own(layer: ColumnParallelLinear, x: Tensor, comm: Communicator) -> Tensor:
@@ -446,8 +501,12 @@ HOWS = ("plain", "strided", "unused", "checkpoint", "checkpoint reentrant", "wei
 
 
 @on_ranks(2)
-def test_column_parallel_layers_have_the_bits_of_plain_ones() -> None:
-    comm = communicator()
+@pytest.mark.parametrize("delivers", ["at once", "late"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_column_parallel_layers_have_the_bits_of_plain_ones(sharded: bool, delivers: str) -> None:
+    """``sharded``: each rank has a part of the sequence. ``late``: results are NaN until they are waited for."""
+    with late() if delivers == "late" else contextlib.nullcontext():
+        comm = communicator()
     for number, how in enumerate(HOWS):
         for dtype in (torch.float32, torch.bfloat16):
             for bias, transposed, shape in (
@@ -460,9 +519,12 @@ def test_column_parallel_layers_have_the_bits_of_plain_ones() -> None:
                 for size in (64, 32, 32):
                     layer: Any = Conv1D(size, 48) if transposed else nn.Linear(48, size, bias)
                     shard_column(layer, comm)
+                    layer.sequence_dim = len(shape) - 2 if sharded else None
                     layers.append(layer.to(dtype))
                 if how == "strided" and len(shape) == 2:
                     continue
+                if sharded:
+                    torch.manual_seed(100 * number + comm.rank)
                 source = torch.randn(shape).to(dtype).requires_grad_()
                 found = _gradients(_own, how, layers, source, comm)
                 expected = _gradients(_plain, how, layers, source, comm)

@@ -1,118 +1,158 @@
-"""Product of a column-parallel layer, whose backward sums the input's gradient over ranks beside the weight's gradient.
+"""Product of a column-parallel layer, whose backward communicates beside its own products.
 
-Layers that read one tensor (query, key and value) share a copy of it, so the sum begins when the last of them has its
-part of the input's gradient. That layer then computes the gradient of its weight, and the copy's backward waits:
+Layers that read one tensor (query, key and value) share its entry into the tensor group: a copy of it, or with sequence
+parallelism the gathered sequence. Their gradients of it are added on this rank, and the last of them launches the one
+sum over ranks before it computes the gradient of its weight (Shoeybi et al., "Megatron-LM", 2019, overlap the same
+two). The backward of the entry waits for the sum:
 
     backward of value    input gradient, weight gradient
     backward of key      input gradient, weight gradient
     backward of query    input gradient, launch the sum, weight gradient
-    backward of the copy                                                wait for the sum
+    backward of entry                                                   wait for the sum
 
-(Shoeybi et al., "Megatron-LM", 2019, overlap the same two.) All ranks launch it at the same place, because they compute
-the same graph. All bits are those of ``F.linear``.
+With sequence parallelism the sum is a reduce-scatter. The graph keeps only this rank's part of the sequence, and the
+first of these layers gathers it again for the gradients of the weights (as Korthikanti et al., 2022, do):
+
+    backward of value    launch the gather, input gradient, wait for the gather, weight gradient
+
+All ranks launch at the same places, because they compute the same graph. All bits are those of ``F.linear``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zerolite.comm import Communicator, Pending
+from zerolite.comm import Communicator
 from zerolite.tensor_parallel import functions
 from zerolite.utils.torch_private import current_backward
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator) -> Tensor:
-    """Return ``F.linear(x, weight, bias)`` of an ``x`` that is the same on all ranks, whose gradient is summed over
-    ranks.
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, dim: int | None = None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``; the gradient of ``x`` is summed over ranks.
 
     Args:
-        x: [..., in_features].
+        x: [..., in_features], the same on all ranks. With ``dim`` it is this rank's part of the input along that
+            dimension, and the product is that of the full input.
         weight: this rank's rows, [out_features / ranks, in_features].
         bias: [out_features / ranks].
     """
     # Autocast would cast inside of the function, where autograd does not see it, and torch.compile cannot trace it.
-    if torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling() or x.dim() < 2:
-        return F.linear(functions.shared_copy(x, comm), weight, bias)
-    shared = functions.shared_copy(x, comm, _copied)
-    if shared is x:  # nothing is sent: there is one rank, or no gradient of x
-        return F.linear(x, weight, bias)
-    readers: Readers = shared._zerolite_readers  # type: ignore[attr-defined]
-    readers.register()
-    result: Tensor = _Linear.apply(shared, weight, bias, readers)
+    traced = torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling()
+    one_rank = comm.world_size == 1
+    if one_rank or traced or x.dim() < 2 or not (x.requires_grad and torch.is_grad_enabled()):
+        full = functions.shared_copy(x, comm) if dim is None else functions.shared_all_gather(x, comm, dim)
+        return F.linear(full, weight, bias)
+    entry = functions.once(x, comm, ("entry", dim), lambda: Entry(x, comm, dim))
+    entry.readers.register()
+    result: Tensor = _Linear.apply(entry.local, weight, bias, entry.full, entry.readers)
     return result
 
 
-def _copied(x: Tensor, comm: Communicator) -> Tensor:
-    readers = Readers(comm)
-    copied: Tensor = _Copy.apply(x, readers)
-    copied._zerolite_readers = readers  # type: ignore[attr-defined]
-    return copied
+class Entry:
+    """Entry of one tensor into the tensor group, shared by the layers that read it. It lives as long as the tensor.
+
+    Attributes:
+        readers: these layers, as their backwards see them.
+        local: the tensor, in the same memory. Graphs keep this one, which does not keep ``full`` alive.
+        full: the gathered tensor, which is in no graph; None if all ranks have the tensor.
+    """
+
+    def __init__(self, x: Tensor, comm: Communicator, dim: int | None) -> None:
+        self.readers = Readers(comm, dim)
+        self.local: Tensor = _Enter.apply(x, self.readers)
+        self.full = None if dim is None else functions.launch_all_gather(x, comm, dim)()
 
 
 class Readers:
-    """Layers that read one shared copy, and the gradient of the copy while a backward computes it.
+    """Layers that read one entry, and what their backwards share: the gradient of the entry and the gathered input."""
 
-    Attributes:
-        alone: nothing else reads the copy. False once a backward has made a graph (``create_graph``), which reads it
-            too: then autograd adds everything first.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self.alone = True
+    def __init__(self, comm: Communicator, dim: int | None) -> None:
+        self._comm, self._dim = comm, dim
         self._made_in = current_backward()
         self._count = 0
-        self._backward = -1  # the graph task to which the following belong
-        self._seen = 0
+        self._start(-1)
+
+    def _start(self, backward: int) -> None:
+        """Begin without results of another backward, which may have failed."""
+        self._backward = backward
+        self._added = 0
         self._sum: Tensor | None = None
-        self._pending: Pending | None = None
+        self._reduced: Callable[[], Tensor] | None = None
+        self._gathered: Callable[[], Tensor] | None = None
+        self._full: Tensor | None = None
 
     def register(self) -> None:
-        """Count a layer. One that a checkpoint recomputes from the same copy is not counted again, because no backward
+        """Count a layer. One that a checkpoint recomputes from the same entry is not counted again, because no backward
         runs through its graph."""
         self._count += current_backward() == self._made_in
 
-    def add(self, gradient: Tensor) -> Tensor | None:
-        """Add a layer's gradient of the copy, and launch the sum over ranks if it is the last one.
+    def launch_gather(self, local: Tensor) -> None:
+        """Begin to gather the input, if it is needed and no other layer has begun it in this backward."""
+        if self._backward != current_backward():
+            self._start(current_backward())
+        if self._dim is not None and self._gathered is None and self._full is None:
+            self._gathered = functions.launch_all_gather(local, self._comm, self._dim)
+
+    def input(self, local: Tensor) -> Tensor:
+        """Return the full input of the layers, after :meth:`launch_gather`. The entry's backward frees it."""
+        if self._dim is None:
+            return local
+        if self._gathered is not None:
+            self._full, self._gathered = self._gathered(), None
+        assert self._full is not None
+        return self._full
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a layer's gradient of the full input, and launch the sum over ranks if it is the last one.
 
         Args:
             gradient: a tensor that no other code uses.
-
-        Returns:
-            the gradient that the layer returns to autograd: that of all layers, or None if others will follow.
         """
-        if not self.alone:
-            return gradient
-        if self._backward != current_backward():  # also after a backward that has failed
-            self._backward, self._seen, self._sum, self._pending = current_backward(), 0, None, None
+        if self._backward != current_backward():
+            self._start(current_backward())
         self._sum = gradient if self._sum is None else self._sum.add_(gradient)
-        self._seen += 1
-        if self._seen < self._count:
+        self._added += 1
+        if self._added == self._count:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        if self._sum is not None:
+            self._reduced = (
+                functions.launch_all_reduce(self._sum, self._comm)
+                if self._dim is None
+                else functions.launch_reduce_scatter(self._sum, self._comm, self._dim, in_place=True)
+            )
+            self._sum = None
+
+    def finish(self) -> Tensor | None:
+        """Return the sum over ranks of what the layers have added in this backward; None if it is nothing."""
+        if self._backward != current_backward():
             return None
-        total, self._sum, self._seen = self._sum, None, 0
-        if functions.sends(total, self._comm):
-            self._pending = self._comm.all_reduce(total.view(-1), functions.TAG)
+        self._reduce()  # the output of another layer was not used
+        total = None if self._reduced is None else self._reduced()
+        self._start(-1)
         return total
 
-    def finish(self, gradient: Tensor | None) -> Tensor | None:
-        """Return the sum over ranks. ``gradient``: what the layers have returned; None for nothing."""
-        if self._backward == current_backward():
-            pending, rest = self._pending, self._sum
-            self._pending, self._sum, self._seen = None, None, 0
-            if pending is not None:
-                pending.wait()
-                return gradient
-            if rest is not None:  # the output of another layer was not used
-                gradient = rest
-        return None if gradient is None else functions.reduce(gradient, self._comm, in_place=True)
+    def enter(self, local: Tensor) -> Tensor:
+        """Return the full input, for a backward that makes a graph."""
+        if self._dim is None:
+            return functions.copy(local, self._comm)
+        return functions.all_gather(local, self._comm, self._dim)
+
+    def leave(self, gradient: Tensor) -> Tensor:
+        """Return the sum over ranks of one layer's gradient, for a backward that makes a graph."""
+        if self._dim is None:
+            return functions.reduce(gradient, self._comm)
+        return functions.reduce_scatter(gradient, self._comm, self._dim)
 
 
-class _Copy(torch.autograd.Function):
-    """Copy of the input that several layers read. It shares its memory."""
+class _Enter(torch.autograd.Function):
+    """Alias of the input that several layers read."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, readers: Readers) -> Tensor:
@@ -122,35 +162,47 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> object:
-        return ctx.readers.finish(gradient), None
+        """``gradient``: what a backward that made a graph has summed already; None without one."""
+        total = ctx.readers.finish()
+        if total is None or gradient is None:
+            return gradient if total is None else total, None
+        return gradient + total, None
 
 
 class _Linear(torch.autograd.Function):
     """``F.linear``, of which the gradient of the input comes before those of weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, readers: Readers) -> Tensor:
+    def forward(
+        ctx: Any, local: Tensor, weight: Tensor, bias: Tensor | None, full: Tensor | None, readers: Readers
+    ) -> Tensor:
         ctx.readers = readers
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(local if weight.requires_grad else None, weight)
+        return F.linear(local if full is None else full, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> object:
-        x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = (_is_needed(ctx, index) for index in range(3))
+        local, weight = ctx.saved_tensors
+        readers: Readers = ctx.readers
+        of_input, of_weight, of_bias = (_is_needed(ctx, index) for index in range(3))
+        makes_graph = torch.is_grad_enabled()  # create_graph: then it must consist of autograd's functions
         rows = gradient.flatten(0, -2)
         input_gradient = weight_gradient = None
-        if of_x:
+        if of_weight and not makes_graph:
+            readers.launch_gather(local)
+        if of_input:
             input_gradient = rows.mm(weight).view(*gradient.shape[:-1], weight.shape[1])
-            if torch.is_grad_enabled():
-                ctx.readers.alone = False
-            input_gradient = ctx.readers.add(input_gradient)
+            if makes_graph:
+                input_gradient = readers.leave(input_gradient)
+            else:
+                readers.add(input_gradient)
+                input_gradient = None  # the entry returns the sum to autograd
         if of_weight:
-            inputs = x.flatten(0, -2)
+            inputs = (readers.enter(local) if makes_graph else readers.input(local)).flatten(0, -2)
             # As autograd does for F.linear: in the order of the weight's memory.
             transposed = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
             weight_gradient = inputs.t().mm(rows).t() if transposed else rows.t().mm(inputs)
-        return input_gradient, weight_gradient, rows.sum(0) if of_bias else None, None
+        return input_gradient, weight_gradient, rows.sum(0) if of_bias else None, None, None
 
 
 def _is_needed(ctx: Any, index: int) -> bool:

@@ -20,13 +20,15 @@ of the communicator with equal shapes, in the same order. On one rank the tensor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from zerolite.comm import Communicator
 from zerolite.utils.accelerator import is_fake
+
+Made = TypeVar("Made")
 
 TAG = "tensor"
 """Tag of every collective of tensor parallelism in :func:`zerolite.comm.record`."""
@@ -73,41 +75,39 @@ def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 1, in_place: bool =
     return _applied("reduce_scatter", x, comm, dim, in_place)
 
 
-def shared_copy(x: Tensor, comm: Communicator, make: Callable[[Tensor, Communicator], Tensor] | None = None) -> Tensor:
+def shared_copy(x: Tensor, comm: Communicator) -> Tensor:
     """Return :func:`copy` of ``x``, one for all layers that read the tensor.
 
     Their gradients are summed on this rank first, so query, key and value need one all-reduce instead of three. The
     copy lives as long as ``x`` and shares its memory. It is ``x`` itself if no gradient of that is needed.
-
-    Args:
-        make: makes the copy in another way.
     """
     if comm.world_size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    if make is not None:
-        return _cached(x, comm, make, lambda: make(x, comm))
-    return _cached(x, comm, "copy", lambda: _applied("copy", x, comm, in_place=True))
+    return once(x, comm, "copy", lambda: _applied("copy", x, comm, in_place=True))
 
 
 def shared_all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """Return :func:`all_gather` of ``x``, done once for all layers that read the tensor."""
-    return x if comm.world_size == 1 else _cached(x, comm, dim, lambda: all_gather(x, comm, dim))
+    return x if comm.world_size == 1 else once(x, comm, dim, lambda: all_gather(x, comm, dim))
 
 
-_CACHE = "_zerolite_entered"
+def once(x: Tensor, comm: Communicator, purpose: object, make: Callable[[], Made]) -> Made:
+    """Return ``make()``, or the result of the last call if ``x`` has the same state.
 
-
-def _cached(x: Tensor, comm: Communicator, what: object, make: Callable[[], Tensor]) -> Tensor:
-    """Return ``make()``, or the result of the last call if ``x`` has the same state. It is an attribute of ``x``."""
+    The result is an attribute of ``x``: it lives as long as the Python object.
+    """
     # Inference tensors have no version counter, and cannot be saved for backward anyway.
     version = None if x.is_inference() else x._version
-    # The version changes when ``x`` is written in place: then the cached tensor is not valid any more.
-    state = (id(comm), what, version, torch.is_grad_enabled(), x.requires_grad)
-    cached_state, result = getattr(x, _CACHE, (None, x))
+    # The version changes when ``x`` is written in place: then the cached result is not valid any more.
+    state = (id(comm), purpose, version, torch.is_grad_enabled(), x.requires_grad)
+    cached_state, result = getattr(x, _CACHE, (None, None))
     if cached_state != state:
         result = make()
         setattr(x, _CACHE, (state, result))
-    return result
+    return cast(Made, result)
+
+
+_CACHE = "_zerolite_entered"
 
 
 def _applied(kind: str, x: Tensor, comm: Communicator, dim: int = 0, in_place: bool = False) -> Tensor:
@@ -129,21 +129,59 @@ def sends(x: Tensor, comm: Communicator) -> bool:
     return x.numel() > 0 and (comm.peers_agree or not is_fake(x))
 
 
-def _all_reduced(x: Tensor, comm: Communicator, in_place: bool) -> Tensor:
-    summed = x.detach() if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    if sends(summed, comm):
-        comm.all_reduce(summed.view(-1), TAG).wait()
-    return summed
+def launch_all_reduce(x: Tensor, comm: Communicator) -> Callable[[], Tensor]:
+    """Begin the sum over ranks of ``x``, contiguous, in place. The returned function waits and returns ``x``."""
+    pending = comm.all_reduce(x.view(-1), TAG) if sends(x, comm) else None
+
+    def wait() -> Tensor:
+        if pending is not None:
+            pending.wait()
+        return x
+
+    return wait
 
 
-def _gathered_parts(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    size = comm.world_size
-    part = x.detach()
+def launch_all_gather(x: Tensor, comm: Communicator, dim: int) -> Callable[[], Tensor]:
+    """Begin to gather the ranks' ``x``. The returned function waits, and returns their concatenation along ``dim``."""
+    size, part = comm.world_size, x.detach()
     full = part.new_empty((size, *part.shape))
     full[comm.rank].copy_(part)
-    if sends(full, comm):
-        comm.all_gather(full.view(-1), TAG).wait()
-    return full.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+    pending = comm.all_gather(full.view(-1), TAG) if sends(full, comm) else None
+
+    def wait() -> Tensor:
+        if pending is not None:
+            pending.wait()
+        return full.movedim(0, dim).reshape(*part.shape[:dim], size * part.shape[dim], *part.shape[dim + 1 :])
+
+    return wait
+
+
+def launch_reduce_scatter(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Callable[[], Tensor]:
+    """Begin the sum over ranks of ``x``. The returned function waits, and returns this rank's part along ``dim``.
+
+    Args:
+        in_place: overwrite the memory of ``x``, which no other code uses.
+    """
+    size = comm.world_size
+    length = x.shape[dim] // size
+    rows = x.detach().unflatten(dim, (size, length)).movedim(dim, 0)
+    ours = in_place or not rows.is_contiguous()
+    rows = rows.contiguous() if ours else rows.clone(memory_format=torch.contiguous_format)
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    pending = comm.reduce_scatter(rows.view(-1), TAG) if sends(rows, comm) else None
+
+    def wait() -> Tensor:
+        if pending is None:
+            return rows.new_empty(shape)
+        # Autograd refuses in-place writes into a view that a function returns. detach() makes it an ordinary tensor.
+        return pending.wait().view(shape).detach()
+
+    return wait
+
+
+def _all_reduced(x: Tensor, comm: Communicator, in_place: bool) -> Tensor:
+    alone = in_place and x.is_contiguous()
+    return launch_all_reduce(x.detach() if alone else x.clone(memory_format=torch.contiguous_format), comm)()
 
 
 def _local_shard(x: Tensor, comm: Communicator, dim: int) -> Tensor:
@@ -151,28 +189,15 @@ def _local_shard(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     return x.detach().narrow(dim, comm.rank * length, length).clone(memory_format=torch.contiguous_format)
 
 
-def _reduce_scattered(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Tensor:
-    size = comm.world_size
-    length = x.shape[dim] // size
-    rows = x.detach().unflatten(dim, (size, length)).movedim(dim, 0)
-    ours = in_place or not rows.is_contiguous()
-    rows = rows.contiguous() if ours else rows.clone(memory_format=torch.contiguous_format)
-    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
-    if not sends(rows, comm):
-        return rows.new_empty(shape)
-    # Autograd refuses in-place writes into a view that a function returns. detach() makes it an ordinary tensor.
-    return comm.reduce_scatter(rows.view(-1), TAG).wait().view(shape).detach()
-
-
 # Outputs share memory with inputs by detach(), which autograd does not treat as a view. A view would keep a reference
 # to its base: with shared_copy(), where the input refers to the output, the two would keep each other alive.
 _FORWARD: dict[str, Callable[[Tensor, Communicator, int, bool], Tensor]] = {
     "copy": lambda x, comm, dim, in_place: x.detach(),
     "reduce": lambda x, comm, dim, in_place: _all_reduced(x, comm, in_place),
-    "gather": lambda x, comm, dim, in_place: _gathered_parts(x, comm, dim),
+    "gather": lambda x, comm, dim, in_place: launch_all_gather(x, comm, dim)(),
     "scatter": lambda x, comm, dim, in_place: _local_shard(x, comm, dim),
-    "all_gather": lambda x, comm, dim, in_place: _gathered_parts(x, comm, dim),
-    "reduce_scatter": _reduce_scattered,
+    "all_gather": lambda x, comm, dim, in_place: launch_all_gather(x, comm, dim)(),
+    "reduce_scatter": lambda x, comm, dim, in_place: launch_reduce_scatter(x, comm, dim, in_place)(),
 }
 # The backward of each function is its partner, as in Megatron-LM: the gradient of a copy is a sum, and so on.
 _PAIRS = (("copy", "reduce"), ("gather", "scatter"), ("all_gather", "reduce_scatter"))

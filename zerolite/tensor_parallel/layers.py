@@ -125,24 +125,17 @@ class ColumnParallelLinear(TensorParallelLayer, nn.Linear):
 
     def _column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = full_tensor(x)
-        if self.sequence_dim is not None:
-            if self.sequence is not None and not self.sequence.is_sharded:
-                raise RuntimeError(_NOT_SHARDED)
-            x = self._gather_sequence(x, self.sequence_dim)
-            out = F.linear(x, weight.t() if self.transposed else weight, bias)
-        else:
-            out = column_linear(x, weight.t() if self.transposed else weight, bias, self.comm)
+        if self.sequence is not None and not self.sequence.is_sharded:
+            raise RuntimeError(_NOT_SHARDED)
+        unmerged = self._unmerged_shape(x)
+        x = x if unmerged is None else x.view(unmerged)
+        out = column_linear(x, weight.t() if self.transposed else weight, bias, self.comm, self.sequence_dim)
+        out = out if unmerged is None else out.flatten(0, 1)
         if self.gather_output:
             return self._gathered(out)
         if self.region is not None:
             self.region.enter(out, self.training)
         return out
-
-    def _gather_sequence(self, x: Tensor, dim: int) -> Tensor:
-        shape = self._unmerged_shape(x)
-        if shape is None:
-            return functions.shared_all_gather(x, self.comm, dim)
-        return functions.shared_all_gather(x.view(shape), self.comm, dim).flatten(0, 1)
 
     def _gathered(self, out: Tensor) -> Tensor:
         out = functions.gather(out, self.comm)
