@@ -23,7 +23,7 @@ from tests.toolkit import models
 from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raised, raises, run_steps
-from zerolite.zero.stage3.comm_context import CommContext
+from zerolite.zero.stage3.param_group import CommContext
 
 
 class Side:

@@ -27,9 +27,8 @@ from tests.toolkit.training import raises
 from zerolite.engine.engine import Engine
 from zerolite.utils.module_hook import is_compiled
 from zerolite.zero import ZeroParamStatus
-from zerolite.zero.stage3.comm_context import AllGather
 from zerolite.zero.stage3.module_hooks import ModuleExecution
-from zerolite.zero.stage3.param_group import ParamGroup
+from zerolite.zero.stage3.param_group import AllGather, ParamGroup
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 

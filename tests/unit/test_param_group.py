@@ -10,9 +10,9 @@ from torch import nn
 
 from benchmarks.null_communicator import NullCommunicator
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.stage3 import param_group
-from zerolite.zero.stage3.comm_context import CommContext
-from zerolite.zero.stage3.param_group import ParamGroup, default_max_live, leaf_rule, plan_param_groups
+from zerolite.zero.stage3 import group_plan
+from zerolite.zero.stage3.group_plan import default_max_live, leaf_rule, plan_param_groups
+from zerolite.zero.stage3.param_group import CommContext, ParamGroup
 from zerolite.zero.stage3.partition_parameters import partition
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
@@ -119,7 +119,7 @@ def test_two_blocks_fit_into_the_limit_and_a_larger_one_is_divided() -> None:
 
 def test_the_default_limit_divides_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_max_live(partitioned(Stack()), nothing, 0) == 10**9
-    monkeypatch.setattr(param_group, "LEAST_MAX_LIVE", 150)
+    monkeypatch.setattr(group_plan, "LEAST_MAX_LIVE", 150)
     for model, limit in ((Stack(), 200), (Stack(make=Experts), 520), (Stack(blocks=2), 150), (Block(), 150)):
         found = default_max_live(partitioned(model), nothing, 0)
         assert found == limit

@@ -29,7 +29,7 @@ from zerolite.comm import collective
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
-from zerolite.zero.stage3.comm_context import refresh
+from zerolite.zero.stage3.available_parameters import refresh
 from zerolite.zero.stage3.partitioned_parameter import (
     AVAILABLE,
     sharded_param_of,

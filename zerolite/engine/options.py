@@ -20,7 +20,7 @@ from zerolite.utils.dtypes import DTYPES
 from zerolite.zero.gradient_memory import ReductionOptions
 from zerolite.zero.layout import ParameterSpec, auto_bucket_numel
 from zerolite.zero.stage3.fetch_plan import FetchLimits
-from zerolite.zero.stage3.param_group import LEAST_MAX_LIVE, LeafRule, default_max_live, leaf_rule
+from zerolite.zero.stage3.group_plan import LEAST_MAX_LIVE, LeafRule, default_max_live, leaf_rule
 from zerolite.zero.stage3.partitioned_model import Stage3Options
 from zerolite.zero.stages import StagePolicy
 from zerolite.zero.step_state import StepOptions

@@ -16,7 +16,6 @@ from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.absent_parameter import AbsentParameter
-from zerolite.zero.stage3.comm_context import gather
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 KINDS = {
@@ -86,7 +85,8 @@ class StateOffload:
         """See :meth:`Engine.reload_states`."""
         self.restore()
         persistent, self._persistent = self._persistent, []
-        gather(persistent)
+        if self._parts.coordinator is not None:
+            self._parts.coordinator.context.gather(persistent)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -25,7 +25,8 @@ from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.layout import BucketLayout, ParameterSpec, PartitionLayout
 from zerolite.zero.optimizer import Groups
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.stage3.partitioned_model import PartitionedModel, bucket_groups
+from zerolite.zero.stage3.group_plan import bucket_groups
+from zerolite.zero.stage3.partitioned_model import PartitionedModel
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_numel
 
 _DIFFERENT = "zerolite: the ranks begin to train different parameters (unfrozen, or added in a param group)"

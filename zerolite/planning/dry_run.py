@@ -50,7 +50,7 @@ from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HO
 from zerolite.utils.nested import map_tensors
 from zerolite.utils.skeleton import Skeleton
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.stage3.comm_context import CommContext
+from zerolite.zero.stage3.param_group import CommContext
 from zerolite.zero.stage3.partition_parameters import partition
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_numel
 

@@ -14,7 +14,7 @@ from zerolite.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.gathered_parameters import GatheredParameters
-    from zerolite.zero.stage3.param_group import register_external_parameter, unregister_external_parameter
+    from zerolite.zero.stage3.group_plan import register_external_parameter, unregister_external_parameter
     from zerolite.zero.stage3.partition_parameters import Init
     from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus
 
@@ -34,7 +34,7 @@ __getattr__ = lazy_names(
         "GatheredParameters": f"{_STAGE3}.gathered_parameters",
         "Init": f"{_STAGE3}.partition_parameters",
         "ZeroParamStatus": f"{_STAGE3}.partitioned_parameter",
-        "register_external_parameter": f"{_STAGE3}.param_group",
-        "unregister_external_parameter": f"{_STAGE3}.param_group",
+        "register_external_parameter": f"{_STAGE3}.group_plan",
+        "unregister_external_parameter": f"{_STAGE3}.group_plan",
     },
 )

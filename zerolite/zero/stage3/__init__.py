@@ -4,13 +4,14 @@ The files, in the order of a parameter's life, which is the order in which to re
 
     made        partition_parameters.py     an ordinary parameter becomes a partitioned one; zero.Init
                 partitioned_parameter.py    shard, full, view, and the states between them
-                comm_context.py             launches all-gathers; new values for parameters that stay available
+    grouped     group_plan.py               which parameters are a group, and which groups share a bucket
+                param_group.py              gathers and releases them together
                 shard_reader.py             stages offloaded shards in
-    grouped     param_group.py              parameters that are gathered, released and reduced as one
+                available_parameters.py     new values for parameters that stay available over an update
                 partitioned_model.py        a model: partition, plan, place, start
     used        module_hooks.py             report when an execution of a group begins and ends
                 partitioned_param_coordinator.py
-                                            gathers, waits and releases
+                                            lets groups gather and release in the order of the schedule
                 fetch_schedule.py           decides which; fetch_plan.py precomputes it
     read        absent_parameter.py         p.shape, p.grad: the class of a parameter whose values are not here
                 live_view.py                p.norm(), p.data: operations on released parameters gather them

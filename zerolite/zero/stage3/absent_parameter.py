@@ -38,10 +38,16 @@ class AbsentParameter(torch.nn.Parameter):
     """
 
     source: Source | None = None
+    _sharded_param: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an ordinary parameter, because ``type(p)(values)`` makes one that no source knows."""
         return torch.nn.Parameter(*args, **kwargs)
+
+    @property
+    def ds_status(self) -> Any:
+        """State of a partitioned parameter, for programs written for DeepSpeed."""
+        return self._sharded_param.status
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _source_of(self).run(copy.deepcopy, (self, memo), {}, [self])
@@ -99,8 +105,10 @@ def no_values_error(name: str, why: str) -> RuntimeError:
 def set_absent_class(parameter: Tensor) -> None:
     """Give a sharded parameter the class of absent ones, derived from the user's class if it has one."""
     present = type(parameter)
-    if issubclass(present, torch.nn.Parameter) and not issubclass(present, AbsentParameter):
-        parameter.__class__ = AbsentParameter if present is torch.nn.Parameter else _absent_subclass(present)
+    if present is torch.nn.Parameter:
+        parameter.__class__ = AbsentParameter
+    elif issubclass(present, torch.nn.Parameter) and not issubclass(present, AbsentParameter):
+        parameter.__class__ = _absent_subclass(present)
 
 
 def present_class(parameter: Tensor) -> type:
@@ -113,9 +121,11 @@ def present_class(parameter: Tensor) -> type:
 
 def restore_class(parameter: Tensor) -> None:
     """Undo :func:`set_absent_class`."""
-    present = present_class(parameter)
-    if present is not type(parameter):
-        parameter.__class__ = present
+    absent = type(parameter)
+    if absent is AbsentParameter:
+        parameter.__class__ = torch.nn.Parameter
+    elif absent is not torch.nn.Parameter:
+        parameter.__class__ = present_class(parameter)
 
 
 @functools.cache

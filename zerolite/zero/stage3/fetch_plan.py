@@ -37,7 +37,9 @@ class Fetch(NamedTuple):
 
 
 _NONE: Mapping[int, int] = MappingProxyType({})
-_NOTHING = Fetch((), (), (), ())
+NOTHING = Fetch((), (), (), ())
+"""Answer to most events of a step whose parameters stay gathered."""
+
 END = 1 << 62  # no group has this id, so it matches no event
 
 
@@ -300,11 +302,12 @@ def plan_step(
     planner = _StepPlanner(order, groups, numels, limits, on_disk)
     fetches, releases = [], []
     for index, event in enumerate(order):
-        fetches.append(planner.enter(index, event) if event >= 0 else _NOTHING)
+        fetches.append(planner.enter(index, event) if event >= 0 else NOTHING)
         releases.append(planner.leave(index, ~event) if event < 0 else ())
     if on_disk and limits.read_numel:
         fetches = _plan_reads(order, fetches, releases, limits.read_numel, on_disk)
-    return FetchPlan(tuple(order), (*order, END), tuple(fetches), tuple(releases), planner.state.end_all())
+    answers = tuple(NOTHING if fetch == NOTHING else fetch for fetch in fetches)
+    return FetchPlan(tuple(order), (*order, END), answers, tuple(releases), planner.state.end_all())
 
 
 def _plan_reads(

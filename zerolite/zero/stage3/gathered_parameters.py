@@ -14,9 +14,10 @@ from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
 from zerolite.comm.initial_sync import broadcast_flat, content_hash
 from zerolite.utils.accelerator import address, host_values
 from zerolite.utils.torch_private import without_functions
-from zerolite.zero.stage3.comm_context import group_by_context, refresh
+from zerolite.zero.stage3.available_parameters import refresh
+from zerolite.zero.stage3.group_plan import register_external_parameter
 from zerolite.zero.stage3.live_view import save_views
-from zerolite.zero.stage3.param_group import register_external_parameter
+from zerolite.zero.stage3.param_group import group_by_context
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, sharded_param_of
 
 _entered_contexts: list[GatheredParameters] = []  # the innermost last

@@ -15,8 +15,9 @@ import torch
 
 from zerolite.utils.module_hook import WeakHook, is_compiled
 from zerolite.utils.torch_private import current_backward, untraced
+from zerolite.zero.stage3.group_plan import groups_of_parameters, owns_released
 from zerolite.zero.stage3.live_view import GatheredStateDict
-from zerolite.zero.stage3.param_group import ParamGroup, groups_of_parameters, owns_released
+from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 if TYPE_CHECKING:
@@ -182,8 +183,8 @@ def install_hooks(
                     for p in inside._parameters.values()
                     if (sharded_param := sharded_param_of(p)) in groups_of
                 ]
-                owners = sorted(set.intersection(*(set(groups_of[known]) for known in own)))
-                begin = _InnerPreForwardHook(coordinator, group, [groups[index] for index in owners])
+                owners = [owner for owner in groups if all(owner in groups_of[known] for known in own)]
+                begin = _InnerPreForwardHook(coordinator, group, owners)
                 end = _InnerPostForwardHook(coordinator, group)
                 handles.append(begin.install(inside.register_forward_pre_hook, prepend=True))
                 # Without always_call=True, with which Dynamo would compile each module anew. After an exception the

@@ -1,33 +1,45 @@
-"""Parameter groups of stage 3: parameters that are gathered, released and reduced as one (FSDP2: ``FSDPParamGroup``).
+"""Parameter groups of stage 3: gathered, released and reduced as one (FSDP2: ``FSDPParamGroup``).
 
-A group has the parameters of one module, or of a whole subtree. A subtree is one group if it is a repeated block, too
-small to be worth several collectives, compiled, or named by the user (:func:`plan_param_groups`).
+::
+
+    released ── CommContext.launch ──▶ in flight ── AllGather.wait ──▶ available ── ParamGroup.hide ──▶ hidden
+       ▲                                                    ▲ │                                          │ │
+       │                                                    └─┼────────────── ParamGroup.show ───────────┘ │
+       └────────────────────────── release ───────────────────┴────────────────────────────────────────────┘
+
+A hidden group has its values for the backward to come, and its parameters look released to all other code.
+One launch may be for several groups: a prefetch, or small groups that follow each other.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.comm import collective
-from zerolite.utils.module_hook import is_compiled
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of, unpartitioned_numel
+from zerolite.comm import Pending, collective
+from zerolite.offload.placement import Placement
+from zerolite.utils.memory_tags import GATHERED, PERSISTENT, listeners, resize, tag_memory
+from zerolite.utils.torch_private import undispatched
+from zerolite.zero.groups import RankGroups
+from zerolite.zero.stage3.absent_parameter import restore_class, set_absent_class
+from zerolite.zero.stage3.partitioned_parameter import (
+    AVAILABLE,
+    NOT_AVAILABLE,
+    PartitionedParameter,
+    sharded_param_of,
+)
+from zerolite.zero.stage3.shard_reader import ShardReader, StagedShards
 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
+    from zerolite.zero.stage3.partition_parameters import Initialising
+    from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-LARGEST_SHARE = 4
-"""A block has at most a fourth of the model, because two or three groups are gathered at a time and must not be all of
-it."""
-
-
-LEAST_MAX_LIVE = 1_000_000_000
-"""Elements that may be gathered at a time if the user sets no limit and no block is large."""
+initialisations: list[Initialising] = []
+"""Contexts in which models are being initialised, the innermost last."""
 
 
 class ParamGroup:
@@ -45,6 +57,7 @@ class ParamGroup:
         without_graph: those of them that had no graph inside a forward with one. Reentrant checkpointing runs such a
             forward, and repeats it in the backward.
         open_executions: executions under way that need the values. Counted in place: a method would cost host time.
+        hidden: parameters look released, because no execution that is under way needs them; see the module.
         called_inside: the module of the subtree that is called directly; None if there is none.
     """
 
@@ -53,6 +66,7 @@ class ParamGroup:
         "_module",
         "buckets",
         "called_inside",
+        "hidden",
         "index",
         "is_embedding",
         "name",
@@ -85,6 +99,7 @@ class ParamGroup:
         self.unfinished = self.without_graph = self.open_executions = 0
         self._is_recomputed = True  # until a step has shown a forward without a graph that was not repeated
         self.called_inside: torch.nn.Module | None = None
+        self.hidden = False
 
     @property
     def module(self) -> torch.nn.Module:
@@ -136,6 +151,34 @@ class ParamGroup:
         under ``no_grad``. Waiting for them again would keep the gradients of all buckets to the end of a backward."""
         self._is_recomputed, self.without_graph = False, 0
 
+    def hide(self, tied: Mapping[PartitionedParameter, Sequence[ParamGroup]]) -> None:
+        """Let parameters that stay gathered for their backward look released, so that a use by another module is
+        noticed: that module then needs them in a backward of its own.
+
+        Args:
+            tied: the groups of each parameter that has several.
+        """
+        if self.open_executions:
+            return
+        self.hidden = True
+        for sharded_param in self.parameters:
+            if sharded_param.status is not AVAILABLE or sharded_param.pin_count:
+                continue
+            if tied and sharded_param in tied:
+                if any(group.open_executions for group in tied[sharded_param]):
+                    continue
+                for group in tied[sharded_param]:
+                    group.hidden = True
+            if (parameter := sharded_param.ref()) is not None:
+                set_absent_class(parameter)
+
+    def show(self) -> None:
+        """Undo :meth:`hide` for an execution that begins."""
+        self.hidden = False
+        for sharded_param in self.parameters:
+            if sharded_param.status is AVAILABLE and (parameter := sharded_param.ref()) is not None:
+                restore_class(parameter)
+
     def add_bucket(self, bucket: Bucket) -> None:
         """Let ``bucket`` wait for the backwards of this group."""
         if bucket not in self.buckets:
@@ -155,226 +198,250 @@ def _is_embedding(module: torch.nn.Module, parameters: Sequence[PartitionedParam
     return not hooked and list(parameters) == [sharded_param_of(module._parameters["weight"])]
 
 
-def groups_of_parameters(groups: Sequence[ParamGroup]) -> dict[PartitionedParameter, list[int]]:
-    """Return the groups of each parameter, the first one first: tied weights have several."""
-    found: dict[PartitionedParameter, list[int]] = {}
-    for group in groups:
-        for parameter in group.parameters:
-            found.setdefault(parameter, []).append(group.index)
-    return found
+# -------------------------------------------------------------------- gathers
 
 
-LeafRule = Callable[[str, torch.nn.Module], bool]
-
-
-def leaf_rule(
-    patterns: Sequence[str], classes: Sequence[str] = (), names: Sequence[str] = (), suffixes: Sequence[str] = ()
-) -> LeafRule:
-    """Return a rule that tells from a module's qualified name and class if its whole subtree is one group.
-
-    Args:
-        patterns: shell patterns of names and classes.
-        classes: names of classes, with or without their module.
-        names: qualified names of modules.
-        suffixes: ends of qualified names.
-    """
-
-    def is_leaf(name: str, module: torch.nn.Module) -> bool:
-        cls = type(module)
-        own = {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
-        if own & set(classes) or name in names or any(name.endswith(suffix) for suffix in suffixes):
-            return True
-        return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, *own))
-
-    return is_leaf
-
-
-def plan_param_groups(
-    model: torch.nn.Module, is_leaf: LeafRule, granularity: int, max_live: int = 0
-) -> list[ParamGroup]:
-    """Return the parameter groups of ``model``, the root first.
-
-    Each of these subtrees is one group with all modules in it:
-
-    - a subtree that ``is_leaf`` chooses, and a compiled one;
-    - a subtree with at most ``granularity`` elements that can be released;
-    - a repeated block: a child of a ModuleList or Sequential that has another child of its class. It must have at most
-      a fourth of the model. It must fit twice into ``max_live`` elements (0: no blocks), because the next block is
-      gathered while this one computes. The children of a larger block are treated as blocks. A module that holds a list
-      of repeated modules (experts) must fit only once. Ranks that send their tokens to different experts must still
-      gather the same.
-
-    Subtrees of the first kind inside a block are separate groups.
-    """
-    return _GroupPlanner(model, is_leaf, granularity, max_live).groups
-
-
-def default_max_live(model: torch.nn.Module, is_leaf: LeafRule, granularity: int) -> int:
-    """Return the number of elements that may be gathered at a time if the user sets no limit.
-
-    The largest repeated block fits in two and a half times: one computes, the next one is gathered, and there is room
-    for what is kept beside them. With less it would be divided, into several collectives with a latency each.
-    """
-    return max(LEAST_MAX_LIVE, 5 * _GroupPlanner(model, is_leaf, granularity, 1 << 62).largest_block // 2)
-
-
-class _GroupPlanner:
-    """Planner that walks through the modules of a model and collects its parameter groups.
+class AllGather:
+    """One all-gather of several parameters, pending until one of them is needed.
 
     Attributes:
-        groups: the parameter groups.
-        largest_block: elements of the largest repeated block that is one group; 0 without any.
+        sharded_params: the parameters that become available.
     """
 
-    def __init__(self, model: torch.nn.Module, is_leaf: LeafRule, granularity: int, max_live: int) -> None:
-        self._is_leaf, self._granularity, self._max_live = is_leaf, granularity, max_live
-        self._largest = _numel(model) // LARGEST_SHARE
-        self._seen: set[int] = set()  # modules that have a group, or were descended into
-        self._model = model
-        self.largest_block = 0
-        self.groups: list[ParamGroup] = []
-        self._walk("", model, in_block=False)
+    __slots__ = ("_pending", "_staged", "sharded_params")
 
-    def _walk(self, name: str, module: torch.nn.Module, in_block: bool) -> None:
-        if id(module) in self._seen:
+    @collective
+    def __init__(
+        self,
+        context: CommContext,
+        sharded_params: Sequence[PartitionedParameter],
+        to_gather: Sequence[PartitionedParameter],
+        fulls: Sequence[torch.Tensor],
+    ) -> None:
+        """Launch it.
+
+        Args:
+            context: ranks and shard reader.
+            sharded_params: the parameters that become available.
+            to_gather: those of them whose values are on other ranks.
+            fulls: memory for the full values of ``to_gather``, flat.
+        """
+        self.sharded_params = sharded_params
+        self._pending: Pending | None = None
+        self._staged: StagedShards | None = None
+        if not to_gather:
             return
-        size = _numel(module)
-        small = size <= self._granularity and _has_forward(module)
-        if size and (small or self._is_leaf_or_compiled(name, module)):
-            self._add(name, module, list(module.modules()))
-        elif size and in_block and _has_forward(module) and self._fits(module, size):
-            self.largest_block = max(self.largest_block, size)
-            separate = {
-                f"{name}.{inside}": child
-                for inside, child in module.named_modules()
-                if inside and self._is_leaf_or_compiled(f"{name}.{inside}", child)
-            }
-            self._add(name, module, list(_subtree(module, {id(child) for child in separate.values()})))
-            for child_name, child in separate.items():
-                self._walk(child_name, child, in_block=False)
-        else:
-            self._add(name, module, [module, *_containers(module)])
-            self._walk_children(name, module, in_block)
+        comm, reader, key = context.groups.shard, context.reader, to_gather[0].index + 1
+        shards = [sharded_param.shard for sharded_param in to_gather]
+        with undispatched():
+            if reader is None:
+                self._pending = comm.gather_shards(fulls, shards, "parameters", key, shards)
+                return
+            self._staged = reader.stage_in(to_gather, fulls if comm.world_size == 1 else None)
+            try:
+                with self._staged.copy_stream():
+                    self._pending = comm.gather_shards(fulls, self._staged.shards, "parameters", key, shards)
+            except BaseException:
+                self._staged.release()  # a copy under way must not write into memory that is freed now
+                raise
 
-    def _walk_children(self, name: str, module: torch.nn.Module, in_block: bool) -> None:
-        repeated = _repeated(module)
-        for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
-            walk = self._walk
-            if id(child) in self._seen and not _has_forward(child):  # its own parameters are in a group already
-                walk = self._walk_children
-            walk(path, child, in_block or type(child) in repeated)
+    def wait_for_values(self) -> None:
+        """Wait for the collective. On CUDA the current stream waits, not the host."""
+        if self._pending is not None:
+            with undispatched():
+                self._pending.wait()
+                if self._staged is not None:
+                    self._staged.release()
 
-    def _is_leaf_or_compiled(self, name: str, module: torch.nn.Module) -> bool:
-        return self._is_leaf(name, module) or is_compiled(module)
-
-    def _fits(self, module: torch.nn.Module, size: int) -> bool:
-        has_list = any(_repeated(child) for child in module.children())
-        return size <= min(self._largest, self._max_live if has_list else self._max_live // 2)
-
-    def _add(self, name: str, module: torch.nn.Module, subtree: list[torch.nn.Module]) -> None:
-        """Add a group of the parameters of ``subtree``, whose root is ``module``. Only the root group may be empty."""
-        found: dict[int, PartitionedParameter] = {}
-        for member in subtree:
-            for parameter in (*member.parameters(recurse=False), *external_parameters(member)):
-                sharded_param = sharded_param_of(parameter)
-                if sharded_param is not None and not sharded_param.persistent:
-                    found[id(parameter)] = sharded_param
-        inside = [member for member in subtree[1:] if id(member) not in self._seen]
-        self._seen.update(map(id, subtree))
-        if found or module is self._model:
-            self.groups.append(ParamGroup(len(self.groups), name, module, list(found.values()), inside))
+    def wait(self) -> None:
+        """Wait for the values and make the parameters available."""
+        try:
+            self.wait_for_values()
+        except BaseException:
+            for sharded_param in self.sharded_params:
+                sharded_param.free_full_values()
+            raise
+        for sharded_param in self.sharded_params:
+            sharded_param.set_available()
 
 
-def _subtree(module: torch.nn.Module, without: set[int]) -> Iterator[torch.nn.Module]:
-    """Return ``module`` and all modules in it, each once, without those that are reached only through ``without``."""
-    found: dict[int, torch.nn.Module] = {}
+class CommContext:
+    """Groups of ranks, device and shard reader of some partitioned parameters.
 
-    def walk(module: torch.nn.Module) -> None:
-        if id(module) not in found and id(module) not in without:
-            found[id(module)] = module
-            for child in module.children():
-                walk(child)
+    All parameters of an engine share one context. Before there is an engine, those of a ``zero.Init`` share one.
 
-    walk(module)
-    return iter(found.values())
-
-
-def _containers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules in ``module`` that cannot be called and own parameters, such as a ParameterList: who calls the
-    module uses them. Those in modules that can be called belong to these."""
-    for child in module.children():
-        if not _has_forward(child):
-            if any(parameter is not None for parameter in child._parameters.values()):
-                yield child
-            yield from _containers(child)
-
-
-def _repeated(module: torch.nn.Module) -> set[type]:
-    """Return the classes of which a list of modules has several children with parameters."""
-    if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
-        return set()
-    counts = Counter(type(child) for child in module.children() if _numel(child))
-    return {cls for cls, count in counts.items() if count > 1}
-
-
-def _numel(module: torch.nn.Module) -> int:
-    """Return the number of elements that can be released."""
-    return sum(unpartitioned_numel(parameter) for parameter in module.parameters() if is_released(parameter))
-
-
-def _has_forward(module: torch.nn.Module) -> bool:
-    """Return True if the module can be called, so that its hooks run. Containers cannot be called."""
-    return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
-
-
-def is_released(parameter: torch.nn.Parameter) -> bool:
-    """Return True if a parameter is partitioned and not persistent."""
-    sharded_param = sharded_param_of(parameter)
-    return sharded_param is not None and not sharded_param.persistent
-
-
-def owns_released(module: torch.nn.Module) -> bool:
-    """Return True if a module itself owns a parameter that is partitioned and not persistent."""
-    return any(parameter is not None and is_released(parameter) for parameter in module._parameters.values())
-
-
-# -------------------------------------------------------------------- external parameters
-
-
-@collective
-def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Gather ``parameter`` together with ``module``, which uses it in its forward without owning it.
-
-    Uses that read the parameter as an attribute of its own module are found without this.
+    Attributes:
+        groups: the ranks that shard these parameters, with the communicators of their gathers.
+        device: device of the full values.
+        reader: stages offloaded shards in; None if all shards are on the device.
+        updates: number of updates that the engine has made.
+        allocations: number of times that a parameter has got another tensor for its full values.
+        gathered_by_user: parameters on which a user has called ``all_gather()``.
+        gathers_for_operations: True if an operation on a released parameter, outside of forward and backward, gathers
+            it. False if it raises on the rank that calls it, for programs that read parameters on one rank alone.
     """
-    if not isinstance(module, torch.nn.Module) or not isinstance(parameter, torch.nn.Parameter):
-        raise ValueError(
-            "zero.register_external_parameter: expected a module and a parameter, got "
-            f"{type(module).__name__} and {type(parameter).__name__}"
+
+    def __init__(
+        self,
+        groups: RankGroups,
+        device: torch.device,
+        reader: ShardReader | None = None,
+        placement_for: Callable[[int], Placement] | None = None,
+    ) -> None:
+        """
+        Args:
+            groups: the ranks that shard the parameters, with the communicators of their gathers.
+            device: device of the full values.
+            reader: reader of offloaded shards; None if all shards are on ``device``.
+            placement_for: chooses the placement of a shard from its number of elements; None: on ``device``.
+        """
+        self.groups = groups
+        self.device = device
+        self.reader = reader
+        self.updates = 0
+        self.allocations = 0
+        self._suspended = ""  # why nothing can be gathered now, with the remedy
+        self.gathers_for_operations = True
+        self.gathered_by_user: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
+        self._placement_for = placement_for
+        self._coordinator: Callable[[], PartitionedParameterCoordinator | None] = _no_coordinator
+
+    def placement_of(self, numel: int) -> Placement:
+        """Return the placement of a shard of ``numel`` elements."""
+        return Placement(self.device) if self._placement_for is None else self._placement_for(numel)
+
+    # ---------------------------------------------------------------- connections to the engine
+
+    @property
+    def coordinator(self) -> PartitionedParameterCoordinator | None:
+        """The coordinator of the engine that has these parameters; None without an engine."""
+        return self._coordinator()
+
+    @property
+    def initialising(self) -> Initialising | None:
+        """The context in which these parameters, without an engine, are being initialised; None outside of one."""
+        return initialisations[-1] if initialisations and self._coordinator() is None else None
+
+    def set_coordinator(self, coordinator: PartitionedParameterCoordinator) -> None:
+        """Set the coordinator that gathers these parameters from now on. Called by its constructor."""
+        self._coordinator = weakref.ref(coordinator)  # parameters may outlive their engine
+
+    def set_reader(self, reader: ShardReader | None) -> None:
+        """Set the reader of offloaded shards; None if all shards are on the device."""
+        self.reader = reader
+
+    def suspend(self, why: str) -> None:
+        """Refuse all gathers with the reason ``why`` from now on; "" ends it."""
+        self._suspended = why
+
+    def on_update(self) -> None:
+        """Count an update, in which the engine has given shards new values."""
+        self.updates += 1
+        if self.gathered_by_user:  # keep those that the engine has not released since
+            still = [sharded_param for sharded_param in self.gathered_by_user if sharded_param.status is AVAILABLE]
+            self.gathered_by_user = weakref.WeakSet(still)
+
+    def on_allocation(self) -> None:
+        """Count that a parameter has got another tensor for its full values."""
+        self.allocations += 1
+
+    # ---------------------------------------------------------------- gathers
+
+    @collective
+    def issue_all_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """Launch one all-gather of parameters that are not available."""
+        self._notify(sharded_params)
+        # The others have their full values in their shard.
+        to_gather = [sharded_param for sharded_param in sharded_params if sharded_param.storage is not None]
+        fulls = [sharded_param.full for sharded_param in to_gather]
+        try:
+            for sharded_param in to_gather:
+                resize(sharded_param.storage, sharded_param.nbytes)  # type: ignore[arg-type]
+            if listeners:
+                for sharded_param in to_gather:
+                    tag_memory(sharded_param.full, PERSISTENT if sharded_param.persistent else GATHERED)
+            all_gather = AllGather(self, sharded_params, to_gather, fulls)
+        except BaseException:
+            for sharded_param in sharded_params:
+                sharded_param.free_full_values()
+            raise
+        for sharded_param in sharded_params:
+            sharded_param.set_in_flight(all_gather)
+
+    @collective
+    def gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """Make ``sharded_params`` available: launch one all-gather and wait."""
+        missing = dict.fromkeys(
+            sharded_param for sharded_param in sharded_params if sharded_param.status is NOT_AVAILABLE
         )
-    known = module.__dict__.setdefault("_zero_external_parameters", [])
-    if all(parameter is not other for other in known):
-        known.append(parameter)
-    sharded_param = sharded_param_of(parameter)
-    if sharded_param is not None and sharded_param.context.coordinator is not None:
-        sharded_param.context.coordinator.add_external(module, sharded_param)
+        if missing:
+            self.issue_all_gather(list(missing))
+        for sharded_param in sharded_params:
+            if sharded_param.pending is not None:
+                sharded_param.pending.wait()
+
+    @collective
+    @torch.inference_mode(False)  # the copies may outlive the user's inference mode
+    def gather_copies(self, sharded_params: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
+        """Return copies of the full values, each flat and with padding. No parameter changes its state."""
+        for sharded_param in sharded_params:
+            if sharded_param.pending is not None:
+                sharded_param.pending.wait()
+        if released := [sharded_param for sharded_param in sharded_params if sharded_param.status is not AVAILABLE]:
+            self._notify(released)
+        copies = [p.full.clone() if p.has_full_values else p.full.new_empty(p.full.shape) for p in sharded_params]
+        missing = [index for index, sharded_param in enumerate(sharded_params) if not sharded_param.has_full_values]
+        if missing:
+            to_gather, fulls = [sharded_params[index] for index in missing], [copies[index] for index in missing]
+            for full in fulls:
+                tag_memory(full, GATHERED)
+            AllGather(self, to_gather, to_gather, fulls).wait_for_values()
+        return copies
+
+    def _notify(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """Report a launch to the schedule, which hashes all gathers. Raises RuntimeError while they are suspended."""
+        coordinator = self._coordinator()
+        if coordinator is not None:
+            coordinator.schedule.note_gather(sharded_params[0].index + 1, len(sharded_params))
+        if self._suspended:
+            raise RuntimeError(self._suspended)
+
+    # ---------------------------------------------------------------- gather contexts
+
+    @collective
+    def pin(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """Gather ``sharded_params`` and keep them available until :meth:`unpin`; calls nest."""
+        self.gather(sharded_params)
+        new = [sharded_param for sharded_param in sharded_params if sharded_param.pin()]
+        coordinator = self._coordinator()
+        if coordinator is not None:
+            coordinator.schedule.pin([sharded_param.index for sharded_param in new])
+        for sharded_param in sharded_params:
+            restore_class(sharded_param.parameter)  # it may be hidden
+
+    @collective
+    def unpin(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """End one :meth:`pin`, and release those that nothing else needs."""
+        ended = [sharded_param for sharded_param in sharded_params if sharded_param.unpin()]
+        for sharded_param in ended:
+            sharded_param.mark_seen()  # the context has written or dropped what was changed in it
+        coordinator = self._coordinator()
+        if coordinator is not None:  # an open execution may still need some
+            coordinator.release(coordinator.schedule.unpin([sharded_param.index for sharded_param in ended]))
+        else:
+            for sharded_param in ended:
+                sharded_param.release()
 
 
-def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Undo :func:`register_external_parameter` for engines that are made later. An existing engine goes on gathering
-    the two together. Raises ValueError if the parameter was not registered."""
-    known = external_parameters(module)
-    rest = [other for other in known if other is not parameter]
-    if len(rest) == len(known):
-        raise ValueError(
-            f"zero.unregister_external_parameter: the parameter of shape {tuple(getattr(parameter, 'ds_shape', ()))} "
-            f"was not registered with this {type(module).__name__}"
-        )
-    module.__dict__["_zero_external_parameters"] = rest
+def _no_coordinator() -> None:
+    """Stand in for the weak reference to a coordinator where there is none."""
 
 
-def external_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters that ``register_external_parameter`` has registered with ``module``."""
-    found: list[torch.nn.Parameter] = module.__dict__.get("_zero_external_parameters", [])
-    return found
+def group_by_context(
+    sharded_params: Iterable[PartitionedParameter],
+) -> list[tuple[CommContext, list[PartitionedParameter]]]:
+    """Return ``sharded_params`` grouped by their context, in their order."""
+    by_context: dict[CommContext, list[PartitionedParameter]] = {}
+    for sharded_param in sharded_params:
+        by_context.setdefault(sharded_param.context, []).append(sharded_param)
+    return list(by_context.items())

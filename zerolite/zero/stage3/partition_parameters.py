@@ -29,9 +29,9 @@ from zerolite.utils.dtypes import is_castable
 from zerolite.utils.torch_private import storage_users, swap_tensor
 from zerolite.zero.flat import check_has_memory, dense_strides, flattened
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.stage3.comm_context import CommContext, initialisations
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.live_view import LiveView
+from zerolite.zero.stage3.param_group import CommContext, initialisations
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, copy_with_values, sharded_param_of
 from zerolite.zero.stage3.shard_reader import ShardReader
 
@@ -73,8 +73,8 @@ def _deepcopy(sharded_param: PartitionedParameter, memo: dict[int, Any]) -> torc
     )
     copied = copy_with_values(sharded_param.parameter, values, memo)
     del values
-    context = sharded_param.context.context_for_copies()
-    partition(copied, sharded_param.name, context, placement=sharded_param.placement).shard.copy_(sharded_param.shard)
+    partitioned = partition(copied, sharded_param.name, sharded_param.context, placement=sharded_param.placement)
+    partitioned.shard.copy_(sharded_param.shard)
     return copied
 
 

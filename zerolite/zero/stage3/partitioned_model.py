@@ -12,14 +12,14 @@ from zerolite.offload.placement import HostPlacement, Placements
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.gathered_parameters import check_not_gathered
+from zerolite.zero.stage3.group_plan import LeafRule, bucket_groups, plan_param_groups
 from zerolite.zero.stage3.module_hooks import install_hooks
-from zerolite.zero.stage3.param_group import LeafRule, ParamGroup, groups_of_parameters, plan_param_groups
+from zerolite.zero.stage3.param_group import CommContext, ParamGroup
 from zerolite.zero.stage3.partition_parameters import partition_model
 from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks, PartitionedParameterCoordinator
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of, unpartitioned_numel
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
 from zerolite.zero.stage3.shard_reader import ShardReader
 
 
@@ -163,58 +163,6 @@ def _place_adjacent(sharded_params: Sequence[PartitionedParameter], dtype: torch
     for sharded_param in sharded_params:
         sharded_param.move_shard(row.narrow(0, start, sharded_param.shard.numel()), placement)
         start += sharded_param.shard.numel()
-
-
-def bucket_groups(
-    trained: Sequence[torch.nn.Parameter], groups: Sequence[ParamGroup], limit: int, together: bool = False
-) -> list[list[int]]:
-    """Divide parameters into buckets, each reduced by one collective. A bucket has consecutive parameter groups or
-    consecutive persistent parameters. Parameters without elements are in the first bucket.
-
-    Args:
-        trained: the parameters.
-        groups: the parameter groups of the model.
-        limit: most elements in a bucket, unless one group or one parameter has more.
-        together: True to put the first persistent parameters into the bucket of the first parameter groups. The
-            gradients of both are complete only when a backward ends. Their shards then have the same placement.
-
-    Returns:
-        Indices into ``trained`` for each bucket.
-    """
-    groups_of = groups_of_parameters(groups)
-    by_group: dict[int, list[int]] = {}
-    persistent_runs: list[list[int]] = []
-    empty: list[int] = []
-    numels = [unpartitioned_numel(parameter) for parameter in trained]
-    for index, parameter in enumerate(trained):
-        sharded_param = sharded_param_of(parameter)
-        if sharded_param is not None and sharded_param in groups_of:
-            by_group.setdefault(groups_of[sharded_param][0], []).append(index)
-        elif numels[index]:
-            persistent_runs.append([index])
-        else:
-            empty.append(index)
-    released = _merge_runs(list(by_group.values()), numels, limit)
-    persistent = _merge_runs(persistent_runs, numels, limit)
-    if together and released and persistent:
-        released[0] += persistent.pop(0)
-    buckets = released + persistent or [[]]
-    buckets[0] += empty
-    return sorted(sorted(bucket) for bucket in buckets if bucket)
-
-
-def _merge_runs(runs: Sequence[list[int]], numels: Sequence[int], limit: int) -> list[list[int]]:
-    """Return ``runs`` of indices with neighbours merged, up to ``limit`` elements together."""
-    groups: list[list[int]] = []
-    size = limit
-    for run in runs:
-        more = sum(numels[index] for index in run)
-        if not groups or size + more > limit:
-            groups.append([])
-            size = 0
-        groups[-1] = [*groups[-1], *run]
-        size += more
-    return groups
 
 
 @collective

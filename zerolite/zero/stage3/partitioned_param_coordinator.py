@@ -28,12 +28,12 @@ from zerolite.utils.nested import find_in_objects
 from zerolite.utils.torch_private import after_backward, current_backward, transform_level
 from zerolite.zero.backward import coordinators
 from zerolite.zero.observers import GATHER, Observers
-from zerolite.zero.stage3.absent_parameter import restore_class, set_absent_class
-from zerolite.zero.stage3.comm_context import AvailableParameters, CommContext, refresh
-from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
+from zerolite.zero.stage3.available_parameters import AvailableParameters, refresh
+from zerolite.zero.stage3.fetch_plan import NOTHING, Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
+from zerolite.zero.stage3.group_plan import groups_of_parameters
 from zerolite.zero.stage3.module_hooks import RECOMPUTED, ModuleExecution
-from zerolite.zero.stage3.param_group import ParamGroup
+from zerolite.zero.stage3.param_group import CommContext, ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, sharded_param_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class PartitionedParameterCoordinator:
         self._step_open = False
         self._builds_graph = False  # the outermost forward does
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
-        self._hidden: set[int] = set()  # parameters of no open forward that stay gathered for their backward
+        self._tied: dict[PartitionedParameter, list[ParamGroup]] = {}  # groups of the parameters that have several
         self._pinned_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
         self._trained: set[int] = set()  # parameters to which updates give new values
         self._trained_persistent = AvailableParameters(context, ())
@@ -103,6 +103,10 @@ class PartitionedParameterCoordinator:
         self.weak_self = weakref.ref(self)  # for executions, which graphs keep alive
         context.set_coordinator(self)
         coordinators.add(self)
+        self._find_tied()
+
+    def _find_tied(self) -> None:
+        self._tied = {p: groups for p, groups in groups_of_parameters(self.groups).items() if len(groups) > 1}
 
     @property
     def has_graph(self) -> bool:
@@ -118,11 +122,14 @@ class PartitionedParameterCoordinator:
         group = self._group_of.get(id(module), self.groups[0])
         if any(execution.group is group for execution in (*self._forward, *self._backward)):
             self.context.gather([sharded_param])
-        self._add_parameter(group, sharded_param.index)
+        self._add_parameter(group, sharded_param)
 
-    def _add_parameter(self, group: ParamGroup, index: int) -> None:
+    def _add_parameter(self, group: ParamGroup, sharded_param: PartitionedParameter) -> None:
+        index = sharded_param.index
         if index not in self.schedule.groups[group.index]:
             self.schedule.add_parameter(group.index, index)
+            group.parameters.append(sharded_param)
+            self._find_tied()
             if index in self._bucket_of:
                 group.add_bucket(self._bucket_of[index])
             if group.is_embedding:  # its values are needed from now on, in a backward that is under way too
@@ -169,9 +176,10 @@ class PartitionedParameterCoordinator:
         self._clock += 1
         self._forward.append(ModuleExecution(self.weak_self, group, self._clock))
         group.open_executions += 1
-        self._execute(self.schedule.enter(group.index))
-        if self._hidden:
-            self._show(self.schedule.groups[group.index])
+        if (fetch := self.schedule.enter(group.index)) is not NOTHING:
+            self._execute(fetch)
+        if group.hidden:
+            group.show()
         if self._used_outside or self._second_order:
             group.check_parameters()
 
@@ -205,31 +213,12 @@ class PartitionedParameterCoordinator:
         """End a forward and release the parameters that are not kept for its backward."""
         self._clock += 1
         execution.end_forward(self._clock)
-        index = execution.group.index
-        released = self.schedule.leave(index)
+        group = execution.group
+        released = self.schedule.leave(group.index)
         if released:
             self.release(released)
-        if len(released) < len(self.schedule.groups[index]):
-            self._hide(self.schedule.groups[index])
-
-    def _hide(self, indices: Iterable[int]) -> None:
-        """Give parameters that stay gathered for their backward, when no forward uses them, the class of absent ones.
-        A use by another module then needs them in a backward of its own, and an operation elsewhere gets a copy."""
-        used = {index for execution in self._forward for index in self.schedule.groups[execution.group.index]}
-        for index in indices:
-            sharded_param = self.sharded_params[index]
-            if sharded_param.status is AVAILABLE and not sharded_param.pin_count and index not in used:
-                self._hidden.add(index)
-                if (parameter := sharded_param.ref()) is not None:
-                    set_absent_class(parameter)
-
-    def _show(self, indices: Iterable[int]) -> None:
-        """Undo :meth:`_hide`."""
-        for index in self._hidden.intersection(indices):
-            self._hidden.discard(index)
-            sharded_param = self.sharded_params[index]
-            if sharded_param.status is AVAILABLE and (parameter := sharded_param.ref()) is not None:
-                restore_class(parameter)
+        if len(released) < len(group.parameters):
+            group.hide(self._tied)
 
     def _begin_outermost(self) -> None:
         """Prepare for a forward that is not inside another one, and begin a step if none is open."""
@@ -266,13 +255,14 @@ class PartitionedParameterCoordinator:
     def _hook_outputs(self, execution: ModuleExecution, module: torch.nn.Module, outputs: object) -> bool:
         """Hook every tensor through which a backward may reach the module: its outputs and tensors that it keeps as
         attributes. Return True if an output requires a gradient, so that a backward may follow."""
-        hooked = False
-        for value in module.__dict__.values():
-            if type(value) is torch.Tensor and value.grad_fn is not None:
-                execution.hook(value)
+        if torch.Tensor in map(type, vars(module).values()):  # asked in C, because a module has twenty attributes
+            for value in vars(module).values():
+                if type(value) is torch.Tensor and value.grad_fn is not None:
+                    execution.hook(value)
         if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:  # nearly always
             execution.hook(outputs)
             return True
+        hooked = False
         for tensor in find_in_objects(outputs):
             self._pin_if_returned(execution.group, tensor)
             base = tensor._base
@@ -303,31 +293,31 @@ class PartitionedParameterCoordinator:
             self._begin_task(task)
         if torch.is_grad_enabled():
             self._second_order = True
-        backward = self._backward
-        position = len(backward)
-        while position:
-            last = backward[position - 1]
-            if last.task != task or last.contains(execution):
+        backward, place = self._backward, len(self._backward)
+        while place:
+            last = backward[place - 1]
+            if last.task != task or (last.start <= execution.start and execution.end <= last.end):
                 break
-            position -= 1
+            place -= 1
             if not execution.contains(last):  # otherwise both return the same tensor: its inner hook has run first
-                del backward[position]
+                del backward[place]
                 self._end_backward(last)
-        backward.insert(position, execution)
+        backward.insert(place, execution)
         group = execution.group
         if group.is_embedding:
             return  # its backward needs the shape of the weight and not the values
         group.open_executions += 1
-        self._execute(self.schedule.enter(group.index))
-        if self._hidden:
-            self._show(self.schedule.groups[group.index])
+        if (fetch := self.schedule.enter(group.index)) is not NOTHING:
+            self._execute(fetch)
+        if group.hidden:
+            group.show()
 
     def _end_backward(self, execution: ModuleExecution) -> None:
         group = execution.group
         if not group.is_embedding:
             group.open_executions -= 1
-            if not self._second_order:
-                self.release(self.schedule.leave(group.index))
+            if not self._second_order and (released := self.schedule.leave(group.index)):
+                self.release(released)
         if execution.round == self._round:
             execution.round = -1
             group.unfinished -= 1
@@ -368,12 +358,13 @@ class PartitionedParameterCoordinator:
 
     def _end_step(self) -> None:
         self._step_open = False
-        self.release(self.schedule.end_step())
-        self._end_unscheduled()
+        if released := self.schedule.end_step():
+            self.release(released)
+        if self._pinned_for_step or self.context.reader is not None:
+            self._end_unscheduled()
 
     def _end_unscheduled(self) -> None:
         """End the step's pins and reads, of which the schedule does not know."""
-        self._hidden.clear()
         if self._pinned_for_step:
             self._unpin_after_step()
         if self.context.reader is not None:
@@ -451,7 +442,7 @@ class PartitionedParameterCoordinator:
     def pin_for_step(self, sharded_param: PartitionedParameter) -> None:
         """Gather a parameter for the group under way, which owns none, until the step ends; with it from then on."""
         if self._forward and not self._tasks:
-            self._add_parameter(self._forward[-1].group, sharded_param.index)
+            self._add_parameter(self._forward[-1].group, sharded_param)
         if sharded_param not in self._pinned_for_step:
             with self._observers.phase(GATHER):
                 self.context.pin([sharded_param])

@@ -45,7 +45,7 @@ from zerolite.zero.stage3.absent_parameter import present_class, restore_class, 
 from zerolite.zero.stage3.live_view import no_gather_error, run_released
 
 if TYPE_CHECKING:
-    from zerolite.zero.stage3.comm_context import AllGather, CommContext
+    from zerolite.zero.stage3.param_group import AllGather, CommContext
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 _ids = itertools.count()
@@ -139,6 +139,7 @@ class PartitionedParameter:
             ds_id=next(_ids),
             ds_shape=self.shape,
             ds_numel=self.numel,
+            ds_status=AVAILABLE,  # what an absent parameter is, its class knows
             partition=self.partition,
             all_gather=self.all_gather,
             partition_numel=self.partition_numel,
@@ -165,7 +166,7 @@ class PartitionedParameter:
         restore_class(parameter)  # an absent one would refuse the assignment
         parameter.data = self.absent if self.storage is not None else self.view
         set_absent_class(parameter)
-        vars(parameter).update(ds_tensor=shard, ds_status=NOT_AVAILABLE)
+        vars(parameter)["ds_tensor"] = shard
         self.status = NOT_AVAILABLE
 
     @torch.inference_mode(False)  # the tensors outlive the user's inference mode, and are used outside of it
@@ -316,7 +317,9 @@ class PartitionedParameter:
         """Gather the full values and keep them until :meth:`partition` is called or the engine releases them."""
         self.may_have_aliases = True
         with without_functions():  # otherwise the function mode of zero.Init would gather, too
-            self.context.gather_for_user(self)
+            self.context.gather([self])
+        if not self.persistent:
+            self.context.gathered_by_user.add(self)
 
     def partition(self) -> None:
         """Release the full values, unless the parameter is persistent or held by an open gather context.
@@ -350,22 +353,23 @@ class PartitionedParameter:
     @collective
     def unpartition(self) -> None:
         """Turn the parameter into an ordinary one with full values."""
-        parameter = self.parameter
         self.context.gather([self])
-        parameter.data = self.view
-        for name in vars(parameter).keys() - user_attributes(parameter).keys():
-            delattr(parameter, name)
+        self._become_ordinary(self.view)
 
     def abandon(self, values: torch.Tensor) -> torch.nn.Parameter:
         """Turn the parameter into an ordinary one with other values. This record and its shard stay for the views that
         were taken from it."""
-        parameter = self.parameter
         self.release()
+        parameter = self._become_ordinary(values)
+        self.ref = _no_parameter  # type: ignore[assignment]
+        return parameter
+
+    def _become_ordinary(self, values: torch.Tensor) -> torch.nn.Parameter:
+        parameter = self.parameter
         restore_class(parameter)
         parameter.data = values
         for name in vars(parameter).keys() - user_attributes(parameter).keys():
             delattr(parameter, name)
-        self.ref = _no_parameter  # type: ignore[assignment]
         return parameter
 
     # ---------------------------------------------------------------- states
@@ -384,6 +388,28 @@ class PartitionedParameter:
         self.pin_count -= 1
         return not self.pin_count
 
+    def set_in_flight(self, all_gather: AllGather) -> None:
+        """Go from NOT_AVAILABLE to INFLIGHT: ``all_gather`` brings the full values."""
+        assert self.status is NOT_AVAILABLE, self.name
+        self.pending, self.status = all_gather, INFLIGHT
+
+    def set_available(self) -> None:
+        """Go from INFLIGHT to AVAILABLE: the full values may be read."""
+        assert self.status is INFLIGHT, self.name
+        self.pending, self.status = None, AVAILABLE
+        parameter = self.ref()
+        if parameter is not None:
+            restore_class(parameter)
+            # Keeps the parameter's version counter. Autograd compares the counters of saved tensors, and would take the
+            # gather for a change in place.
+            parameter.data = self.view
+            self.seen_version = None if parameter.is_inference() else _version_of(parameter)
+
+    def mark_stale(self) -> None:
+        """Go from AVAILABLE to NOT_AVAILABLE and keep the memory, for a gather of new values into it."""
+        assert self.status is AVAILABLE, self.name
+        self.status = NOT_AVAILABLE
+
     def release(self) -> None:
         """Free the full values, after their all-gather has ended if one is in flight."""
         if self.pending is not None:
@@ -391,22 +417,15 @@ class PartitionedParameter:
         if self.status is AVAILABLE:
             self.free_full_values()
 
-    def mark_stale(self) -> None:
-        """Go from AVAILABLE to NOT_AVAILABLE and keep the memory, for a gather of new values into it."""
-        assert self.status is AVAILABLE, self.name
-        self.status = NOT_AVAILABLE
-
     def free_full_values(self) -> None:
         """Go to NOT_AVAILABLE from any state and free the memory, after a failed gather too."""
         self.pending = self.seen_version = None
         self.status = NOT_AVAILABLE
         parameter = self.ref()
         if parameter is not None:
-            if type(parameter) is not torch.nn.Parameter:  # an absent one, or a class of the user
-                restore_class(parameter)
+            restore_class(parameter)
             if self.storage is not None:
                 parameter.data = self.absent
-            parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
             set_absent_class(parameter)
         if self.storage is None:
             return
@@ -433,31 +452,6 @@ def _version_of(parameter: torch.nn.Parameter) -> int:
         return parameter._version
 
 
-def mark_in_flight(sharded_params: Sequence[PartitionedParameter], gather: AllGather) -> None:
-    """Go from NOT_AVAILABLE to INFLIGHT: ``gather`` brings the full values."""
-    for sharded_param in sharded_params:
-        assert sharded_param.status is NOT_AVAILABLE, sharded_param.name
-        sharded_param.pending = gather
-        sharded_param.status = INFLIGHT
-        sharded_param.ref().ds_status = INFLIGHT  # type: ignore[union-attr]
-
-
-def mark_available(sharded_params: Sequence[PartitionedParameter]) -> None:
-    """Go from INFLIGHT to AVAILABLE: the full values may be read."""
-    for sharded_param in sharded_params:
-        assert sharded_param.status is INFLIGHT, sharded_param.name
-        sharded_param.pending = None
-        sharded_param.status = AVAILABLE
-        parameter = sharded_param.ref()
-        if parameter is not None:
-            restore_class(parameter)
-            # Keeps the parameter's version counter. Autograd compares the counters of saved tensors, and would take the
-            # gather for a change in place.
-            parameter.data = sharded_param.view
-            sharded_param.seen_version = None if parameter.is_inference() else _version_of(parameter)
-            parameter.ds_status = AVAILABLE  # type: ignore[attr-defined]
-
-
 _OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_sharded_param")
 
 
@@ -480,7 +474,7 @@ def copy_with_values(parameter: torch.nn.Parameter, values: torch.Tensor, memo: 
 
 
 def sharded_param_of(tensor: object) -> PartitionedParameter | None:
-    """Return the sharded_param of a partitioned parameter; None for any other object."""
+    """Return the record of a partitioned parameter; None for any other object."""
     return getattr(tensor, "_sharded_param", None)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from zerolite.comm import collective
 from zerolite.engine.engine import Engine
-from zerolite.zero.stage3.param_group import external_parameters
+from zerolite.zero.stage3.group_plan import external_parameters
 
 __all__ = ["DeepSpeedOptimizer", "Stage3Optimizer", "ZeROOptimizer"]
 
