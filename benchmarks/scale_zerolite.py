@@ -17,7 +17,7 @@ from benchmarks.tiny_layers import CollectiveClock, null_communicator
 from zerolite.comm import use_communicator
 from zerolite.config import load_config
 from zerolite.planning.dry_run import Job, run
-from zerolite.planning.rank_grid import Grid
+from zerolite.planning.traffic import Grid
 from zerolite.zero.layout import auto_bucket_numel
 
 THINNEST = 128  # times narrower: where the host's time is measured, so that arithmetic takes little of it

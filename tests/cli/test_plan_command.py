@@ -41,8 +41,6 @@ def loss(output):
     return output.square().sum()
 """
 
-GRIDS = ("--input-spec", "int64[1]", "--device-memory", "1GB")
-
 Ask = Callable[..., tuple[int, str, str]]
 
 
@@ -123,13 +121,9 @@ def test_json_in_a_file_and_on_the_output(ask: Ask, made: list[Any]) -> None:
         (["--device-memory", "80XB"], "argument --device-memory: expected a size such as '5GB'"),
         (["--batch", "m:f", "--input-spec", "int64[2]"], "argument --input-spec: not allowed with argument --batch"),
         (["--loss", "m:f"], "--loss needs --batch or --input-spec"),
-        (["--check"], "--check needs --batch or --input-spec"),
-        (["--check", "--batch", "m:f", "--compare"], "leave out --compare, --nodes and --rank"),
-        (["--grids"], "--grids needs --device-memory, and --batch or --input-spec"),
-        (["--grids", "--compare", *GRIDS], "leave out --compare"),
-        (["--grids", "--rank", "0", *GRIDS], "leave out --rank"),
-        (["--speeds", "1,1GB,1GB"], "--speeds is for --grids"),
-        (["--speeds", "fast", "--grids", *GRIDS], "expected three amounts per second"),
+        (["--grids"], "--grids is no option any more: plan the grids that you consider one by one"),
+        (["--check"], "--check is no option any more: compare the plan with engine.memory_report()"),
+        (["--speeds=1,1GB,1GB"], "--speeds=1,1GB,1GB is no option any more"),
     ],
 )
 def test_mistakes_of_the_command_line(ask: Ask, made: list[Any], options: list[str], sentence: str) -> None:

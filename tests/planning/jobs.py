@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerolite
+from tests.planning.measure import Measurement, measure
 from tests.toolkit import models
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.planning.make import plan
-from zerolite.planning.measure import Measurement, measure
 from zerolite.planning.result import Plan
 
 BATCH, WIDTH = 4, 48
@@ -106,6 +106,10 @@ def partitioned_gpt() -> nn.Module:
         return gpt(10)
 
 
+def wide() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(8)))
+
+
 def tokens() -> tuple[Tensor, Tensor]:
     """Inputs and targets ``[BATCH, 8]``."""
     return models.token_batch(0, 0, 0, BATCH, 8)
@@ -134,6 +138,8 @@ KINDS = {
     "deep gpt": Kind(lambda: gpt(10), tokens),
     "deep gpt in zero.Init": Kind(partitioned_gpt, tokens),
     "deep odd": Kind(lambda: OddMlp(more=22), rows_and_values),
+    # 134 million parameters, beside whose states cuBLAS' workspace of up to 32 MB is little.
+    "wide": Kind(wide, lambda: torch.randn(1024, 4096), lambda output: output.float().square().mean()),
 }
 
 
@@ -179,12 +185,18 @@ def settings(
 
 
 def planned(
-    kind: str, world: int, rank: int | None = None, nodes: int | None = None, with_batch: bool = True, **setting: Any
+    kind: str,
+    world: int,
+    rank: int | None = None,
+    nodes: int | None = None,
+    with_batch: bool = True,
+    device: str = "cpu",
+    **setting: Any,
 ) -> Plan:
     """The plan of a rank. ``setting``: see :func:`settings`."""
     job = KINDS[kind]
     given: dict[str, Any] = {"batch": job.batch, "loss": job.loss} if with_batch else {}
-    return plan(job.make, settings(**setting), world, rank=rank, nodes=nodes, device="cpu", **given)
+    return plan(job.make, settings(**setting), world, rank=rank, nodes=nodes, device=device, **given)
 
 
 def measured(kind: str, shared_memory: bool = True, with_batch: bool = True, **setting: Any) -> Measurement:

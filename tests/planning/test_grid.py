@@ -1,4 +1,4 @@
-"""Plans of tensor and pipeline parallelism: the arithmetic of grids, plans against real runs, and the search."""
+"""Plans of tensor and pipeline parallelism: the arithmetic of grids, and plans against real runs."""
 
 from __future__ import annotations
 
@@ -10,38 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.planning.jobs import KINDS, planned, settings
+from tests.planning.jobs import planned
 from tests.planning.test_plan_is_right import MEASURED, assert_right
 from tests.toolkit.pool import Pools
 from zerolite.config import ConfigError
-from zerolite.pipe.schedule_actions import rank_actions
-from zerolite.pipe.schedules import available_schedules
-from zerolite.planning.bubble import bubble
 from zerolite.planning.errors import PlanError
-from zerolite.planning.grids import Speeds, compare_grids
 from zerolite.planning.make import plan
-from zerolite.planning.rank_grid import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.report import Screen, render
-from zerolite.planning.result import Comparison, Plan
-from zerolite.planning.traffic import summarize
+from zerolite.planning.result import Plan
+from zerolite.planning.traffic import Grid, messages_between_nodes, ring_between_nodes, summarize
 
 # -------------------------------------------------------------------- arithmetic
-
-
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (2, 2), (4, 4), (4, 8), (8, 64)])
-def test_the_bubble_of_one_part_for_each_rank(ranks: int, micro_batches: int) -> None:
-    """(p - 1) / (m + p - 1): Narayanan et al., 2021, section 2.2, as a share of the whole step."""
-    expected = (ranks - 1) / (micro_batches + ranks - 1)
-    for schedule in ("gpipe", "1f1b"):
-        assert bubble(rank_actions(schedule, ranks, 1, micro_batches)) == pytest.approx(expected)
-
-
-def test_more_parts_make_the_bubble_smaller() -> None:
-    """Interleaved: (p - 1) / v instead of p - 1 (the same, section 2.3)."""
-    assert bubble(rank_actions("interleaved_1f1b", 4, 2, 8)) == pytest.approx((3 / 2) / (8 + 3 / 2))
-    names = [name for name in ("zero_bubble", "zbv", "dualpipev") if name in available_schedules()]
-    least = [bubble(rank_actions(name, 4, 2, 8)) for name in names]
-    assert max(least) < 0.1 < bubble(rank_actions("interleaved_1f1b", 4, 2, 8))
 
 
 def test_which_part_of_a_ring_leaves_the_node() -> None:
@@ -156,11 +135,10 @@ def test_a_plan_has_every_stage() -> None:
     assert (made.grid, made.data_parallel, made.parameters, made.rank_parameters) == ("pipe 2 × data 2", 2, 288, 144)
     assert [(stage.stage, stage.rank, stage.rank_parameters) for stage in made.stages] == [(0, 0, 144), (1, 2, 144)]
     assert made.peak == max((stage.peak for stage in made.stages), key=lambda peak: peak.bytes)
-    assert made.bubble == pytest.approx(1 / 5)
     sends = [row for stage in made.stages for row in stage.traffic if row.op == "send"]
     assert [(row.count, row.nbytes, row.dimension, row.inter_node) for row in sends] == [(4, 256, "pipe", 256)] * 2
     text = render(made, Screen())
-    assert "pipe 2 × data 2" in text and "20.0 % of a step" in text and "1 (rank 2)" in text
+    assert "pipe 2 × data 2" in text and "ranks wait 20.0 % of a step" in text and "1 (rank 2)" in text
     assert Plan.model_validate_json(made.model_dump_json()) == made
 
 
@@ -183,45 +161,3 @@ def test_what_cannot_be_planned_is_said() -> None:
         plan(stack, small(zero_optimization={"stage": 3}, **pipeline()), 4)
     with pytest.raises(PlanError, match="the engine refuses this job: .*8"):
         plan(stack, small(**pipeline(stages=8)), 8)
-
-
-# -------------------------------------------------------------------- the search
-
-
-def searched(world: int, accumulation: int = 4, device_memory: int = 10**9, **more: Any) -> Comparison:
-    job, config = KINDS["even gpt"], settings(stage=1, buckets="auto", accumulation=accumulation)
-    given: dict[str, Any] = {"batch": job.batch, "nodes": 2, "device": "cpu", "device_memory": device_memory, **more}
-    return compare_grids(job.make, config, world, **given)
-
-
-@pytest.mark.slow
-def test_the_fastest_grid_that_fits_is_proposed() -> None:
-    roomy = searched(4)
-    assert roomy.chosen == 0 and roomy.rows[0][1].fits
-    assert [plan.seconds for _, plan in roomy.rows] == sorted(plan.seconds or 0 for _, plan in roomy.rows)
-    samples = {plan.accumulation * plan.data_parallel for _, plan in roomy.rows}
-    assert samples == {16}
-    tight = searched(4, device_memory=roomy.rows[0][1].peak.bytes - 1)
-    assert all(plan.fits is (plan.peak.bytes < roomy.rows[0][1].peak.bytes) for _, plan in tight.rows)
-    none = searched(4, device_memory=1000)
-    assert none.chosen is None and "model states alone do not fit" in none.left_out[-1]
-    assert "No grid is left" in render(none, Screen())
-    text = render(roomy, Screen())
-    assert "<- fastest" in text and "The fastest that fits in 1.00 GB is pipe" in text
-    assert Comparison.model_validate_json(roomy.model_dump_json()) == roomy
-
-
-@pytest.mark.slow
-def test_slow_networks_make_pipelines_worth_their_bubble() -> None:
-    fast, slow = (searched(2, speeds=Speeds(1e12, 1e12, between)) for between in (1e15, 1e6))
-    assert (fast.rows[0][1].pipeline_stages, slow.rows[0][1].pipeline_stages) == (1, 2)
-
-
-@pytest.mark.slow
-def test_few_micro_batches_stand_for_many() -> None:
-    """The scaled numbers of the search are those of a plan of the whole step."""
-    few_of_them = next(plan for _, plan in searched(2, accumulation=8).rows if plan.pipeline_stages == 2)
-    made = planned("even gpt", 2, nodes=2, stage=0, buckets="auto", accumulation=16, **pipeline())
-    for few, all_of_them in zip(few_of_them.stages, made.stages, strict=True):
-        assert (few.traffic, few.flops) == (all_of_them.traffic, all_of_them.flops)
-        assert few.peak.bytes == pytest.approx(all_of_them.peak.bytes, rel=0.01)

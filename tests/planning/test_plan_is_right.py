@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.planning.jobs import planned
+from tests.planning.measure import Measurement
 from tests.toolkit.pool import Pools
-from zerolite.planning.measure import Measurement
 from zerolite.planning.result import Plan
 from zerolite.utils.memory_tags import ACTIVATIONS, GRADIENTS, ITEMS, OTHER
 

@@ -42,7 +42,6 @@ THIRD_PARTY = {
     "zerolite.monitor.memory_report": {"psutil"},
     "zerolite.offload.from_config": {"psutil"},
     "zerolite.planning.result": {"pydantic"},
-    "zerolite.planning.measure": {"pydantic"},
     "zerolite.planning.report": {"matplotlib"},
     "zerolite.planning.sources": {"transformers"},
 }
@@ -50,7 +49,7 @@ THIRD_PARTY = {
 WITHOUT_TORCH = (
     "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.sizes", "zerolite.utils.dtype_names",
     "zerolite.utils.memory_tags",
-    *(f"zerolite.planning.{name}" for name in ("errors", "result", "traffic", "advice", "report")),
+    *(f"zerolite.planning.{name}" for name in ("errors", "result", "traffic", "report")),
     "op_builder",
 )  # fmt: skip
 

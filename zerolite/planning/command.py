@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
 from zerolite.planning.errors import PlanError
-from zerolite.planning.rank_grid import grid_of
+from zerolite.planning.traffic import grid_of
 from zerolite.utils.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ examples:
   zerolite plan --model models.gpt:build_model --config zero3.json --world-size 64 --nodes 8 \\
       --input-spec "input_ids:int64[B,1024] labels:int64[B,1024]" --device-memory 80GB --png plan.png
   zerolite plan --model Llama/config.json --config zero3.json --world-size 64 --compare --device-memory 80GB
-  zerolite plan --model models.gpt:build_model --config zero1.json --world-size 64 --nodes 8 --grids \\
-      --input-spec "input_ids:int64[B,1024] labels:int64[B,1024]" --device-memory 80GB
 
 --model and --batch name functions in modules that can be imported from the working directory.
 --input-spec lists the tensors of a batch as name:dtype[sizes], or as dtype[sizes] if forward
@@ -45,12 +43,17 @@ takes them in order. B is the micro-batch size of the config.
 
 exit status:
   0    the job fits, or no memory was given
-  1    the job does not fit (with --compare and --grids: nothing fits), or --check found a difference
+  1    the job does not fit; with --compare: nothing fits
   2    the job cannot be planned; a sentence says why
   130  after Ctrl-C
   141  the reader of the output, such as head, has ended"""
 
-AUTO = "auto"
+_GONE = {
+    "--grids": "plan the grids that you consider one by one, by the config's pipeline.stages and tensor_parallel.size",
+    "--speeds": "see --grids",
+    "--check": "compare the plan with engine.memory_report() in a real job of few steps",
+}
+"""Former options, and what to do instead."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,24 +72,11 @@ def _count(text: str) -> int:
     return _rank(text, 1)
 
 
-def _size(text: str) -> int | str:
+def _size(text: str) -> int:
     try:
-        return AUTO if text == AUTO else parse_size(text)
+        return parse_size(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or 'auto' for all of this machine's") from None
-
-
-def _speeds(text: str) -> tuple[float, float, float]:
-    parts = text.split(",")
-    try:
-        flops, within, between = float(parts[0]), float(parse_size(parts[1])), float(parse_size(parts[2]))
-        if len(parts) != 3 or not min(flops, within, between) > 0:
-            raise ValueError
-    except (ValueError, IndexError):
-        raise argparse.ArgumentTypeError(
-            f"expected three amounts per second, as in 150e12,150GB,12.5GB, got {text!r}"
-        ) from None
-    return flops, within, between
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def build_parser(prog: str) -> _Parser:
@@ -111,12 +101,9 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
     rank = "the rank to plan (default: 0, or with a pipeline the first rank of the stage that needs the most)"
     job("--rank", type=_rank, metavar="N", help=rank)
     job("--device", choices=("cuda", "cpu"), default="cuda", help="the kind of device of the ranks (default: cuda)")
-    device = "memory of each rank's device, as in 80GB or 80GiB, or auto for this machine's; needed to see if it fits"
+    device = "memory of each rank's device, as in 80GB or 80GiB; needed to see if the job fits"
     job("--device-memory", type=_size, metavar="SIZE", help=device)
-    host = (
-        "memory of each host, which its ranks share (--nodes); needed to see if offloaded states fit (default with "
-        "offload: auto, this machine's)"
-    )
+    host = "memory of each host, which its ranks share (--nodes); needed to see if offloaded states fit"
     job("--host-memory", type=_size, metavar="SIZE", help=host)
 
 
@@ -137,20 +124,8 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
 
 def _add_actions(group: argparse._ArgumentGroup) -> None:
     do = group.add_argument
-    compare = "plan stages 0 to 3 with a few sizes and kinds of offload, and mark the cheapest that fits"
+    compare = "plan stages 0 to 3, where none fits also with offload, and mark the lowest stage that fits"
     do("--compare", action="store_true", help=compare)
-    grids = (
-        "plan grids of pipeline stages, data and tensor parallel ranks, and mark the fitting grid with the shortest "
-        "step; needs --device-memory and a batch"
-    )
-    do("--grids", action="store_true", help=grids)
-    speeds = (
-        "speeds of a device that --grids assumes: operations per second, and bytes per second to devices of its node "
-        "and to other nodes (default: 150e12,150GB,12.5GB)"
-    )
-    do("--speeds", type=_speeds, metavar="FLOPS,WITHIN,BETWEEN", help=speeds)
-    check = "also run a real job of that many ranks on this machine, and print both results side by side"
-    do("--check", action="store_true", help=check)
     do("--json", metavar="FILE", help="write the plan as JSON; - prints only the JSON")
     do("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
 
@@ -158,6 +133,9 @@ def _add_actions(group: argparse._ArgumentGroup) -> None:
 def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
     """Return the options. A mistake that shows without the model prints a sentence and exits with status 2."""
     parser = build_parser(prog)
+    for word in sys.argv[1:] if argv is None else argv:
+        if word.partition("=")[0] in _GONE:
+            parser.error(f"{word} is no option any more: {_GONE[word.partition('=')[0]]}")
     options = parser.parse_args(argv)
     problem = find_problem(options)
     if problem is not None:
@@ -174,78 +152,26 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return f"--rank expects 0 to {size - 1} with --world-size {size}, and got {options.rank}"
     if options.loss and not (options.batch or options.input_spec):
         return "--loss needs --batch or --input-spec: without a batch no forward is run"
-    if options.check:
-        if not (options.batch or options.input_spec):
-            return "--check needs --batch or --input-spec: the real job trains on it"
-        if options.compare or options.rank or nodes not in (None, 1):
-            return "--check measures one setting on one machine, as rank 0: leave out --compare, --nodes and --rank"
-    if options.speeds and not options.grids:
-        return "--speeds is for --grids"
-    if options.grids:
-        if options.device_memory is None or not (options.batch or options.input_spec):
-            return "--grids needs --device-memory, and --batch or --input-spec: it looks for the fastest grid that fits"
-        others = [name for name in ("compare", "check", "png") if getattr(options, name)]
-        others += ["rank"] if options.rank is not None else []
-        if others:
-            return f"--grids plans several grids: leave out --{others[0]}"
     if options.png and importlib.util.find_spec("matplotlib") is None:
         return "--png needs matplotlib: pip install 'zerolite[plot]'"
     return None
-
-
-def find_memory(device: str) -> int:
-    """Return the bytes of this machine's first CUDA device, or of its memory for "cpu".
-
-    Raises PlanError if there is no CUDA device.
-    """
-    if device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise PlanError("--device-memory auto: this machine has no CUDA device; give a size, as in 80GB")
-    nbytes: int = torch.cuda.get_device_properties(0).total_memory
-    return nbytes
 
 
 # -------------------------------------------------------------------- the command
 
 
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
-    """Return the plan, or all of them with --compare or --grids. Raises PlanError and ConfigError."""
+    """Return the plan, or all of them with --compare. Raises PlanError and ConfigError."""
     from zerolite.planning import compare, load_batch, load_model_fn, plan  # imports torch, with the collector off
-    from zerolite.planning.settings import offloads
     from zerolite.planning.sources import load_function, parse_input_spec
 
-    if options.check:
-        from zerolite.planning.check import find_problem as find_check_problem
-
-        problem = find_check_problem(options.world_size, options.device)
-        if problem is not None:
-            raise PlanError(f"--check: {problem}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # PlanError reports what fails
-    given: dict[str, Any] = {"nodes": options.nodes, "device": options.device}
-    if not options.grids:
-        given["rank"] = 0 if options.check else options.rank
-    if options.device_memory is not None:
-        auto = options.device_memory == AUTO
-        given["device_memory"] = find_memory(options.device) if auto else options.device_memory
-    checkpoints = config.activation_checkpointing.cpu_checkpointing
-    if options.host_memory not in (None, AUTO):
-        given["host_memory"] = options.host_memory
-    elif options.compare and options.host_memory is None and not checkpoints:
-        given["offload_host_memory"] = find_memory("cpu")
-    elif options.host_memory == AUTO or checkpoints or offloads(config):
-        given["host_memory"] = find_memory("cpu")
+    names = ("nodes", "rank", "device", "device_memory", "host_memory")
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
     if options.batch or options.input_spec:
         given["batch"] = load_batch(options.batch) if options.batch else parse_input_spec(options.input_spec)
     if options.loss:
         given["loss"] = load_function(options.loss, "--loss")
-    if options.grids:
-        from zerolite.planning.grids import Speeds, compare_grids
-
-        given |= {"nodes": options.nodes or 1, "speeds": Speeds(*options.speeds) if options.speeds else None}
-        return compare_grids(load_model_fn(options.model), config, options.world_size, **given)
     return (compare if options.compare else plan)(load_model_fn(options.model), config, options.world_size, **given)
 
 
@@ -261,15 +187,9 @@ def run(options: argparse.Namespace) -> int:
         made = make(options, config)
     _write_files(made, options)
     _print(made.model_dump_json(indent=1) if options.json == "-" else render(made, Screen.of_terminal()))
-    if not isinstance(made, Plan):
-        return 1 if made.chosen is None and (options.grids or any(plan.fits is False for _, plan in made.rows)) else 0
-    status = 1 if made.fits is False else 0
-    if options.check:
-        from zerolite.planning.check import run_check
-
-        request = {name: getattr(options, name) for name in ("model", "config", "loss")}
-        status = run_check(request | {"batch": options.batch or options.input_spec}, options.device, made) or status
-    return status
+    if isinstance(made, Plan):
+        return 1 if made.fits is False else 0
+    return 1 if made.chosen is None and any(plan.fits is False for _, plan in made.rows) else 0
 
 
 def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,8 @@ from zerolite.engine.initialize import parallelize_model
 from zerolite.engine.special_engines import PipelineEngine
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
-from zerolite.planning.rank_grid import Grid
 from zerolite.planning.tracker import ORIGINAL_MODEL, Flops, MemoryTracker, PeakMoment
+from zerolite.planning.traffic import Grid
 from zerolite.planning.training_step import (
     STEP,
     MakeBatch,
@@ -169,25 +169,23 @@ class Outcome:
     flops: Flops | None
 
 
-def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int, Outcome]:
-    """Return the outcome of :func:`run` for some stages of a pipeline, by number; without a pipeline the stage is 0."""
+def run_stages(job: Job) -> dict[int, Outcome]:
+    """Return the outcome of :func:`run` for a rank of each pipeline stage, by stage; without a pipeline that of 0."""
     if job.grid.pipe == 1:
-        return {stage: run(job, points) for stage in stages}
+        return {0: run(job)}
     from zerolite.pipe.dry_stage import DryPipeline  # only where there is a pipeline
 
-    wanted = sorted(stages)
     dry_pipeline = DryPipeline()
-    if job.batch is not None and (job.config.pipeline.chunks_per_rank > 1 or wanted != list(range(len(wanted)))):
-        _learn_boundaries(job, dry_pipeline)
-    return {stage: run(job.at_stage(stage), points, dry_pipeline) for stage in wanted}
+    if job.batch is not None and job.config.pipeline.chunks_per_rank > 1:
+        _learn_boundaries(job, dry_pipeline)  # otherwise a stage finds what the one before it has passed
+    return {stage: run(job.at_stage(stage), dry_pipeline) for stage in range(job.grid.pipe)}
 
 
-def run(job: Job, points: int = 1000, dry_pipeline: DryPipeline | None = None) -> Outcome:
+def run(job: Job, dry_pipeline: DryPipeline | None = None) -> Outcome:
     """Make the model and the engine, and train ``job.warm_up`` + 1 steps.
 
     Args:
         job: the inputs.
-        points: maximum length of the time line.
         dry_pipeline: state that the stages of a pipeline share; None without a pipeline.
 
     Raises:
@@ -197,7 +195,7 @@ def run(job: Job, points: int = 1000, dry_pipeline: DryPipeline | None = None) -
     tracker = MemoryTracker(separate_memory=job.device == "cuda")
     with _simulated_rank(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_frozen():
         with collector_off():  # the collector would free cycles at another moment in each run
-            return _DryRun(job, tracker, mode, dry_pipeline).outcome(points)
+            return _DryRun(job, tracker, mode, dry_pipeline).outcome()
 
 
 _freezing = False  # an outer older_objects_frozen has called gc.freeze
@@ -279,7 +277,7 @@ class _DryRun:
         if dry_pipeline is not None:
             dry_pipeline.set_phase(self._phase)
 
-    def outcome(self, points: int) -> Outcome:
+    def outcome(self) -> Outcome:
         tracker = self._tracker
         model = self.make_model()
         original_model = tracker.items[HOST][ORIGINAL_MODEL]
@@ -309,7 +307,7 @@ class _DryRun:
             step=tracker.peak,
             largest=tracker.largest,
             at_rest=dict(tracker.items[DEVICE]),
-            timeline=tracker.timeline(points),
+            timeline=tracker.timeline(),
             recorder=recorder,
             host_waits=self._platform.host_waits,
             checkpoint=ModelState(parts_of(engine)).nbytes(),

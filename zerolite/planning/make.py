@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
-from zerolite.planning.bubble import ASSUMPTION, bubble
 from zerolite.planning.dry_run import Job, Outcome, run_stages
 from zerolite.planning.errors import PlanError
-from zerolite.planning.rank_grid import grid_of
 from zerolite.planning.result import Items, Peak, Plan, Stage, TimePoint
 from zerolite.planning.tracker import PeakMoment
-from zerolite.planning.traffic import summarize
+from zerolite.planning.traffic import grid_of, summarize
 from zerolite.planning.training_step import required_parameters
 from zerolite.utils.memory_tags import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size, parse_size
@@ -70,49 +68,41 @@ def plan(
         ConfigError: for the config.
         ValueError: for the other arguments.
     """
-    check_arguments(world_size, nodes, rank, device)
-    memory = parse_memory("device_memory", device_memory), parse_memory("host_memory", host_memory)
-    job = job_of(model_fn, load_config(config), world_size, nodes, rank or 0, device, batch, loss)
-    return plan_of_stages(job, run_stages(job, range(job.grid.pipe)), nodes, *memory, at_rank=rank is not None)
-
-
-def job_of(
-    model_fn: Callable[[], torch.nn.Module],
-    config: ZeroliteConfig,
-    world_size: int,
-    nodes: int | None,
-    rank: int,
-    device: str,
-    batch: Callable[..., Any] | None,
-    loss: Callable[..., torch.Tensor] | None,
-) -> Job:
-    """Return the inputs of a dry run. Arguments and errors as for :func:`plan`."""
-    grid = grid_of(config, world_size)
-    resolved = silent(config).resolve(grid.data)
-    return Job(
+    _check_arguments(world_size, nodes, rank, device)
+    memory = _memory("device_memory", device_memory), _memory("host_memory", host_memory)
+    loaded = load_config(config)
+    grid = grid_of(loaded, world_size)
+    resolved = silent(loaded).resolve(grid.data)
+    job = Job(
         make_model=model_fn,
         config=resolved,
         grid=grid,
-        rank=rank,
+        rank=rank or 0,
         device=device,
         shared_memory=nodes in (None, 1),
         batch=batch_maker(batch, resolved.train_micro_batch_size_per_gpu),
         loss=loss,
     )
+    outcomes = run_stages(job)
+    plans = {stage: _plan_of(job.at_stage(stage), outcome, nodes, *memory) for stage, outcome in outcomes.items()}
+    if grid.pipe == 1:
+        return plans[0]
+    chosen = plans[job.stage] if rank is not None else max(plans.values(), key=lambda made: made.peak.bytes)
+    update = {
+        "parameters": sum(one.parameters - one.tied_parameters for one in outcomes.values()),
+        "trained_parameters": sum(one.trained_parameters - one.tied_parameters for one in outcomes.values()),
+        "stages": [_stage(made) for made in plans.values()],
+    }
+    return chosen.model_copy(update=update)
 
 
 def silent(config: ZeroliteConfig) -> ZeroliteConfig:
     """Return ``config`` without the keys that print, write and measure."""
-    return with_defaults(config, _SILENT)
-
-
-def with_defaults(config: ZeroliteConfig, keys: Iterable[str]) -> ZeroliteConfig:
-    """Return ``config`` with the defaults of ``keys``."""
     fields = type(config).model_fields
-    return config.model_copy(update={name: fields[name].get_default(call_default_factory=True) for name in keys})
+    return config.model_copy(update={name: fields[name].get_default(call_default_factory=True) for name in _SILENT})
 
 
-def check_arguments(world_size: int, nodes: int | None, rank: int | None, device: str) -> None:
+def _check_arguments(world_size: int, nodes: int | None, rank: int | None, device: str) -> None:
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"plan: expected world_size, a number of ranks, 1 or more, got {world_size!r}")
     if rank is not None and not 0 <= rank < world_size:
@@ -126,7 +116,7 @@ def check_arguments(world_size: int, nodes: int | None, rank: int | None, device
         raise ValueError(f"plan: expected device 'cuda' or 'cpu', got {device!r}")
 
 
-def parse_memory(name: str, size: int | str | None) -> int | None:
+def _memory(name: str, size: int | str | None) -> int | None:
     try:
         return None if size is None else parse_size(size)
     except ValueError as error:
@@ -146,10 +136,8 @@ def batch_maker(batch: Callable[..., Any] | None, size: int | None) -> Callable[
     return lambda: batch(size)
 
 
-def plan_of(
-    job: Job, outcome: Outcome, nodes: int | None, device_memory: int | None, host_memory: int | None = None
-) -> Plan:
-    """Make the plan of ``job`` from its ``outcome``. Other arguments as for :func:`plan`, in bytes."""
+def _plan_of(job: Job, outcome: Outcome, nodes: int | None, device_memory: int | None, host_memory: int | None) -> Plan:
+    """Make the plan of one rank from its dry run. Sizes in bytes."""
     config = job.config
     # The parts are on ranks 0, 1, ..., 0, 1, ..., so the last rank sends to the first.
     looped = config.pipeline.chunks_per_rank > 1 and config.pipeline.schedule not in TWO_CHUNKS
@@ -193,49 +181,6 @@ def plan_of(
         host_memory=host_memory,
         notes=list(_notes(job, outcome)),
     )
-
-
-def plan_of_stages(
-    job: Job,
-    outcomes: Mapping[int, Outcome],
-    nodes: int | None,
-    device_memory: int | None,
-    host_memory: int | None = None,
-    at_rank: bool = False,
-) -> Plan:
-    """Make the plan of ``job`` from outcomes of pipeline stages.
-
-    Args:
-        job: inputs of the dry runs.
-        outcomes: by pipeline stage; without a pipeline that of stage 0.
-        nodes, device_memory, host_memory: as for :func:`plan`, in bytes.
-        at_rank: the plan is that of ``job.rank``, not of the stage with the highest peak.
-    """
-    plans = {
-        stage: plan_of(job.at_stage(stage), outcome, nodes, device_memory, host_memory)
-        for stage, outcome in outcomes.items()
-    }
-    if job.grid.pipe == 1:
-        return plans[0]
-    chosen = plans[job.stage] if at_rank else max(plans.values(), key=lambda stage_plan: stage_plan.peak.bytes)
-    owned = [outcome.parameters - outcome.tied_parameters for outcome in outcomes.values()]
-    trained = [outcome.trained_parameters - outcome.tied_parameters for outcome in outcomes.values()]
-    update = {
-        "parameters": sum(owned),
-        "trained_parameters": sum(trained),
-        "bubble": bubble_of(job.config, job.grid.pipe),
-        "stages": [_stage(stage_plan) for stage_plan in plans.values()],
-        "notes": [*chosen.notes, ASSUMPTION],
-    }
-    return chosen.model_copy(update=update)
-
-
-def bubble_of(config: ZeroliteConfig, stages: int) -> float:
-    """Return the average share of a step in which a rank of the pipeline waits."""
-    from zerolite.pipe.schedule_actions import rank_actions  # only where there is a pipeline
-
-    block, micro_batches = config.pipeline, config.gradient_accumulation_steps or 1
-    return bubble(rank_actions(block.schedule, stages, block.chunks_per_rank, micro_batches))
 
 
 def _stage(plan_of_rank: Plan) -> Stage:

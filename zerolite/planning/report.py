@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolite.planning.advice import advise
 from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Stage, Traffic, counted, item_label, total
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size
@@ -20,7 +18,7 @@ _CHART_ROWS, _LEAST_BAR, _WIDEST_BAR = 10, 8, 40
 _LOWER, _UPPER = "█▒"
 _GIGA = 10**9
 _LEGEND = f"{_LOWER} model states and buffers, {_UPPER} everything else"
-_LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting", "grid", "", "check")
+_LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting", "")
 """Headings of columns that are aligned to the left."""
 
 
@@ -109,11 +107,7 @@ def _one_plan(plan: Plan, screen: Screen) -> Iterator[list[str]]:
         yield from _stages(plan, screen)
     yield _memory(plan, screen)
     yield [line for sentence in _peaks(plan) for line in screen.paragraph(sentence)]
-    yield [
-        *screen.paragraph(_device_verdict(plan)),
-        *screen.paragraph(_host_verdict(plan)),
-        *screen.listed(advise(plan)),
-    ]
+    yield [*screen.paragraph(_device_verdict(plan)), *screen.paragraph(_host_verdict(plan))]
     yield _timeline(plan, screen)
     yield _traffic(plan, screen)
     checkpoint = f"This rank writes {format_size(plan.checkpoint)} of a checkpoint."
@@ -128,15 +122,19 @@ def _batch(plan: Plan) -> str:
 
 
 def _stages(plan: Plan, screen: Screen) -> Iterator[list[str]]:
-    """Yield a table with a row for each pipeline stage, and a sentence about the bubble."""
+    """Yield a table with a row for each pipeline stage, and a sentence about the schedule."""
     heads = ["parameters", "states", "at rest", "peak", "sent", "between nodes"]
     rows = [["stage", *heads, "in"]]
     for stage in plan.stages:
         cells, here = _needs(stage), " <- shown below" if stage.rank == plan.rank else ""
         rows.append([f"{stage.stage} (rank {stage.rank})", *(cells[head] for head in heads), stage.peak.phase + here])
     yield screen.table(_with_nodes(plan, rows), ("at rest", "states", "parameters"))
-    schedule = f"Schedule: {plan.schedule}, {counted(plan.accumulation, 'micro-batch', 'es')}."
-    yield screen.paragraph(f"{schedule} Ranks wait {100 * (plan.bubble or 0):.1f} % of a step (the bubble).")
+    text = f"Schedule: {plan.schedule}, {counted(plan.accumulation, 'micro-batch', 'es')}."
+    if plan.schedule in ("gpipe", "1f1b"):
+        waits = plan.pipeline_stages - 1
+        bubble = 100 * waits / (plan.accumulation + waits)
+        text += f" If all parts take equally long, ranks wait {bubble:.1f} % of a step (the bubble)."
+    yield screen.paragraph(text)
 
 
 def _memory(plan: Plan, screen: Screen) -> list[str]:
@@ -272,68 +270,45 @@ def _flops(plan: Plan) -> str:
 
 # -------------------------------------------------------------------- several plans
 
-_SETTINGS = "setting", ("states", "at rest", "peak", "sent", "collectives", "host", "disk", "fits"), "<- cheapest"
-_GRID_HEADS = ("ZeRO", "micro-batches", "states", "peak", "sent", "between nodes", "bubble", "a step", "fits")
-_GRIDS = "grid", _GRID_HEADS, "<- fastest"
-_OPTIONAL = ("collectives", "micro-batches", "states", "at rest", "sent", "host", "disk")
+_HEADS = ("states", "at rest", "peak", "sent", "collectives", "host", "disk", "fits")
+_OPTIONAL = ("collectives", "states", "at rest", "sent", "host", "disk")
 
 
 def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
-    """Yield a line and a bar for each plan, then the best plan that fits and the settings that were left out."""
-    if not comparison.rows:
-        yield screen.paragraph("No grid is left to plan.")
-        yield screen.listed(comparison.left_out)
-        return
-    plan = comparison.rows[0][1]
-    ranks = f"{counted(plan.world_size, 'rank')}{_on_nodes(plan)}"
-    grid = [plan.grid] if plan.grid and not comparison.speeds else []
-    samples = (plan.micro_batch or 0) * plan.accumulation * plan.data_parallel
-    batch = f"{samples:,} samples in a step, micro-batches of {plan.micro_batch}: {plan.batch}"
+    """Yield a line and a bar for each plan, then the lowest stage that fits and the settings that were left out."""
+    plans = [plan for _, plan in comparison.rows]
+    plan = plans[0]
+    grid = [plan.grid] if plan.grid else []
     yield [
         *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters"),
-        *screen.paragraph(", ".join([ranks, *grid, plan.precision, plan.device])),
-        *screen.paragraph(batch if comparison.speeds else _batch(plan)),
+        *screen.paragraph(
+            ", ".join([counted(plan.world_size, "rank") + _on_nodes(plan), *grid, plan.precision, plan.device])
+        ),
+        *screen.paragraph(_batch(plan)),
     ]
-    yield from _side_by_side(comparison, screen)
-    smallest = min((plan for _, plan in comparison.rows), key=lambda plan: plan.peak.bytes)
-    # Advice only if no setting fits. It names no stage, because all are in the table.
-    chosen = comparison.chosen is not None or comparison.speeds
-    yield [*screen.paragraph(_choice(comparison)), *screen.listed([] if chosen else advise(smallest, stages=False))]
-    notes = [*comparison.left_out, *(note for _, plan in comparison.rows for note in plan.notes)]
-    yield screen.listed(list(dict.fromkeys(notes)))
-
-
-def _side_by_side(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
-    plans = [plan for _, plan in comparison.rows]
-    kind, all_heads, mark = _GRIDS if comparison.speeds else _SETTINGS
     empty = [name for name in ("host", "disk") if not any(getattr(plan, name) for plan in plans)]
-    heads = [head for head in all_heads if head not in empty]
-    rows = [[kind, *heads, ""]]
+    heads = [head for head in _HEADS if head not in empty]
+    rows = [["setting", *heads, ""]]
     for index, (name, plan) in enumerate(comparison.rows):
         cells = _cells(plan)
-        rows.append([name, *(cells[head] for head in heads), mark if index == comparison.chosen else ""])
+        rows.append([name, *(cells[head] for head in heads), "<- chosen" if index == comparison.chosen else ""])
     yield screen.table(rows, _OPTIONAL)
-    end = "" if plans[0].device_memory is None else "; the device's memory ends at |"
+    end = "" if plan.device_memory is None else "; the device's memory ends at |"
     names = [line[: screen.width // 2] for line in ("", *(name for name, _ in comparison.rows))]
     bars = [(total(plan.peak.items, AT_REST), plan.peak.bytes) for plan in plans]
-    yield [
-        *screen.paragraph(f"at the peak: {_LEGEND}{end}"),
-        *screen.with_bars(names, bars, plans[0].device_memory)[1:],
-    ]
+    yield [*screen.paragraph(f"at the peak: {_LEGEND}{end}"), *screen.with_bars(names, bars, plan.device_memory)[1:]]
+    yield screen.paragraph(_choice(comparison))
+    yield screen.listed(list(dict.fromkeys([*comparison.left_out, *(note for plan in plans for note in plan.notes)])))
 
 
 def _cells(plan: Plan) -> dict[str, str]:
     """Return the cells of a plan's row, by column heading."""
     states = [stage.states for stage in plan.stages] or [plan.states]
     return _needs(plan) | {
-        "ZeRO": str(plan.stage),
-        "micro-batches": f"{plan.accumulation:,}",
         "states": format_size(max(total(items, MODEL_STATES) for items in states)),
         "collectives": f"{sum(entry.count for entry in plan.traffic):,}",
         "host": _size(sum((plan.host or {}).values())),
         "disk": _size(sum((plan.disk or {}).values())),
-        "bubble": "-" if plan.bubble is None else f"{100 * plan.bubble:.1f} %",
-        "a step": _time(plan.seconds or 0.0),
         "fits": {None: "?", True: "yes", False: "no" if (plan.spare or 0) < 0 else "no: host"}[plan.fits],
     }
 
@@ -360,35 +335,13 @@ def _choice(comparison: Comparison) -> str:
         both = "" if host is None else f" and a host's {format_size(host)}"
         return f"None of them fits in {format_size(memory)}{both}. The smallest is {smallest}."
     name, plan = comparison.rows[comparison.chosen]
-    if comparison.speeds:
-        return _fastest(name, plan, memory, comparison.speeds)
-    text = (
-        f"The cheapest that fits in {format_size(memory)} is {name}: of those that fit, it sends the least in a step, "
-        f"{format_size(plan.sent)} per rank."
-    )
+    text = f"{name[0].upper()}{name[1:]} is the first that fits in {format_size(memory)}. It sends"
+    text += f" {format_size(plan.sent)} per rank in a step."
     if plan.offloaded:
         text += f" It keeps {format_size(plan.offloaded)} of each rank's model states off the device."
         if plan.host_spare is None:
             text += " Add --nodes and --host-memory to see if a host has room for them."
-    first = min((row.stage for _, row in comparison.rows if row.fits), default=plan.stage)
-    return f"{text} Stage {first} is the first that fits."
-
-
-def _fastest(name: str, plan: Plan, memory: int, speeds: tuple[float, float, float]) -> str:
-    flops, within, between = speeds
-    blocks = {
-        "tensor_parallel": {"size": plan.tensor_parallel},
-        "pipeline": {"stages": plan.pipeline_stages},
-        "zero_optimization": {"stage": plan.stage},
-        "gradient_accumulation_steps": plan.accumulation,
-    }
-    written = ", ".join(f'"{key}": {json.dumps(value)}' for key, value in blocks.items())
-    return (
-        f"The fastest that fits in {format_size(memory)} is {name}, ZeRO stage {plan.stage}: computing, waiting in the "
-        f"bubble and sending take {_time(plan.seconds or 0.0)} a step. This assumes that a device computes "
-        f"{flops / 1e12:,.0f} TFLOP/s, sends {format_size(int(within))}/s within its node and "
-        f"{format_size(int(between))}/s to other nodes, and that nothing overlaps. In the config: {written}."
-    )
+    return text
 
 
 # -------------------------------------------------------------------- a picture
@@ -460,7 +413,3 @@ def _size(nbytes: int) -> str:
 
 def _share(part: int, plan: Plan) -> str:
     return f"{100 * part / max(plan.peak.bytes, 1):.1f} %" if part else ""
-
-
-def _time(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"

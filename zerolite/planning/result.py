@@ -104,7 +104,6 @@ class Plan(_Frozen):
     Attributes:
         parameters: elements of the full model.
         rank_parameters: elements that this rank has, padding included.
-        bubble: average share of a step in which a rank of the pipeline waits: see zerolite.planning.bubble.
         states: model states and buffers on the device, each item at its largest within a step. Figure 1 of the ZeRO
             paper counts the same.
         at_rest: items on the device between two steps.
@@ -122,7 +121,6 @@ class Plan(_Frozen):
         recomputed_flops: operations of forwards that activation checkpointing runs again; not part of ``flops``.
         device_memory: memory of each rank's device.
         host_memory: memory of each host, which its ranks share.
-        seconds: estimated time of a step, to compare grids.
     """
 
     model: str
@@ -143,7 +141,6 @@ class Plan(_Frozen):
     tensor_parallel: int = 1
     pipeline_stage: int = 0
     schedule: str | None = Field(default=None, description="of the pipeline")
-    bubble: float | None = Field(default=None, description="None without a pipeline")
     stages: list[Stage] = Field(default=[], description="of the pipeline; none without one")
     states: Items
     at_rest: Items
@@ -161,7 +158,6 @@ class Plan(_Frozen):
     recomputed_flops: int = 0
     device_memory: int | None
     host_memory: int | None
-    seconds: float | None = Field(default=None, description="None where grids are not compared")
     notes: list[str] = Field(description="sentences with assumptions, and with memory that is not in the numbers")
 
     @property
@@ -248,17 +244,14 @@ def item_label(item: str) -> str:
 
 
 class Comparison(_Frozen):
-    """Plans of one job with different settings, or on different grids of ranks.
+    """Plans of one job with different ZeRO settings, in the order of :func:`~zerolite.planning.settings.compare`.
 
     Attributes:
-        rows: (setting or grid, plan). Settings are sorted by stage; the first grid is the fastest that fits.
-        chosen: index of the cheapest setting (see :func:`~zerolite.planning.settings.cheapest`) or the fastest grid
-            that fits; None if none does or no memory was given.
+        rows: (setting, plan).
+        chosen: index of the first setting that fits; None if none does or no memory was given.
         left_out: sentences about settings that the engine refuses or that were not planned.
-        speeds: for grids, the assumed operations per second, and bytes per second within a node and between nodes.
     """
 
     rows: list[tuple[str, Plan]]
     chosen: int | None
     left_out: list[str] = []
-    speeds: tuple[float, float, float] | None = None

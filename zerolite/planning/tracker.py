@@ -278,7 +278,7 @@ class MemoryTracker(TorchDispatchMode):
         model, recomputed = self._flops or (0, 0)
         return Flops(model, recomputed, frozenset(self._operators.unknown), dict(self._flops_of))
 
-    def timeline(self, points: int) -> list[tuple[dict[str, int], str, str]]:
+    def timeline(self, points: int = 1000) -> list[tuple[dict[str, int], str, str]]:
         """Return the memory of the device since :meth:`record` at some moments, as (bytes by item, phase, module).
 
         There are at most ``points`` moments. Each is the one with the most memory among an equal number of changes.

@@ -1,11 +1,12 @@
-"""Traffic of a step by kind and dimension, within nodes and between them."""
+"""Traffic of a step by kind and dimension of the grid of ranks, within nodes and between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple
 
-from zerolite.planning.rank_grid import Grid, messages_between_nodes, ring_between_nodes
+from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.planning.result import Traffic
 
 if TYPE_CHECKING:
@@ -13,6 +14,82 @@ if TYPE_CHECKING:
 
 MESSAGES = ("send", "receive")
 ON_HOST = "control"  # tag of the small exchanges between processes on the host, which are no collectives
+
+
+class Grid(NamedTuple):
+    """Sizes of a grid of pipe × data × tensor ranks, tensor innermost, as in :class:`zerolite.comm.Topology`."""
+
+    pipe: int = 1
+    data: int = 1
+    tensor: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pipe * self.data * self.tensor
+
+    def rank(self, pipe: int, data: int, tensor: int) -> int:
+        """Return the global rank at these coordinates."""
+        return (pipe * self.data + data) * self.tensor + tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Return the (pipe, data, tensor) coordinates of ``rank``."""
+        return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
+
+    def groups(self, dimension: str) -> Iterator[list[int]]:
+        """Yield the ranks of each group of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", in order."""
+        inside = {"model": ("pipe", "tensor"), "world": self._fields}.get(dimension, (dimension,))
+        found: dict[tuple[int, ...], list[int]] = {}  # by the coordinates in the other dimensions
+        for rank in range(self.world_size):
+            coordinates = zip(self._fields, self.coordinates(rank), strict=True)
+            found.setdefault(tuple(one for name, one in coordinates if name not in inside), []).append(rank)
+        yield from found.values()
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in self._asdict().items())
+
+
+def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
+    """Return the grid of ``config``. Raises ConfigError if ``world_size`` ranks cannot form it."""
+    pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
+    if world_size % (pipe * tensor):
+        path = "pipeline.stages" if pipe > 1 else "tensor_parallel.size"
+        sentence = (
+            f"expected the number of ranks to be a multiple of pipeline.stages × tensor_parallel.size = {pipe} × "
+            f"{tensor} = {pipe * tensor}, got {world_size} ranks"
+        )
+        raise ConfigError([(path, sentence)])
+    return Grid(pipe, world_size // (pipe * tensor), tensor)
+
+
+def ring_between_nodes(grid: Grid, nodes: int, dimension: str) -> Fraction:
+    """Return the share of ring traffic that leaves a node. Rings are in rank order, and ranks fill node after node."""
+    per_node = grid.world_size // nodes
+    links = [(one, other) for group in grid.groups(dimension) for one, other in _ring(group)]
+    return Fraction(sum(one // per_node != other // per_node for one, other in links), max(len(links), 1))
+
+
+def messages_between_nodes(grid: Grid, nodes: int, stage: int, looped: bool = False) -> Fraction:
+    """Return the share of a pipeline stage's messages that leaves the node.
+
+    The stage sends as much to the stage before it as to the stage after it.
+
+    Args:
+        grid: all ranks, which fill node after node.
+        nodes: number of nodes.
+        stage: the pipeline stage.
+        looped: the last stage also sends to the first one.
+    """
+    per_node = grid.world_size // nodes
+    beside = [stage - 1, stage + 1]
+    stages = [s % grid.pipe for s in beside] if looped else [s for s in beside if 0 <= s < grid.pipe]
+    ranks = [(d, t) for d in range(grid.data) for t in range(grid.tensor)]
+    across = sum(grid.rank(stage, *at) // per_node != grid.rank(s, *at) // per_node for s in stages for at in ranks)
+    return Fraction(across, max(len(stages) * len(ranks), 1))
+
+
+def _ring(group: list[int]) -> Iterator[tuple[int, int]]:
+    if len(group) > 1:
+        yield from zip(group, [*group[1:], group[0]], strict=True)
 
 
 def summarize(

@@ -1,4 +1,4 @@
-"""Measurement of memory and traffic of real steps, for comparison with a plan."""
+"""Measurement of memory and traffic of real steps, for comparison with a plan of the same job."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from zerolite.engine.special_engines import PipelineEngine
 from zerolite.monitor.memory_report import Holding, holdings
 from zerolite.planning.dry_run import WARM_UP
 from zerolite.planning.make import ConfigLike, batch_maker, silent
-from zerolite.planning.rank_grid import Grid
 from zerolite.planning.result import AT_REST, Items, Traffic
 from zerolite.planning.tracker import MemoryTracker
-from zerolite.planning.traffic import summarize
+from zerolite.planning.traffic import Grid, summarize
 from zerolite.planning.training_step import STEP, MakeBatch, pipeline_loss_fn, train_one_step, walk_through_parameters
 from zerolite.utils.accelerator import collector_off, default_device
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, LOCATIONS, OTHER, listeners
