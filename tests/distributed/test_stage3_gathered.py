@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same
-from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.compare import assert_same, assert_same_bits
+from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.partitioned import assert_partitioned, stage3, whole
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import raises, run_steps
+from tests.toolkit.training import loss_of, raises, run_steps
 from zerolite import zero
 from zerolite.zero.stage3 import gathered_parameters
 
@@ -214,6 +214,28 @@ def test_an_exception_inside_on_one_rank_leaves_the_ranks_in_step() -> None:
             before["first.weight"] = torch.full((13, 7), 3.0)
         assert_same(whole(engine.module), before)
     run_steps(engine, 2)
+
+
+@pytest.mark.parametrize("on_the_other", ["nothing", "other parameters", "more uses"])
+@on_ranks(2)
+def test_a_graph_of_one_rank_alone_outlives_the_gather(on_the_other: str) -> None:
+    """Its backward needs values for which no other rank would gather."""
+    found = []
+    for settings in (at(2, optimizer=ADAMW), stage3("moving"), stage3("moving")):
+        engine = zerolite.initialize(models.build(models.Mlp), settings)
+        for step in range(3):
+            first, last = engine.module.first.weight, engine.module.second.weight
+            loss = loss_of(engine, step, model="Mlp")
+            with zero.GatheredParameters(engine.module, check=len(found) < 2):
+                if dist.get_rank() == 0 or on_the_other == "more uses":
+                    loss = loss + first.square().sum()
+                if dist.get_rank() == 1 and on_the_other != "nothing":
+                    loss = loss + last.pow(3).sum()
+            engine.backward(loss)
+            engine.step()
+        found.append(whole(engine.module))
+    assert_same_bits(found[1], found[0], "stages 3 and 2")
+    assert_same_bits(found[2], found[0], "stages 3 and 2, without a check")
 
 
 @on_ranks(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from zerolite.utils.accelerator import address, host_values
 from zerolite.utils.torch_private import without_functions
 from zerolite.zero.stage3.available_parameters import refresh
 from zerolite.zero.stage3.group_plan import register_external_parameter
-from zerolite.zero.stage3.live_view import save_views
+from zerolite.zero.stage3.live_view import changed_error
 from zerolite.zero.stage3.param_group import group_by_context
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, sharded_param_of
 
@@ -39,8 +39,8 @@ class GatheredParameters:
     Contexts nest. Parameters that are not partitioned are left alone, so at stages 0 to 2 all ranks must make a change.
     If the block raises, the parameters are released and changes are dropped; so they are on all ranks if it raises on
     ``modifier_rank`` alone, which is an error there too. A tensor that shares memory with a parameter (``p.data``, a
-    view) keeps that memory alive beyond the context. A backward of what was computed inside may come later: it gathers
-    again what autograd has saved. Entered and left on all ranks, in the same order.
+    view) keeps that memory alive beyond the context, and so does a graph that was built inside, until its backward.
+    Entered and left on all ranks, in the same order.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class GatheredParameters:
     def _watch_graphs(self) -> None:
         """Let graphs that are built inside outlive the context, and mark their ends at the parameters."""
         outliving = [p for p in self._sharded_params if not p.persistent]
-        self._graphs.enter_context(save_views(outliving))
+        self._graphs.enter_context(_save_values(outliving))
         of_engines = [p.parameter for p in outliving if p.coordinator is not None]
         self._nodes = [_graph_end(parameter) for parameter in of_engines if parameter.requires_grad]
         for node in self._nodes:
@@ -221,8 +221,9 @@ class GatheredParameters:
     def _find_and_drop_changes(self, failed: bool) -> list[PartitionedParameter]:
         """Return the parameters that any rank has changed, the same on all ranks, and drop the changes. failed: the
         block has raised on this rank, whose changes are dropped already."""
+        if not self._check and any(sharded_param.coordinator is not None for sharded_param in self._sharded_params):
+            self._agree(())
         if not (self._check and self._sharded_params):
-            _note_use_outside_groups(self._in_graphs)
             return []
         flags: list[Any] = [0] * len(self._sharded_params)
         for position, sharded_param in enumerate(self._sharded_params):
@@ -240,6 +241,40 @@ class GatheredParameters:
         if changed:
             self.drop_changes()
         return changed
+
+
+class _SavedValues(NamedTuple):
+    """Values that a graph needs, in memory that the end of the context leaves alone.
+
+    Attributes:
+        values: the tensor that autograd saves, without its graph.
+        sharded_param: the parameter whose values they are.
+        version: its version when they were saved.
+    """
+
+    values: torch.Tensor
+    sharded_param: PartitionedParameter
+    version: tuple[int, int]
+
+
+def _save_values(sharded_params: Sequence[PartitionedParameter]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Context in which autograd saves the values of these gathered parameters, and not the parameters themselves, which
+    are released before the backward. So the backward gathers nothing, and may run on one rank alone."""
+    by_storage = {id(p.storage): p for p in sharded_params if p.storage is not None}
+
+    def pack(tensor: torch.Tensor) -> object:
+        sharded_param = by_storage.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+        return tensor if sharded_param is None else _SavedValues(tensor.detach(), sharded_param, sharded_param.version)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(saved: torch.Tensor | _SavedValues) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    if saved.version != saved.sharded_param.version:
+        raise changed_error(saved.sharded_param.name)
+    return saved.values
 
 
 def _graph_end(parameter: torch.nn.Parameter) -> Any:

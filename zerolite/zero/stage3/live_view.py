@@ -355,10 +355,15 @@ def _check(views: Sequence[LiveView]) -> None:
         return
     for view in views:
         if view.version != view.sharded_param.version:
-            raise RuntimeError(
-                f"parameter '{view.sharded_param.name}' has changed since it was used in the forward whose backward "
-                "this is; call backward before the step, or use a clone of it"
-            )
+            raise changed_error(view.sharded_param.name)
+
+
+def changed_error(name: str) -> RuntimeError:
+    """Return the error of a backward that needs values of a parameter from before its last change."""
+    return RuntimeError(
+        f"parameter '{name}' has changed since it was used in the forward whose backward this is; call backward before "
+        "the step, or use a clone of it"
+    )
 
 
 def _values_of(sharded_params: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
@@ -412,26 +417,7 @@ def no_gather_error(name: str) -> RuntimeError:
     )
 
 
-# ---------------------------------------------------------------- graphs and state dicts
-
-
-def save_views(sharded_params: Sequence[PartitionedParameter]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Context in which autograd saves views of these gathered parameters: a backward that comes when they are released
-    gathers them again. Called on all ranks, which run the same backwards."""
-    by_storage = {id(p.storage): p for p in sharded_params if p.storage is not None}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = id(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
-        sharded_param = by_storage.get(storage)
-        if sharded_param is None or tensor.dtype != sharded_param.shard.dtype:
-            return tensor
-        return LiveView(sharded_param, tensor, int(tensor.storage_offset()))
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, _as_saved)
-
-
-def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+# ---------------------------------------------------------------- state dicts
 
 
 class GatheredStateDict(WeakHook[Any]):
