@@ -20,7 +20,7 @@ class NullCommunicator(Communicator):
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(DryTransport(rank, world_size))
-        self.peers_agree = False  # comparisons between ranks run too: their cost is part of the measurement
+        self.is_dry = False  # comparisons between ranks run too: their cost is part of the measurement
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         return done(divide(tensor, divisor / self.world_size))

@@ -5,7 +5,7 @@ checkpoints, ``launcher`` on its agent, and ``compat`` passes its functions on.
 """
 
 from zerolite.comm.collective_errors import RaiseTogether, raise_together
-from zerolite.comm.communicator import Communicator, Pending, Watcher
+from zerolite.comm.communicator import Chained, Communicator, Pending, Watcher, done
 from zerolite.comm.control import HostMaximum, largest
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.environment import ranks_of_job
@@ -26,6 +26,7 @@ from zerolite.comm.topology import (
 )
 
 __all__ = [
+    "Chained",
     "CollectiveCall",
     "Communicator",
     "DeviceMesh",
@@ -43,6 +44,7 @@ __all__ = [
     "create_topology",
     "data_topology",
     "destroy",
+    "done",
     "dry_communicator",
     "dry_topology",
     "init_distributed",

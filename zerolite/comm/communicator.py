@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zerolite.comm import recorder
 from zerolite.comm.flight_recorder import WAIT, FlightRecorder, Raw, ShardSize, collective, wait_for
 from zerolite.comm.process_group import keep_track
-from zerolite.comm.transport import DryTransport, Work
+from zerolite.comm.transport import DryTransport, Transport, Work
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
@@ -69,6 +69,42 @@ class Pending:
             self._works, self._keep, self._finish = [], [], None
         assert self._result is not None
         return self._result
+
+
+class Chained(Pending):
+    """Two collectives, of which the second works on the result of the first.
+
+    The second one is launched by :meth:`advance`, or else by the wait for the result.
+    """
+
+    def __init__(
+        self, first: Pending, launch: Callable[[torch.Tensor], Pending], keep: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """
+        Args:
+            first: the first collective, in flight.
+            launch: launches the second one, with the result of the first.
+            keep: tensors to keep alive beside those of both.
+        """
+        super().__init__((), keep, self._conclude)
+        self._first, self._launch = first, launch
+        self._second: Pending | None = None
+
+    def advance(self) -> None:
+        """Wait for the first collective and launch the second, unless that has been done."""
+        if self._second is None:
+            self._second = self._launch(self._first.wait())
+
+    def _conclude(self) -> torch.Tensor:
+        self.advance()
+        assert self._second is not None
+        return self._second.wait()
+
+    def arrived(self) -> bool:
+        return self._finish is None
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        return [*super().memory(), *(self._first if self._second is None else self._second).memory()]
 
 
 def done(result: torch.Tensor) -> Pending:
@@ -123,16 +159,16 @@ class Communicator:
     dimension = "data"
     launches_at_once = True
 
-    def __init__(self, transport: DryTransport | None = None) -> None:
+    def __init__(self, transport: Transport | None = None) -> None:
         """
         Args:
             transport: moves the bytes; None for one process on its own.
         """
-        self.transport: DryTransport = DryTransport(0, 1) if transport is None else transport
+        self.transport = DryTransport(0, 1) if transport is None else transport
         self.rank, self.world_size = self.transport.rank, self.transport.world_size
         self.main = transport is None or transport.main  # this is the job's first rank, which prints for all
         # A dry run: the other ranks are taken for copies of this one.
-        self.peers_agree = transport is not None and transport.peers_agree
+        self.is_dry = transport is not None and transport.is_dry
         self.flight_recorder = FlightRecorder()
         self._watchers: tuple[Watcher, ...] = ()
         self._second: Communicator | None = None
@@ -320,7 +356,7 @@ class Communicator:
 class NativeCommunicator(Communicator):
     """The backend's own collectives (NCCL, and every other backend except gloo)."""
 
-    def __init__(self, transport: DryTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
         if transport.group is not None:
             WAIT.returns_at_once()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done, empty
-from zerolite.comm.transport import DryTransport
+from zerolite.comm.communicator import NOTHING, Chained, Communicator, Pending, divide, done, empty
+from zerolite.comm.transport import Transport
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
@@ -29,11 +29,11 @@ class GlooCommunicator(Communicator):
 
     launches_at_once = False  # an all-reduce waits for the first half of the one before it
 
-    def __init__(self, transport: DryTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self._number = 0
-        self._half: _TwoHalves | None = None  # an all-reduce made of two collectives, of which one is launched
+        self._half: Chained | None = None  # an all-reduce made of two collectives, of which one is launched
 
     def second(self, backend: str) -> Communicator:
         self._second = type(self)(self.transport.second(backend))
@@ -48,7 +48,7 @@ class GlooCommunicator(Communicator):
         if self._half is not None:
             # Ranks may wait for the all-reduce at different times, but its second half must get the same number on all
             # of them. So it is launched before the next collective, at the latest.
-            self._half.gather()
+            self._half.advance()
         self._number = (self._number + 1) % (1 << _NUMBER_BITS)
         kind = zlib.crc32(f"{op} {tag} {nbytes} {key}".encode()) >> (32 - _KIND_BITS)
         return kind << _NUMBER_BITS | self._number
@@ -60,13 +60,13 @@ class GlooCommunicator(Communicator):
         divisible = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
         if not divisible or (self.world_size == 2 and tensor.dtype not in HALF):
             return Pending((self.transport.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
-        scattered = self._reduce_scatter(tensor, tag, divisor, tensor.dtype)
 
-        def second_half() -> Pending:
+        def gather(part: torch.Tensor) -> Pending:
             self._half = None
+            self.shard(tensor).copy_(part)
             return self._all_gather(tensor, tag)
 
-        self._half = _TwoHalves(scattered, tensor, self.shard(tensor), second_half)
+        self._half = Chained(self._reduce_scatter(tensor, tag, divisor, tensor.dtype), gather, (tensor,))
         return self._half
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
@@ -147,37 +147,6 @@ class GlooCommunicator(Communicator):
             return NOTHING
 
         return Pending(works, (rows, *fulls, *shards), finish)
-
-
-class _TwoHalves(Pending):
-    """An all-reduce of ``tensor`` in two halves: ``scattered`` is in flight and gives the sum of ``part``.
-
-    The all-gather follows at :meth:`gather`, or when the result is waited for.
-    """
-
-    def __init__(
-        self, scattered: Pending, tensor: torch.Tensor, part: torch.Tensor, gather: Callable[[], Pending]
-    ) -> None:
-        super().__init__((), (tensor,), self._conclude)
-        self._scattered, self._part, self._launch = scattered, part, gather
-        self._gathered: Pending | None = None
-
-    def gather(self) -> None:
-        """Launch the all-gather, once, when the reduce-scatter has arrived."""
-        if self._gathered is None:
-            self._part.copy_(self._scattered.wait())
-            self._gathered = self._launch()
-
-    def _conclude(self) -> torch.Tensor:
-        self.gather()
-        assert self._gathered is not None
-        return self._gathered.wait()
-
-    def arrived(self) -> bool:
-        return self._finish is None
-
-    def memory(self) -> Sequence[torch.Tensor]:
-        return [*super().memory(), *self._scattered.memory()]
 
 
 def pack_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:

@@ -12,7 +12,7 @@ from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
 from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, wait_for
 from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, pack_offsets
 from zerolite.comm.host_memory import HostMemory
-from zerolite.comm.transport import DryTransport
+from zerolite.comm.transport import Transport
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
@@ -70,7 +70,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
     must not launch a second one here first: see ``Pending.arrived``.
     """
 
-    def __init__(self, transport: DryTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
         self._large, self._small = (_Lane(HostMemory(transport.share_memory)) for _ in range(2))
         self._launched = 0  # tickets so far
@@ -172,7 +172,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         flat = tensor.view(-1)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            if small and self.peers_agree:  # in a dry run small values (statistics) are read: keep this rank's
+            if small and self.is_dry:  # in a dry run small values (statistics) are read: keep this rank's
                 return divide(tensor, divisor)
             mean_in_order([region.view(flat.dtype) for region in regions], divisor, flat)
             return tensor
@@ -184,7 +184,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         flat = tensor.view(-1)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            for region in () if self.peers_agree else regions:
+            for region in () if self.is_dry else regions:
                 torch.maximum(flat, region.view(flat.dtype), out=flat)
             return tensor
 

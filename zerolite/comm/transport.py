@@ -1,12 +1,13 @@
 """Transport below the communicators: the few calls that move bytes between the ranks of a group.
 
-Over a :class:`DryTransport` a communicator does everything as over a real one (copies, sums, buffers, records), but
-nothing is sent: see :func:`~zerolite.comm.create.dry_communicator`.
+Over a :class:`DryTransport` a communicator does everything as over a process group (copies, sums, buffers, records),
+but nothing is sent: see :func:`~zerolite.comm.create.dry_communicator`.
 """
 
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -28,6 +29,87 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
+class Transport(ABC):
+    """Operations between the ranks of one group, for rank ``rank`` of ``world_size``.
+
+    Tensors are contiguous, and the caller keeps them alive until it has waited for the work. All methods except
+    ``send`` and ``receive`` are called on all ranks, in the same order.
+
+    Attributes:
+        group: the process group; None if nothing is sent, and once closed.
+        serial: number of this transport among those of its group, from 1, the same on all ranks.
+        is_dry: nothing is sent, and the other ranks are taken for copies of this one.
+        main: this is the job's first rank, which prints for all. In a dry run no rank prints.
+    """
+
+    group: dist.ProcessGroup | None = None
+    serial = 1
+    is_dry = False
+    main = False
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Sum over ranks, in place."""
+
+    @abstractmethod
+    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
+        """Maximum over ranks, in place."""
+
+    @abstractmethod
+    def highest(self, numbers: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
+        """Maximum over ranks of each of a few 64-bit integers, on the host.
+
+        Returns the work, and a function that returns the integers once the work has been waited for.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Overwrite ``tensor`` with the values of rank ``source``."""
+
+    @abstractmethod
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+        """Write the sum over ranks of this rank's part of ``full`` into ``out`` [numel of ``full`` / world_size]."""
+
+    @abstractmethod
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
+        """Write every rank's ``own`` into ``full`` [world_size * numel of ``own``]; ``own`` may be this rank's part of
+        it."""
+
+    @abstractmethod
+    def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
+        """Gather several tensors in one launch."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, target: int, number: int) -> Work:
+        """Send ``tensor`` to ``receive`` with the same ``number``, of at most 31 bits, on rank ``target``."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, source: int, number: int) -> Work:
+        """Receive into ``tensor`` what rank ``source`` sends with the same ``number``."""
+
+    @abstractmethod
+    def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """Map the memory of every rank and return it as uint8 [nbytes], by rank. Waits for the other ranks.
+
+        Returns an empty list on all ranks if there is no memory. ``like``: a tensor that will be copied there.
+        """
+
+    @abstractmethod
+    def second(self, backend: str) -> Transport:
+        """Make a second transport between the same ranks, with an independent order of calls.
+
+        Args:
+            backend: a name such as "gloo".
+        """
+
+    def close(self) -> None:
+        """Drop the reference to the group."""
+        self.group = None
+
+
 class _Done:
     """Handle of an operation that is complete."""
 
@@ -41,86 +123,48 @@ class _Done:
 _DONE = _Done()
 
 
-class DryTransport:
-    """Operations between the ranks of one group, as if for rank ``rank`` of ``world_size``; this class sends nothing.
+class DryTransport(Transport):
+    """Sends nothing, and returns at once.
 
     Memory to receive into is left as it is, so no value means anything, and tensors may be fake (torch.FakeTensorMode).
-    Calls return at once. Their tensors are contiguous, and the caller keeps them alive until it has waited for the
-    work. All methods except ``send`` and ``receive`` are called on all ranks, in the same order.
-
-    Attributes:
-        group: the process group; None if nothing is sent, and once closed.
-        serial: number of this transport among those of its group, from 1, the same on all ranks.
-        peers_agree: the other ranks are copies of this one and need not be asked.
-        main: this is the job's first rank, which prints for all. In a dry run no rank prints.
     """
 
-    group: dist.ProcessGroup | None = None
-    serial = 1
-    peers_agree = True
-    main = False
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    is_dry = True
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """Sum over ranks, in place."""
         return _DONE
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        """Maximum over ranks, in place."""
         return _DONE
 
     def highest(self, numbers: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
-        """Maximum over ranks of each of a few 64-bit integers, on the host.
-
-        Returns the work, and a function that returns the integers once the work has been waited for.
-        """
         return _DONE, lambda: list(numbers)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         return _DONE
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
-        """Write the sum over ranks of this rank's part of ``full`` into ``out`` [numel of ``full`` / world_size]."""
         return _DONE
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
-        """Write every rank's ``own`` into ``full`` [world_size * numel of ``own``]; ``own`` may be this rank's part of
-        it."""
         return _DONE
 
     def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
-        """Gather several tensors in one launch."""
         return _DONE
 
     def send(self, tensor: torch.Tensor, target: int, number: int) -> Work:
-        """Send ``tensor`` to ``receive`` with the same ``number``, of at most 31 bits, on rank ``target``."""
         return _DONE
 
     def receive(self, tensor: torch.Tensor, source: int, number: int) -> Work:
         return _DONE
 
     def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Map the memory of every rank and return it as uint8 [nbytes], by rank. Waits for the other ranks.
-
-        Returns an empty list on all ranks if there is no memory. ``like``: a tensor that will be copied there.
-        """
         # Every process of the host maps the memory of all ranks, so the plan of each process counts all of it.
         with torch.inference_mode(False):
             return [like.new_empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
 
     def second(self, backend: str) -> DryTransport:
-        """Make a second transport between the same ranks, with an independent order of calls.
-
-        Args:
-            backend: a name such as "gloo".
-        """
         return DryTransport(self.rank, self.world_size)
-
-    def close(self) -> None:
-        """Drop the reference to the group."""
-        self.group = None
 
 
 # torch 2.13 renamed these two and warns at the old names.
@@ -131,10 +175,8 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class ProcessGroupTransport(DryTransport):
+class ProcessGroupTransport(Transport):
     """Operations of a process group of torch.distributed."""
-
-    peers_agree = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))

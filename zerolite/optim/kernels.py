@@ -32,7 +32,7 @@ def kernel_chooser(
         device: device for collectives.
         updates: all devices on which parameters are updated.
     """
-    reasons = {} if comm.peers_agree else {on: unavailable_reason(on) for on in updates}  # a dry run launches none
+    reasons = {} if comm.is_dry else {on: unavailable_reason(on) for on in updates}  # a dry run launches none
     lacking, reason = next(((on, why) for on, why in reasons.items() if why is not None), (device, None))
     (somewhere,) = largest([0 if reason is None else comm.rank + 1], comm, device, "kernels")
     if somewhere == comm.rank + 1 and os.environ.get("ZEROLITE_KERNELS") != "0":

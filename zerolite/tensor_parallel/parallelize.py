@@ -318,7 +318,7 @@ def _synchronize(model: nn.Module, comm: Communicator, device: torch.device) -> 
     tensors = [*model.parameters(), *model.buffers()]
     full = [tensor for tensor in tensors if not tensor.is_meta and shard_spec_of(tensor) is None]
     synchronize_tensors(full, comm, device, "initial_sync")
-    if comm.peers_agree:  # a dry run: there are no other ranks
+    if comm.is_dry:  # a dry run: there are no other ranks
         return
     generators = [torch.default_generator]
     if device.type == "cuda":

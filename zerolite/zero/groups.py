@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerolite.comm import Communicator, Pending, Topology, collective, second_communicator
+from zerolite.comm import Chained, Communicator, Pending, Topology, collective, done, second_communicator
 from zerolite.utils.dtypes import HALF
 
 
@@ -84,24 +84,6 @@ def _reduce_replicated(
     # Between the two sums 16-bit values are fp32, so that they are rounded once, to ``dtype``, at the end.
     exact = torch.float32 if full.dtype in HALF else full.dtype
     scattered = shard.reduce_scatter(full, tag, dtype=exact, key=key)
-    return _ReplicatedSum(scattered, replicate, tag, divisor, dtype, key)
-
-
-class _ReplicatedSum(Pending):
-    """A reduce-scatter whose result is then summed over the replicas. The wait launches this second sum: replicas are
-    far from each other, and the sum within the shard's ranks comes first."""
-
-    def __init__(
-        self, scattered: Pending, replicate: Communicator, tag: str, divisor: float, dtype: torch.dtype, key: int
-    ) -> None:
-        def finish() -> torch.Tensor:
-            return replicate.all_reduce(scattered.wait(), tag, divisor, key).wait().to(dtype)
-
-        super().__init__((), (), finish)
-        self._scattered = scattered
-
-    def arrived(self) -> bool:
-        return self._finish is None
-
-    def memory(self) -> list[torch.Tensor]:
-        return list(self._scattered.memory())
+    # The wait launches the second sum: replicas are far from each other, and the sum within the shard comes first.
+    summed = Chained(scattered, lambda part: replicate.all_reduce(part, tag, divisor, key))
+    return Chained(summed, lambda total: done(total.to(dtype)))

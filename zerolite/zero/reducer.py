@@ -305,7 +305,7 @@ class Reducer:
         mean, buckets = self.groups.mean, self.buffer.buckets
         # A rank without late gradients takes part all the same: it cannot know if another rank had some.
         numbers = [int(bucket.state is BucketState.LATE) for bucket in buckets]
-        if self._learning and (mean.rank == 0 or mean.peers_agree):
+        if self._learning and (mean.rank == 0 or mean.is_dry):
             completed = {bucket: position for position, bucket in enumerate(self._completed)}
             numbers += [completed.get(bucket, len(buckets)) for bucket in buckets]
         else:
@@ -313,7 +313,7 @@ class Reducer:
         agreed = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(buckets[0].device)
         self._wait_for_all()
         mean.all_reduce_max(agreed, "stats")
-        values = numbers if mean.peers_agree else [int(value) for value in host_values(agreed)]
+        values = numbers if mean.is_dry else [int(value) for value in host_values(agreed)]
         self._reduce_again([bucket for bucket in buckets if values[bucket.index]])
         if self._learning:
             self._set_order(sorted(self.order, key=lambda bucket: values[len(buckets) + bucket.index]))
