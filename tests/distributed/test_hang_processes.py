@@ -65,8 +65,8 @@ def run(directory: Path, script: str, **variables: str) -> list[tuple[int, str]]
 
 def test_a_store_that_stands_still_keeps_nobody_from_ending(tmp_path: Path) -> None:
     script = """
-from zerolite.comm import store_requests
-store_requests.SILENT_S = 5.0
+from zerolite.comm import store
+store.SILENT_S = 5.0
 engine = make(2.0)
 for i in range(1000):
     step(engine)

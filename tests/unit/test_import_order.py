@@ -22,7 +22,7 @@ FOLDERS = """
 # Nothing but the standard library (and each other where they are neighbours).
 PURE = (
     "zerolite.version", "zerolite.utils.dtype_names", "zerolite.utils.failure_record", "zerolite.utils.lazy",
-    "zerolite.utils.listening", "zerolite.utils.resources", "zerolite.utils.sizes", "zerolite.utils.units",
+    "zerolite.utils.listening", "zerolite.utils.resources", "zerolite.utils.text",
     "zerolite.planning.errors", "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
     "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
     "zerolite.precision.loss_scaler",
@@ -47,7 +47,7 @@ THIRD_PARTY = {
 }
 
 WITHOUT_TORCH = (
-    "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.sizes", "zerolite.utils.dtype_names",
+    "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.text", "zerolite.utils.dtype_names",
     "zerolite.utils.memory_tags",
     *(f"zerolite.planning.{name}" for name in ("errors", "result", "traffic", "report")),
     "op_builder",

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from zerolite.comm import objects
 from zerolite.launcher import node_rendezvous
@@ -49,24 +50,22 @@ def test_the_launchers_store_listens_where_the_first_node_is() -> None:
         socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
 
 
-@pytest.mark.parametrize(
-    ("value", "as_json"),
-    [(value, True) for value in (None, 1.5, "text", [1, [True, None]], {"a": [{"b": 2}]}, float("inf"))]
-    + [(value, False) for value in ((1, 2), {1: 2}, {"a": (1,)}, frozenset("ab"), timedelta(1), [b"bytes"])],
-)
-def test_objects_keep_their_types_and_plain_ones_travel_as_json(value: Any, as_json: bool) -> None:
+@pytest.mark.parametrize("value", [None, 1.5, [1, [True, None]], {1: (2, "text")}, frozenset("ab"), timedelta(1)])
+def test_objects_keep_their_types(value: Any) -> None:
     packed = objects.pack(value)
-    found = objects.unpack(packed)
-    assert found == value and type(found) is type(value) and (packed[:1] == b"j") == as_json
+    found = objects.unpack(packed, packed.numel())
+    assert found == value and type(found) is type(value)
 
 
 def test_nothing_is_unpickled_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, "of another job")
-    forged = [objects.pack(Trap()), b"p" + b"\0" * 32 + pickle.dumps(Trap()), pickle.dumps(Trap()), b""]
+    pickled = pickle.dumps(Trap())
+    forged = [bytes(objects.pack(Trap()).tolist()), b"\0" * 32 + pickled, pickled, b"\0"]
     monkeypatch.setenv(SECRET_VARIABLE, "of this job")
-    for packed in forged:
+    for content in forged:
         with pytest.raises(RuntimeError, match="not signed with the secret of its job"):
-            objects.unpack(packed)
+            objects.unpack(torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content))
     assert not Trap.sprung
-    objects.unpack(objects.pack(Trap()))
+    packed = objects.pack(Trap())
+    objects.unpack(packed, packed.numel())
     assert Trap.sprung == ["sprung"], "the trap works"

@@ -13,7 +13,7 @@ from tests.unit.plan_examples import GB, REST, STATES, make_comparison, make_ite
 from zerolite.planning.report import Screen, draw, render
 from zerolite.planning.result import Comparison, Plan
 from zerolite.utils.memory_tags import ITEMS
-from zerolite.utils.sizes import format_size
+from zerolite.utils.text import format_size
 
 WIDE = Screen(120)
 

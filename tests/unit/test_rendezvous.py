@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zerolite.comm import store_requests
+from zerolite.comm import store
 from zerolite.comm.rendezvous import first_barrier
-from zerolite.comm.store_barrier import Patience
+from zerolite.comm.store import Patience
 
 WORLD = 24
 
@@ -79,12 +79,12 @@ def test_many_ranks_together_ask_at_a_bounded_rate() -> None:
 
 
 def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_requests, "SILENT_S", 0.2)
-    store, began = SilentStore(dist.HashStore()), time.monotonic()
+    monkeypatch.setattr(store, "SILENT_S", 0.2)
+    silent, began = SilentStore(dist.HashStore()), time.monotonic()
     with pytest.raises(RuntimeError, match="init_distributed: rank 0 .*store of the rendezvous has not answered"):
-        first_barrier(store, 0, 2, 60.0)
+        first_barrier(silent, 0, 2, 60.0)
     assert time.monotonic() - began < 4.0
-    store.over.set()
+    silent.over.set()
     for thread in threading.enumerate():
         if thread.name == "zerolite store":
             thread.join(10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerolite.utils.sizes import format_size, parse_size
+from zerolite.utils.text import format_size, parse_size
 
 
 @pytest.mark.parametrize(

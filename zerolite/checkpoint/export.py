@@ -19,7 +19,7 @@ from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.state import StoredModel
 from zerolite.utils.command_parser import command_parser
 from zerolite.utils.dtypes import BY_CODE, DTYPES
-from zerolite.utils.sizes import format_size, parse_size
+from zerolite.utils.text import format_size, parse_size
 
 logger = logging.getLogger("zerolite")
 

@@ -16,7 +16,7 @@ from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.utils.dtypes import FLOATS
-from zerolite.utils.sizes import parse_size
+from zerolite.utils.text import parse_size
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

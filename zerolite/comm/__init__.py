@@ -6,15 +6,14 @@ checkpoints, ``launcher`` on its agent, and ``compat`` passes its functions on.
 
 from zerolite.comm.collective_errors import RaiseTogether, raise_together
 from zerolite.comm.communicator import Chained, Communicator, Pending, Watcher, done
-from zerolite.comm.control import HostMaximum, largest
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.environment import ranks_of_job
 from zerolite.comm.flight_recorder import collective, wait_for_result
-from zerolite.comm.host_group import HostGroup, HostLinks
+from zerolite.comm.host_group import HostGroup, HostLinks, HostMaximum, largest
 from zerolite.comm.objects import read_objects_without_numpy
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded
-from zerolite.comm.shared_store import SharedStore
+from zerolite.comm.store import SharedStore
 from zerolite.comm.topology import (
     DeviceMesh,
     Topology,

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from zerolite.comm.communicator import Communicator
-from zerolite.comm.control import largest
 from zerolite.comm.flight_recorder import collective
-from zerolite.comm.host_group import HostGroup
+from zerolite.comm.host_group import HostGroup, largest
 
 Result = TypeVar("Result")
 

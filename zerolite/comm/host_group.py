@@ -1,32 +1,37 @@
-"""Gloo group for Python objects, with barriers that name the ranks that do not arrive."""
+"""Exchanges on the host, independent of all other collectives: objects, largest numbers, and a barrier with names."""
 
 from __future__ import annotations
 
-import weakref
 import zlib
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator
-from zerolite.comm.flight_recorder import blocked
-from zerolite.comm.objects import broadcast_object, from_tensor, gather_objects, to_tensor
+from zerolite.comm.flight_recorder import blocked, collective, wait_for
+from zerolite.comm.objects import broadcast_object, gather_objects, pack, unpack
 from zerolite.comm.process_group import second_group
-from zerolite.comm.ranks import name_ranks
-from zerolite.comm.store_barrier import StoreBarrier
+from zerolite.comm.store import StoreBarrier
+from zerolite.utils.accelerator import HostRead
+from zerolite.utils.text import name_ranks
 from zerolite.utils.torch_private import backends_of, job_store
 
-_TAG = 1
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
-"""Number of HostGroups made over each group so far, by purpose; the same on all its ranks."""
+T = TypeVar("T", int, float)
+
+_MAXIMUM, _OBJECT = "control", 1  # tags of messages
+_made: Counter[tuple[str, int]] = Counter()
+"""Number of HostGroups that this process has made, by purpose and ranks; the same on all their ranks."""
 
 
+@collective
 class HostGroup:
     """Exchange of Python objects on the host between the ranks of ``comm``.
 
-    All methods, and the constructor, are called on all ranks of ``comm`` in the same order. They do not wait for the
-    device, and do not disturb collectives in flight.
+    The methods do not wait for the device, and do not disturb collectives in flight.
     """
 
     def __init__(self, comm: Communicator, purpose: str) -> None:
@@ -37,16 +42,9 @@ class HostGroup:
         self.global_rank = comm.rank if self._alone else self._members[comm.rank]
         self._group: dist.ProcessGroup | None = None
         self._barriers = 0
-        self._key = ""
-        if comm.group is not None and not self._alone:
-            made = _made.setdefault(comm.group, {})
-            made[purpose] = made.get(purpose, 0) + 1
-            ranks = zlib.crc32(repr(self._members).encode())
-            key = f"zerolite/{purpose}/{ranks}/{made[purpose]}"
-            # The launcher's store outlives process groups, so it may have keys of an earlier one. Every rank adds one
-            # for each group: after world_size additions all ranks are in the next round and get fresh keys.
-            tickets = job_store().add(f"{key}/made", 1)
-            self._key = f"{key}/{(tickets - 1) // self.world_size}"
+        ranks = zlib.crc32(repr(self._members).encode())
+        _made[purpose, ranks] += 1
+        self._key = f"zerolite/{purpose}/{ranks}/{_made[purpose, ranks]}"
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -70,7 +68,8 @@ class HostGroup:
         the others.
 
         It uses the rendezvous store, where a missing rank blocks no other. A rank may come after the others have given
-        up, or may have skipped one of their calls. It waits for them at their next call.
+        up, or may have skipped one of their calls. It waits for them at their next call. (After a call that some ranks
+        miss, torch's barriers would wait for each other's next ones for ever.)
 
         Args:
             timeout_s: seconds to wait.
@@ -126,21 +125,73 @@ class HostLinks:
 
     def send(self, value: object, rank: int) -> None:
         """Send ``value`` to ``rank`` without waiting."""
-        packed = to_tensor(value)
+        packed = pack(value)
         for tensor in (torch.tensor([packed.numel()], device="cpu"), packed):
-            self._sent.append((dist.isend(tensor, self._ranks[rank], group=self._group, tag=_TAG), tensor))
+            self._sent.append((dist.isend(tensor, self._ranks[rank], group=self._group, tag=_OBJECT), tensor))
 
     def receive(self, rank: int) -> Any:
         """Return the next object that ``rank`` sends."""
         with blocked(("receive", "object", 0, None, 0)):
             length = torch.empty(1, dtype=torch.int64, device="cpu")
-            dist.recv(length, self._ranks[rank], group=self._group, tag=_TAG)
+            dist.recv(length, self._ranks[rank], group=self._group, tag=_OBJECT)
             packed = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-            dist.recv(packed, self._ranks[rank], group=self._group, tag=_TAG)
-        return from_tensor(packed, packed.numel())
+            dist.recv(packed, self._ranks[rank], group=self._group, tag=_OBJECT)
+        return unpack(packed, packed.numel())
 
     def finish(self) -> None:
         """Wait until all sent objects have been received."""
         sent, self._sent = self._sent, []
         for work, _ in sent:
             work.wait()
+
+
+@collective
+class HostMaximum:
+    """The largest numbers of all ranks, on the host, in few messages.
+
+    In round k a rank sends its numbers to rank + 2^k and receives those of rank - 2^k. So 1,000 ranks need ten rounds
+    of one message each, where gloo's all-reduce takes 2,000. Nothing is sent in a dry run.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._group = None if comm.group is None else second_group(comm.group, "gloo", _MAXIMUM)
+        ranks = range(comm.world_size) if comm.group is None else dist.get_process_group_ranks(comm.group)
+        steps = [1 << k for k in range((comm.world_size - 1).bit_length())]
+        self._rounds = [
+            (ranks[(comm.rank + step) % comm.world_size], ranks[(comm.rank - step) % comm.world_size]) for step in steps
+        ]
+
+    def of(self, numbers: Sequence[int]) -> list[int]:
+        """Return for each of ``numbers``, 64-bit integers, the largest of all ranks.
+
+        All ranks pass equally many numbers.
+        """
+        known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        recorder.note("all_reduce", known, _MAXIMUM, self._comm.dimension, self._comm.world_size)
+        if self._group is None:
+            return list(numbers)
+        # After round k every rank knows the maximum of the 2^(k+1) ranks up to itself.
+        for to, source in self._rounds:
+            heard = torch.empty_like(known)
+            works = dist.irecv(heard, source, self._group), dist.isend(known, to, self._group)
+            wait_for(works, ("all_reduce", _MAXIMUM, known.numel(), known.dtype, 0))
+            known = torch.maximum(known, heard)
+        return known.tolist()
+
+
+@collective
+def largest(
+    numbers: Sequence[T], comm: Communicator, device: torch.device, tag: str, dtype: torch.dtype = torch.int64
+) -> list[T]:
+    """Return for each of ``numbers`` the largest of all ranks: one small all-reduce on ``device``, for which the host
+    waits.
+
+    All ranks pass equally many numbers.
+    """
+    if comm.world_size == 1:
+        return list(numbers)
+    values = torch.tensor(numbers, dtype=dtype, device=device)
+    comm.all_reduce_max(values, tag)
+    highest: list[T] = HostRead(values).get().tolist()
+    return highest

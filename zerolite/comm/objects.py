@@ -1,18 +1,13 @@
-"""Broadcast and gather of Python objects, without numpy, which torch's own functions need.
+"""Python objects between ranks, pickled and signed with the secret of the job if it has one.
 
-Plain data is sent as JSON. Other objects are pickled, and signed with the secret of the job if it has one. Unpickling
-executes code, so a pickle from outside the job must not be loaded.
-
-All objects between ranks go through here, most of them by :class:`~zerolite.comm.HostGroup`. The watchdog does not time
-these calls: threads use them too, and in a save ranks may take long.
+Unpickling executes code, so a pickle from outside the job must not be loaded. torch's own object collectives sign
+nothing. The watchdog does not time these calls: threads use them too, and in a save ranks may take long.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import hmac
-import json
 import os
 import pickle
 from typing import Any
@@ -24,26 +19,21 @@ from zerolite.comm.flight_recorder import collective
 from zerolite.utils.listening import SECRET_VARIABLE
 from zerolite.utils.torch_private import read_objects_by
 
-_JSON, _PICKLE = b"j", b"p"
-_SIGNATURE = hashlib.sha256().digest_size  # bytes
+_SIGNATURE = 32  # bytes of a signature
 
 
-def pack(value: object) -> bytes:
-    """Return ``value`` as bytes that :func:`unpack` reads on another rank."""
-    if _is_plain(value):
-        return _JSON + json.dumps(value).encode()
+def pack(value: object) -> torch.Tensor:
+    """Return ``value`` as uint8 on the host, which :func:`unpack` reads on another rank."""
     pickled = pickle.dumps(value)
-    return _PICKLE + _signature(pickled) + pickled
+    return torch.frombuffer(bytearray(_signature(pickled) + pickled), dtype=torch.uint8)
 
 
-def unpack(packed: bytes) -> Any:
-    """Return the value of bytes from :func:`pack`. Raises RuntimeError for bytes that no rank of this job has
-    packed."""
-    kind, content = packed[:1], packed[1:]
-    if kind == _JSON:
-        return json.loads(content)
+def unpack(packed: torch.Tensor, nbytes: int) -> Any:
+    """Return the value in the first ``nbytes`` of ``packed``. Raises RuntimeError if no rank of this job has packed
+    it."""
+    content = ctypes.string_at(packed.data_ptr(), nbytes)
     signature, pickled = content[:_SIGNATURE], content[_SIGNATURE:]
-    if kind != _PICKLE or not hmac.compare_digest(signature, _signature(pickled)):
+    if not hmac.compare_digest(signature, _signature(pickled)):
         raise RuntimeError(
             "a message to this rank is not signed with the secret of its job, so it is not read: either "
             f"{SECRET_VARIABLE} is not the same on all ranks, or something else has connected to this job"
@@ -55,60 +45,33 @@ def _signature(content: bytes) -> bytes:
     return hmac.digest(os.environ.get(SECRET_VARIABLE, "").encode(), content, "sha256")
 
 
-def _is_plain(value: Any) -> bool:
-    """Return True if JSON gives back the same value with the same types."""
-    cls = type(value)
-    if cls is list:
-        return all(map(_is_plain, value))
-    if cls is dict:
-        return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
-    return value is None or cls in (bool, int, float, str)
-
-
 @collective
 def gather_objects(value: object, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's ``value``, in rank order."""
-    own = to_tensor(value)
-    world_size = dist.get_world_size(group)
+    own = pack(value)
     # Gloo gathers equal lengths only: first all lengths, then the bytes, padded to the longest.
-    lengths = _gather(torch.tensor([own.numel()], device="cpu"), world_size, group).flatten().tolist()
+    lengths = _gather(torch.tensor([own.numel()], device="cpu"), group).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: own.numel()] = own
-    rows = _gather(padded, world_size, group)
-    return [from_tensor(row, length) for row, length in zip(rows, lengths, strict=True)]
+    return [unpack(row, length) for row, length in zip(_gather(padded, group), lengths, strict=True)]
+
+
+def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    rows = torch.empty(dist.get_world_size(group), own.numel(), dtype=own.dtype, device="cpu")
+    dist.all_gather(list(rows), own, group=group)
+    return rows
 
 
 @collective
 def broadcast_object(value: object, source: int, group: dist.ProcessGroup) -> Any:
     """Return rank ``source``'s ``value``; other ranks' values are ignored."""
     is_source = dist.get_rank(group) == source
-    own = to_tensor(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
-    length = torch.tensor([own.numel()], device="cpu")
-    _broadcast(length, source, group)
-    if not is_source:
-        own = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    _broadcast(own, source, group)
-    return value if is_source else from_tensor(own, own.numel())
-
-
-def _gather(own: torch.Tensor, world_size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    rows = torch.empty(world_size, own.numel(), dtype=own.dtype, device="cpu")
-    dist.all_gather(list(rows), own, group=group)
-    return rows
-
-
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    dist.broadcast(tensor, src=dist.get_global_rank(group, source), group=group)
-
-
-def to_tensor(value: object) -> torch.Tensor:
-    """Return the bytes of :func:`pack` as uint8 on the host."""
-    return torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
-
-
-def from_tensor(row: torch.Tensor, length: int) -> Any:
-    """Return the value in the first ``length`` bytes of ``row``: the inverse of :func:`to_tensor`."""
-    return unpack(ctypes.string_at(row.data_ptr(), length))
+    packed = pack(value if is_source else None)
+    length = torch.tensor([packed.numel()], device="cpu")
+    dist.broadcast(length, dist.get_global_rank(group, source), group=group)
+    packed = packed if is_source else torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    dist.broadcast(packed, dist.get_global_rank(group, source), group=group)
+    return value if is_source else unpack(packed, packed.numel())
 
 
 def read_objects_without_numpy() -> None:
@@ -123,5 +86,5 @@ def read_objects_without_numpy() -> None:
 
 
 def _unpickled(tensor: torch.Tensor, tensor_size: int, group: object) -> object:
-    here = tensor.cpu().contiguous()
-    return pickle.loads(ctypes.string_at(here.data_ptr(), int(tensor_size)))
+    on_host = tensor.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(on_host.data_ptr(), int(tensor_size)))

@@ -21,9 +21,9 @@ import torch
 from zerolite.comm import Topology
 from zerolite.comm.flight_recorder import BRANCH_ADVICE
 from zerolite.comm.initial_sync import combined_hash, content_hash
-from zerolite.comm.ranks import list_of
 from zerolite.diagnostics.rank_comparison import Description, describe_value, raise_differences
 from zerolite.utils.accelerator import HostRead
+from zerolite.utils.text import list_of
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.grads import Change
 from zerolite.zero.observers import StepObserver, UpdateFacts

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zerolite.comm.ranks import list_of, name_ranks
 from zerolite.diagnostics.exit_messages import EXITED
 from zerolite.diagnostics.stack_report import AMONG, Entries, StackReport
+from zerolite.utils.text import list_of, name_ranks
 
 _STACKS = 6  # different stacks in one message
 _EXECUTION = "module execution"

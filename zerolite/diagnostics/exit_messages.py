@@ -10,7 +10,7 @@ import time
 
 from zerolite.comm import SharedStore
 from zerolite.comm.flight_recorder import CollectiveFailed
-from zerolite.comm.ranks import name_ranks
+from zerolite.utils.text import name_ranks
 
 EXITED = "exited with status 0"
 _QUOTED = 300  # characters of an exception

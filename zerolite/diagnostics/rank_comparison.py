@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from zerolite.comm import Communicator, HostGroup, collective, largest
-from zerolite.comm.ranks import name_ranks
 from zerolite.config import ZeroliteConfig
+from zerolite.utils.text import name_ranks
 from zerolite.version import __version__
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 

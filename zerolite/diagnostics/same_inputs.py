@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from zerolite.comm import Communicator, HostMaximum, collective
-from zerolite.comm.ranks import name_ranks
+from zerolite.utils.text import name_ranks
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stats import SAME_BATCH
 

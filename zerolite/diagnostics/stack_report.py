@@ -24,7 +24,7 @@ import torch
 
 from zerolite.comm import HostGroup
 from zerolite.comm.flight_recorder import EVENTS, WAIT, Entry, latest_calls
-from zerolite.comm.ranks import name_ranks
+from zerolite.utils.text import name_ranks
 
 if TYPE_CHECKING:
     from zerolite.comm import Communicator

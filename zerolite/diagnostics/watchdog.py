@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING
 
 from zerolite.comm import SharedStore, collective, keep_track
 from zerolite.comm.flight_recorder import EVENTS, WAIT, Mismatch
-from zerolite.comm.ranks import name_ranks
 from zerolite.diagnostics.diagnosis import Absent, diagnose
 from zerolite.diagnostics.exit_messages import ExitMessages, describe_end, lost_peer
 from zerolite.diagnostics.stack_report import WATCHDOG_THREAD, StackReport, make_stack_report
 from zerolite.utils import failure_record
 from zerolite.utils.finalizers import finalize_before_exit
+from zerolite.utils.text import name_ranks
 
 if TYPE_CHECKING:
     from zerolite.zero.engine_parts import EngineParts

@@ -20,8 +20,7 @@ from zerolite.comm.communicator import Communicator, Pending
 from zerolite.comm.flight_recorder import Raw
 from zerolite.config.profiling import CommsLoggerConfig
 from zerolite.utils.device_timers import DeviceTimers
-from zerolite.utils.sizes import format_size
-from zerolite.utils.units import table
+from zerolite.utils.text import format_size, table
 
 _BELOW = ("zerolite.comm.", "zerolite.monitor.")  # modules between the caller in zerolite and this logger
 _ABOVE = ("zerolite.", "torch.", "contextlib")  # modules between the user's code and that caller

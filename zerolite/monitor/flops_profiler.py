@@ -15,7 +15,7 @@ import torch
 from zerolite.config.profiling import FlopsProfilerConfig
 from zerolite.monitor.flop_count import CallHolder, FlopCount, ModuleFlops
 from zerolite.utils.device_timers import DeviceTimers, TimingEvent
-from zerolite.utils.units import table, with_unit
+from zerolite.utils.text import table, with_unit
 
 logger = logging.getLogger("zerolite")
 

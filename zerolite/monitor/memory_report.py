@@ -33,7 +33,7 @@ from zerolite.utils.memory_tags import (
     STATES,
     location_of,
 )
-from zerolite.utils.sizes import format_size
+from zerolite.utils.text import format_size
 from zerolite.utils.torch_private import as_plain_tensors
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of

@@ -32,7 +32,7 @@ from zerolite.offload.placement import BLOCK, Transfer, whole_blocks
 from zerolite.utils.c_functions import declare
 from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.utils.pinned_memory import host_memory
-from zerolite.utils.sizes import format_size
+from zerolite.utils.text import format_size
 
 if TYPE_CHECKING:
     from zerolite.ops.async_io import AsyncIO, IOTask

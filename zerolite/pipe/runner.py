@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from zerolite.comm import HostGroup, HostLinks, HostMaximum, RaiseTogether, Topology
-from zerolite.comm.ranks import name_ranks
 from zerolite.data.micro_batch import MicroBatch
 from zerolite.pipe.boundary import sampled_hash, shapes_of, stable_hash
 from zerolite.pipe.schedules import ONE_CHUNK, make_schedule
 from zerolite.pipe.stage import ChunkStage
 from zerolite.pipe.step import Step
 from zerolite.utils.nested import find_tensors
+from zerolite.utils.text import name_ranks
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.layout import PartitionLayout
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from zerolite.config import ConfigError, load_config
 from zerolite.planning.errors import PlanError
 from zerolite.planning.traffic import grid_of
-from zerolite.utils.sizes import parse_size
+from zerolite.utils.text import parse_size
 
 if TYPE_CHECKING:
     from zerolite.config import ZeroliteConfig

@@ -17,7 +17,7 @@ from zerolite.planning.tracker import PeakMoment
 from zerolite.planning.traffic import grid_of, summarize
 from zerolite.planning.training_step import required_parameters
 from zerolite.utils.memory_tags import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
-from zerolite.utils.sizes import format_size, parse_size
+from zerolite.utils.text import format_size, parse_size
 
 ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Stage, Traffic, counted, item_label, total
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
-from zerolite.utils.sizes import format_size
+from zerolite.utils.text import format_size
 
 _NARROWEST, _WIDEST, _UNKNOWN = 40, 120, 100
 _CHART_ROWS, _LEAST_BAR, _WIDEST_BAR = 10, 8, 40

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from zerolite.comm import collective
-from zerolite.comm.ranks import name_ranks
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.accelerator import host_value
+from zerolite.utils.text import name_ranks
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grads import Change, Factor

@@ -13,7 +13,7 @@ from zerolite.comm import collective
 from zerolite.compat.deepspeed.accelerator import get_accelerator
 from zerolite.compat.deepspeed.utils.logging import log_dist
 from zerolite.utils.nested import map_tensors
-from zerolite.utils.sizes import format_size
+from zerolite.utils.text import format_size
 
 
 def move_to_device(item: object, device: torch.device | str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import zerolite
-from zerolite.utils.sizes import format_size
+from zerolite.utils.text import format_size
 
 _CPU = {"device": "cpu"}
 _OPTIONS: dict[int, Sequence[tuple[str, ...]]] = {

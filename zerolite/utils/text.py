@@ -1,0 +1,73 @@
+"""Sizes, numbers, tables and lists of ranks, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+_POWERS = {letter: power for power, letter in enumerate("KMGTP", start=1)}
+_PATTERN = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([KMGTP])(I?))?B?", re.IGNORECASE | re.ASCII)
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+def parse_size(text: str | int) -> int:
+    """Return the bytes of "5GB" or "5G" (10**9 each), "500MB", "2GiB" (2**30 each), or a number. Raises ValueError."""
+    found = _PATTERN.fullmatch(str(text).strip())
+    nbytes = 0
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        nbytes = int(float(found[1]) * base ** _POWERS.get((found[2] or "").upper(), 0))
+    if nbytes < 1:
+        raise ValueError(f"expected a size such as '5GB', '500MB' or '2GiB', 1 byte or more, got {text!r}")
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """Format a size for people: "5.00 GB", of 10**9 bytes each."""
+    for letter, power in reversed(_POWERS.items()):
+        rounded_up = 0.005 * 1000 ** (power - 1)  # or it would be 1000.00 of the unit below
+        if abs(nbytes) >= 1000**power - rounded_up:
+            return f"{nbytes / 1000**power:.2f} {letter}B"
+    return f"{nbytes} B"
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Return ``value`` with a decimal prefix: 25_200_000 and "FLOP" give "25.2 MFLOP"; three digits are kept."""
+    power = 0
+    while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
+        value, power = value / 1000.0, power + 1
+    text = f"{value:.3g}" if power or value != int(value) else str(int(value))
+    return f"{text} {_PREFIXES[power]}{unit}".rstrip()
+
+
+def table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return the lines of a table with columns two spaces apart. The first of ``rows`` is the heading.
+
+    The first ``left`` columns are left-aligned, the others right-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return ``rank 7``, ``ranks 0 and 2`` or ``ranks 0-6, 9 and 11``: in order, three or more in a row as a range."""
+    numbers = sorted(set(ranks))
+    parts: list[str] = []
+    for _, pairs in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    several = "s" if len(numbers) > 1 else ""
+    return f"rank{several} {list_of(parts)}"
+
+
+def list_of(parts: Sequence[str]) -> str:
+    """Return ``a``, ``a and b`` or ``a, b and c``."""
+    return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
