@@ -1,4 +1,4 @@
-"""Runs that monitors, loggers and profilers watch, and readers of the files that they write."""
+"""Runs that monitors and profilers watch, and readers of the files that they write."""
 
 from __future__ import annotations
 
@@ -67,15 +67,10 @@ def run_watched(
             place = engine.global_steps if engine.global_samples is None else engine.global_samples
             engine.monitor.write([("accuracy", 0.5, place)])
             assert engine.skipped_steps == 1
-        seen["logged"] = engine.comms_summary() if engine._monitoring.comms_logger is not None else None
         seen["parameters"] = snapshot(engine)
-        own = [engine._parts.topology.data] + (
-            [engine._parts.coordinator.comm] if engine._parts.coordinator is not None else []
-        )
-        seen["watchers"] = [len(comm._watchers) for comm in {id(comm): comm for comm in own}.values()]
     seen["watched"] = events_of(engine, FlopsProfiler)
     gone = weakref.ref(engine)
-    del engine, own
+    del engine
     gc.collect()
     dist.barrier()
     assert gone() is None and torch._C._len_torch_dispatch_stack() == 0

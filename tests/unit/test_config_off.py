@@ -103,6 +103,18 @@ def test_features_of_stage_3_that_do_not_exist_are_errors_there(key: str) -> Non
         load_config(zero(stage=3, **{key: 8 if key.endswith("size") else True}))
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"comms_logger": {"enabled": True}}, "torch.profiler times collectives"),
+        ({"flops_profiler": {"output_file": "profile.txt"}}, "torch.utils.flop_counter counts by module"),
+    ],
+)
+def test_what_other_tools_measure_names_them(source: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(source)
+
+
 def test_initialize_says_once_what_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
     config = {"optimizer": optimizer, **zero(stage=1, round_robin_gradients=True, offload_param={"device": "cpu"})}

@@ -60,13 +60,6 @@ def _communication(config: ZeroliteConfig) -> Found:
             f"expected 1.0 when prescale_gradients is true (gradients are then divided by the number of ranks before "
             f"the sum), got {config.gradient_predivide_factor:g}; keep one of the two",
         )
-    logger = config.comms_logger
-    if logger.enabled and not logger.prof_all and not logger.prof_ops:
-        yield (
-            "comms_logger.prof_ops comms_logger.prof_all comms_logger.enabled",
-            "expected operations that zerolite runs when comms_logger.prof_all is false, got none; write some, such as "
-            '["all_reduce"], or leave prof_all out',
-        )
 
 
 def _offload(config: ZeroliteConfig) -> Found:

@@ -50,6 +50,9 @@ def _keys(entry: Key, names: str, block: str = "") -> dict[str, Key]:
 UNSUPPORTED: dict[str, Key] = {
     **_keys(BLOCK, "comet timers.throughput autotuning expert_parallel hybrid_engine data_efficiency"),
     "compile": Key(switch="deepcompile"),
+    "comms_logger": Key(note="torch.profiler times collectives, `zerolite plan` counts them", switch="enabled"),
+    **_keys(FREE, "module_depth top_modules detailed", "flops_profiler."),
+    "flops_profiler.output_file": Key((None,), "the profile is one line; torch.utils.flop_counter counts by module"),
     "elasticity": Key(
         note="write train_batch_size and train_micro_batch_size_per_gpu, and the accumulation follows from the number "
         "of ranks",

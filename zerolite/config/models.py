@@ -17,7 +17,7 @@ from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, W
 from .offload import ActivationCheckpointingConfig, AioConfig
 from .parallelism import PipelineConfig, TensorParallelConfig
 from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
-from .profiling import CommsLoggerConfig, FlopsProfilerConfig
+from .profiling import FlopsProfilerConfig
 from .values import (
     MAX_BATCH,
     Arguments,
@@ -143,7 +143,6 @@ class ZeroliteConfig(Block):
     wall_clock_breakdown: Bool = False
     """Measure forward, backward, step, and the waits for reductions and gathers on rank 0. Means over `steps_per_print`
     steps (10 if that is null) are printed and written to the monitors."""
-    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     memory_breakdown: Bool = False
     """Print the contents of rank 0's memory every `steps_per_print` steps (10 if that is null), and write them to the
     monitors."""

@@ -160,7 +160,6 @@ def _make_engine(
     engine._reference.finalizers += monitoring.end_with(engine)
     stage3_hooks = [] if parts.partitioned is None else parts.partitioned.hooks
     own_until_end(engine, (hooks, checkpointing.handles, stage3_hooks, builder.fp32.handles))
-    monitoring.watch_communication()
     return engine
 
 

@@ -106,23 +106,6 @@ class EngineBase:
         """
         self._offload.reload()
 
-    def comms_summary(self) -> list[dict[str, Any]]:
-        """Return this rank's measurements by ``comms_logger``, one dict for each kind of collective.
-
-        Returns:
-            Dicts with ``op``, ``tag`` (its purpose), ``ranks`` (how many take part), ``nbytes`` (full tensors of one
-            collective), ``count``, ``total_bytes``, ``mean_ms``, ``algbw`` and ``busbw`` (10^9 bytes a second). With
-            ``debug`` also the ``caller``.
-
-        Raises:
-            RuntimeError: if the config has no comms_logger.
-        """
-        if self._monitoring.comms_logger is None:
-            raise RuntimeError(
-                "engine.comms_summary: expected comms_logger.enabled = true in the config, got false; set it"
-            )
-        return self._monitoring.comms_logger.summary()
-
     # ---------------------------------------------------------------- checkpoints
 
     @collective

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from zerolite.monitor import Monitor, StepLog, open_monitor
-from zerolite.monitor.comms_logger import CommsLogger
+from zerolite.monitor.flops import FlopCount
 from zerolite.monitor.flops_profiler import FlopsProfiler
 from zerolite.monitor.memory_report import memory_report
 from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, PhaseObserver, describe, watch_forward
@@ -28,30 +28,25 @@ class Monitoring:
         settle = weakref.WeakMethod(state.settle)
         self.monitor = monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
         self.log = StepLog(monitor, config.train_batch_size, parts.optimizer, parts.scaler)
-        self.comms_logger: CommsLogger | None = None
         self._parts, self._config = parts, config
         self._main = topology.data.main
         self._every = config.steps_per_print or DEFAULT_STEPS
         self._profiler: FlopsProfiler | None = None
         if monitor.enabled:
             parts.observers.add(self.log)
-        if config.comms_logger.enabled:
-            world = topology.data.world_size
-            self.comms_logger = CommsLogger(config.comms_logger, world, device, _print if self._main else None)
-            self._report_every(self._report_collectives)
         if config.memory_breakdown and self._main:
             self._report_every(self._report_memory)
 
     def watch_module(self) -> list[RemovableHandle]:
         """Measure forwards if the config asks for it, and return the hooks on the model."""
-        module, call = self._parts.model, self._parts.call
+        module = self._parts.model
         if self._config.flops_profiler.enabled and self._main:
 
             def write(step: int, values: Mapping[str, float]) -> None:
                 self.log.write(step, values, "Flops")
 
-            settings = self._config.flops_profiler
-            self._profiler = FlopsProfiler(settings, call, module, self._parts.device, self._every, _print, write)
+            settings, count = self._config.flops_profiler, FlopCount(self._parts.call, module)
+            self._profiler = FlopsProfiler(settings, count, self._parts.device, self._every, write)
             self._parts.observers.on_step_end.append(self._profiler.end_step)
         if not self._config.wall_clock_breakdown or not self._main:
             return []
@@ -63,16 +58,6 @@ class Monitoring:
         clock = PhaseClock(self._parts.device, self._every, report)
         self._parts.observers.add(PhaseObserver(clock))
         return watch_forward(clock, module)
-
-    def watch_communication(self) -> None:
-        """Log the collectives, if the config asks for it. Called after other watchers of collectives are installed."""
-        if self.comms_logger is None:
-            return
-        topology, coordinator = self._parts.topology, self._parts.coordinator
-        for comm in topology.communicators().values():
-            self.comms_logger.watch(comm)
-        if coordinator is not None and coordinator.comm is not topology.data:
-            self.comms_logger.watch(coordinator.comm)
 
     def end_with(self, engine: object) -> list[weakref.finalize[..., Any]]:
         """Write the last step and close when ``engine`` ends, or at the end of the process."""
@@ -92,10 +77,6 @@ class Monitoring:
                 report(step)
 
         self._parts.observers.on_settled.append(on_settled)
-
-    def _report_collectives(self, step: int) -> None:
-        assert self.comms_logger is not None
-        self.log.write(step, self.comms_logger.report(step), "Comms")
 
     def _report_memory(self, step: int) -> None:
         memory = memory_report(self._parts)

@@ -32,9 +32,10 @@ from zerolite.engine.engine import Engine
 from zerolite.engine.engine_base import parts_of
 from zerolite.engine.initialize import parallelize_model
 from zerolite.engine.special_engines import PipelineEngine
+from zerolite.monitor.flops import Flops
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
-from zerolite.planning.tracker import ORIGINAL_MODEL, Flops, MemoryTracker, PeakMoment
+from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker, PeakMoment
 from zerolite.planning.traffic import Grid
 from zerolite.planning.training_step import (
     STEP,

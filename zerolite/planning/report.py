@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Stage, Traffic, counted, item_label, total
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
-from zerolite.utils.text import format_size
+from zerolite.utils.text import format_size, with_unit
 
 _NARROWEST, _WIDEST, _UNKNOWN = 40, 120, 100
 _CHART_ROWS, _LEAST_BAR, _WIDEST_BAR = 10, 8, 40
@@ -260,7 +260,7 @@ def _sums(rows: Sequence[Traffic]) -> list[str]:
 def _flops(plan: Plan) -> str:
     if plan.flops is None:
         return ""
-    flops, again = (format_size(count)[:-1] + "FLOP" for count in (plan.flops, plan.recomputed_flops))
+    flops, again = (with_unit(count, "FLOP") for count in (plan.flops, plan.recomputed_flops))
     more = f", and activation checkpointing recomputes {again} more" if plan.recomputed_flops else ""
     return (
         f"Forward and backward of a step take {flops} on each rank{more}. This counts matrix products (of experts: for "

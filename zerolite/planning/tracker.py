@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from torch.autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from zerolite.monitor.flop_formulas import OperatorFlops
+from zerolite.monitor.flops import Flops
 from zerolite.planning import shape_cache
 from zerolite.planning.fake_backend import DryFakeMode
 from zerolite.planning.training_step import STEP
@@ -41,22 +40,6 @@ class PeakMoment(NamedTuple):
     nbytes: int
     items: dict[str, int]
     point: TracePoint
-
-
-class Flops(NamedTuple):
-    """FLOPs of one rank's step.
-
-    Attributes:
-        model: forward and backward of all micro-batches.
-        recomputed: forwards that activation checkpointing runs again inside backward.
-        unknown: names of operators that ran and have no formula.
-        of_modules: all FLOPs by the innermost module.
-    """
-
-    model: int
-    recomputed: int
-    unknown: frozenset[str]
-    of_modules: dict[str, int]
 
 
 _NOWHERE = TracePoint("", "", "")
@@ -143,6 +126,7 @@ class MemoryTracker(TorchDispatchMode):
         phase: the current phase.
         items: bytes now, by location and item.
         nbytes: sums of ``items`` by location.
+        flops: FLOPs of forward and backward since :meth:`record`; None before it.
     """
 
     def __init__(self, separate_memory: bool = True) -> None:
@@ -167,9 +151,7 @@ class MemoryTracker(TorchDispatchMode):
         self._op = ""
         self._events: list[tuple[str, int, str, str]] | None = None  # item, bytes, phase, module
         self._before: dict[str, int] = {}
-        self._operators = OperatorFlops()
-        self._flops: list[int] | None = None  # [of the model, recomputed]
-        self._flops_of: Counter[str] = Counter()
+        self.flops: Flops | None = None
 
     # ---------------------------------------------------------------- running
 
@@ -200,13 +182,8 @@ class MemoryTracker(TorchDispatchMode):
             out = shape_cache.cached_call(mode, func, args, given, lambda: func(*args, **given))
         else:
             out = func(*args, **given)
-        if self._flops is not None and self.phase != STEP:
-            # An operator inside a backward node with gradients enabled is a forward that checkpointing runs again.
-            again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
-            flops = self._operators.of_call(func, args, given, out)
-            if flops:
-                self._flops[again] += flops
-                self._flops_of[self.modules.now()] += flops
+        if self.flops is not None and self.phase != STEP:
+            self.flops.add(func, args, given, out)
         before = self.location
         if self._separate_memory and self.nbytes[HOST] + self.nbytes[DISK] and given.get("device") is None:
             self.location = self._location_of_result(args)
@@ -270,13 +247,7 @@ class MemoryTracker(TorchDispatchMode):
         """Start to record all changes, for :meth:`timeline`, and to count FLOPs of forward and backward."""
         self._report_last()
         self._events, self._before = [], self._on_device()
-        self._flops = [0, 0]
-
-    @property
-    def flops(self) -> Flops:
-        """FLOPs since :meth:`record`."""
-        model, recomputed = self._flops or (0, 0)
-        return Flops(model, recomputed, frozenset(self._operators.unknown), dict(self._flops_of))
+        self.flops = Flops()
 
     def timeline(self, points: int = 1000) -> list[tuple[dict[str, int], str, str]]:
         """Return the memory of the device since :meth:`record` at some moments, as (bytes by item, phase, module).

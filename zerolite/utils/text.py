@@ -1,4 +1,4 @@
-"""Sizes, numbers, tables and lists of ranks, as people write and read them."""
+"""Sizes, numbers and lists of ranks, as people write and read them."""
 
 from __future__ import annotations
 
@@ -39,22 +39,6 @@ def with_unit(value: float, unit: str) -> str:
         value, power = value / 1000.0, power + 1
     text = f"{value:.3g}" if power or value != int(value) else str(int(value))
     return f"{text} {_PREFIXES[power]}{unit}".rstrip()
-
-
-def table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return the lines of a table with columns two spaces apart. The first of ``rows`` is the heading.
-
-    The first ``left`` columns are left-aligned, the others right-aligned.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if place < left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -1,0 +1,209 @@
+"""FLOPs of operators, by the formulas of ``torch.utils.flop_counter``: of an engine's step, and of a plan's.
+
+torch's FlopCounterMode cannot be used itself: it tries to decompose every operator, raises for unknown higher-order
+operators, and does not tell forwards that checkpointing runs again from those that the model needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
+
+from zerolite.utils.nested import Arguments, Function, Keywords, find_in_objects
+from zerolite.utils.torch_private import current_backward
+from zerolite.zero.engine_parts import ModuleCall
+
+Shape = Sequence[int]
+_TORCHS_OWN = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional", "zerolite")
+"""Namespaces that are not reported as unknown: their operators without a formula do few products or none."""
+
+_next_sequence_number = torch._C._autograd._get_sequence_nr
+_NO_BACKWARD = -1
+
+
+class Flops:
+    """FLOPs of the operators that are added. A multiply-add is two; attention counts masked pairs of positions too.
+
+    Attributes:
+        forward: FLOPs outside of backward.
+        backward: FLOPs of backward that the model needs.
+        recomputed: FLOPs of forwards that activation checkpointing runs again inside backward. A backward with
+            ``create_graph=True`` counts here too, because it also runs with gradients enabled.
+        unknown: names of operators that have no formula and are not torch's own: their FLOPs are missing.
+    """
+
+    def __init__(self) -> None:
+        more = {_operator(name): shape_wrapper(formula) for name, formula in MORE_FORMULAS.items()}
+        # Formulas that the user has registered with torch, or that torch has by now, go before those of this file.
+        self._formulas: dict[Any, Callable[..., int]] = more | flop_registry
+        self.forward = self.backward = self.recomputed = 0
+        self.unknown: set[str] = set()
+
+    @property
+    def model(self) -> int:
+        """FLOPs that the model needs without activation checkpointing."""
+        return self.forward + self.backward
+
+    def add(self, func: Function, args: Arguments, kwargs: Keywords, out: object) -> None:
+        """Count a call of an operator that has returned ``out``."""
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        if formula is None:
+            if isinstance(func, torch._ops.OpOverload) and func.namespace not in _TORCHS_OWN:
+                self.unknown.add(func._schema.name)
+            return
+        flops = int(formula(*args, **kwargs, out_val=out))
+        if current_backward() == _NO_BACKWARD:
+            self.forward += flops
+        elif torch.is_grad_enabled():
+            self.recomputed += flops
+        else:
+            self.backward += flops
+
+
+class FlopCount:
+    """Counter of the FLOPs of an engine's calls in training mode, and of the backward of the graph that they build.
+
+    A dispatch mode counts the operators. It is active while the model's forward runs, and while autograd runs a node of
+    its graph. It is off everywhere else, so the user's training loop never runs under it, not even after an exception:
+    if a node raises, autograd restores the stack of modes.
+    """
+
+    def __init__(self, call: ModuleCall, module: torch.nn.Module) -> None:
+        self._call, self._module = call, module
+        self._uncounted: Callable[..., Any] | None = None  # what the engine called before
+        self.flops = Flops()
+
+    def start(self) -> None:
+        """Put the counter around what the engine calls."""
+        self._uncounted = self._call.replace(self._counted)
+
+    def stop(self) -> None:
+        """Stop counting. May be called twice."""
+        if self._uncounted is not None:
+            self._call.replace(self._uncounted)
+            self._uncounted = None
+
+    def _counted(self, *args: Any, **kwargs: Any) -> object:
+        call = self._uncounted or self._module
+        if not self._module.training:
+            return call(*args, **kwargs)
+        first = _next_sequence_number()
+        with _Counting(self.flops):
+            outputs = call(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._watch_nodes(first, find_in_objects(outputs))
+        return outputs
+
+    def _watch_nodes(self, first: int, outputs: Iterable[torch.Tensor]) -> None:
+        """Count the backward of all nodes behind ``outputs`` from sequence number ``first`` on."""
+        todo: list[Any] = [tensor.grad_fn for tensor in outputs]
+        seen: set[Any] = set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen or hasattr(node, "variable"):  # the last: a parameter's AccumulateGrad
+                continue
+            seen.add(node)
+            # Sequence numbers only grow: a node with a smaller one existed before this forward, and so did its inputs.
+            if node._sequence_nr() >= first:
+                todo += [following for following, _ in node.next_functions]
+                modes: list[_Counting] = []
+                node.register_prehook(lambda *_, modes=modes: self._enter(modes))
+                node.register_hook(lambda *_, modes=modes: _leave(modes))
+
+    def _enter(self, modes: list[_Counting]) -> None:
+        if self._uncounted is not None:
+            modes.append(_Counting(self.flops))
+            modes[-1].__enter__()
+
+
+def _leave(modes: list[_Counting]) -> None:
+    if modes:
+        modes.pop().__exit__(None, None, None)
+
+
+class _Counting(TorchDispatchMode):
+    """Dispatch mode that counts operators and runs them unchanged."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compile as without this mode. It is on again when compiled code runs, and sees the operators called there."""
+        return True
+
+    def __init__(self, flops: Flops) -> None:
+        super().__init__()
+        self._flops = flops
+
+    def __torch_dispatch__(
+        self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        self._flops.add(func, args, kwargs or {}, out)
+        return out
+
+
+# -------------------------------------------------------------------- formulas
+
+
+def _operator(name: str) -> object:
+    """Return the operator ``name``; None if this version of torch or the imported libraries lack it."""
+    namespace, _, operator = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), operator, None)
+
+
+# Each formula is called like its operator, with a shape in place of every tensor.
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(
+    gradient: Shape, query: Shape, key: Shape, value: Shape, *args: Any, out_shape: object = None, **kwargs: Any
+) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+def _grouped_mm(one: Shape, other: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
+    """Return the FLOPs of a grouped product of matrices.
+
+    If both have a group dimension, each group is a product of full matrices. Otherwise the groups share out the rows,
+    the columns or the inner dimension, so together they are as much as one product.
+    """
+    groups = one[0] if len(one) == len(other) == 3 else 1
+    return int(2 * groups * one[-2] * one[-1] * other[-1])
+
+
+def _recurrent(inputs: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
+    """Return the FLOPs of a recurrent layer: every matrix is used once at each position.
+
+    Args:
+        inputs: shape [positions..., features].
+        args: shapes of the weights: one list of them, or the first two arguments.
+    """
+    weights = args[0] if isinstance(args[0], list) else args[:2]
+    return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
+
+
+def _twice(forward: Callable[..., int]) -> Callable[..., int]:
+    """Return the formula of the backward of an operator with as many FLOPs for each of its two gradients."""
+    return lambda *args, **kwargs: 2 * forward(*args, **kwargs)
+
+
+MORE_FORMULAS: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"), _grouped_mm),
+    "aten::_scaled_mm_v2": _grouped_mm,
+    "transformers::grouped_mm_fallback": _grouped_mm,
+    "transformers::grouped_mm_fallback_backward": _twice(_grouped_mm),
+    **dict.fromkeys(("aten::mkldnn_rnn_layer", "aten::_cudnn_rnn"), _recurrent),
+    **dict.fromkeys(("aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn_backward"), _twice(_recurrent)),
+}
+"""Formulas missing in torch: attention on CPUs, grouped products of experts, recurrent layers in one kernel."""
