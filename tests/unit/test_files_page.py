@@ -3,8 +3,10 @@ pages about the code name files and functions that exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 from zerolite.config.known_keys import RENAMED, UNSUPPORTED
@@ -34,6 +36,42 @@ def test_the_pages_name_what_exists() -> None:
                 if not re.search(rf"(?:def|class) {name}\b|^{name}\b", defined, re.MULTILINE):
                     missing.append(f"{name}: {line.strip()}")
     assert missing == []
+
+
+def attributes(node: ast.ClassDef) -> Iterator[str]:
+    """Names that a class defines: methods, fields, and what its methods assign to ``self``."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.FunctionDef | ast.ClassDef):
+            yield part.name
+        elif isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
+            yield part.id if isinstance(part, ast.Name) else part.attr
+
+
+PLAIN = ("ABC", "Any", "Enum", "Exception", "Generic", "NamedTuple", "Protocol", "T")  # bases without methods
+
+
+def test_every_method_that_texts_name_exists() -> None:
+    """``Class.method`` in the pages and in docstrings, for our own classes."""
+    defined: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    code = [*(ROOT / "zerolite").rglob("*.py"), *(ROOT / "op_builder").glob("*.py")]
+    for path in code:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, set()).update(attributes(node))
+                bases.setdefault(node.name, []).extend(re.findall(r"\w+", " ".join(map(ast.unparse, node.bases))))
+    named, missing = 0, []
+    for path in [*code, *DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for name, method in re.findall(r"`~?(?:[\w.]*\.)?([A-Z]\w+)\.(\w+)", path.read_text(encoding="utf-8")):
+            family, queue = set[str](), [name] if name in defined else []
+            while queue:
+                queue += [base for base in bases[queue[0]] if base in defined and base not in family]
+                family.add(queue.pop(0))
+            named += bool(family)
+            inherits = any(base not in defined and base not in PLAIN for other in family for base in bases[other])
+            if family and not inherits and not any(method in defined[other] for other in family):
+                missing.append(f"{path.relative_to(ROOT)}: {name}.{method}")
+    assert missing == [] and named > 40
 
 
 def test_the_page_of_the_config_is_up_to_date() -> None:
