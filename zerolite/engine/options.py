@@ -1,6 +1,7 @@
-"""Options of an engine's parts: every decision that depends on the config.
+"""Options of an engine's parts, where several keys of the config decide together.
 
-What a part takes from one key as it is stands where the part is made, in ``build_parts.py``."""
+What a part takes from one key as it is stands where the part is made, in ``build_parts.py``.
+"""
 
 from __future__ import annotations
 
