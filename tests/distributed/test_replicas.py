@@ -1,14 +1,14 @@
-"""Groups of ranks: shards over two ranks, of which four ranks hold two replicas, against one process."""
+"""Replicas of shards: two ranks divide the states, and two such pairs hold the same, against one process."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zerolite
@@ -18,17 +18,13 @@ from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import SGD, at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.replicas import two_replicas
 from tests.toolkit.training import expect_words, make_engine, raised, run_steps, snapshot, train_many
 from zerolite.zero import groups
 
 STAGES = ("1", "2", "3 moving")
 EXACT = ("SGD", {"lr": 2.0**-4})  # a product with a power of two is exact, so the update rounds once
-
-
-def train_replicated(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    with two_replicas():
-        return train_many(runs)
+PAIRS = {"shard_size": 2}
+PLAN = {"0": "column", "2": "row"}
 
 
 @pytest.mark.fast("fp32-4-clip")
@@ -42,9 +38,9 @@ def test_replicas_match_plain_pytorch(pools: Pools, precision: str, accumulation
     runs = {}
     for optimizer, given in OPTIMIZERS.items():
         for stage in ("0", *STAGES):
-            made = at(stage, precision, accumulation, clip, given)
+            made = at(stage, precision, accumulation, clip, given, zero=PAIRS if stage != "0" else {})
             runs[f"{optimizer}, stage {stage}"] = {"config": made, "sizes": SIZES[4], "steps": 6}
-    ranks = pools(4).run(train_replicated, {"runs": runs}, timeout=120)
+    ranks = pools(4).run(train_many, {"runs": runs}, timeout=120)
     for name in runs:
         optimizer = name.partition(",")[0]
         wanted = expected(4, precision, accumulation, clip, optimizer)
@@ -83,8 +79,7 @@ def in_one_process(reduces_each_backward: bool, accumulation: int, steps: int) -
 
 
 def replicated_bits(stage: str, accumulation: int) -> None:
-    with two_replicas():
-        engine = make_engine(at(stage, "fp32", accumulation, 0.0, EXACT), sizes=SIZES[4])
+    engine = make_engine(at(stage, "fp32", accumulation, 0.0, EXACT, zero=PAIRS), sizes=SIZES[4])
     run_steps(engine, 4, model="OddModel")
     found = snapshot(engine)
     assert_same_on_ranks(found)
@@ -112,15 +107,15 @@ def test_without_the_sum_over_replicas_weights_are_others(stage: str) -> None:
 # -------------------------------------------------------------------- what users read and write
 
 
-def branches(stage: str) -> Any:
+def branches(stage: str, replicas: dict[str, int]) -> Any:
     leaf = {"leaf_modules": ["TwoBranches"]} if stage.startswith("3") else {}
-    return make_engine(at(stage, "fp32", 1, 0.0, SGD, zero=leaf), "TwoBranches")
+    return make_engine(at(stage, "fp32", 1, 0.0, SGD, zero=leaf | replicas), "TwoBranches")
 
 
-def use_states(stage: str, directory: Path) -> dict[str, Any]:
+def use_states(stage: str, directory: Path, replicas: dict[str, int]) -> dict[str, Any]:
     """Train with ranks that use different layers, and read and write what could count replicas twice, or leave some
     out: norms, full tensors, values of one rank, a checkpoint."""
-    engine = branches(stage)
+    engine = branches(stage, replicas)
     weight = engine.module.stem.weight
     values: dict[str, Any] = {}
     for step in range(3):
@@ -141,18 +136,21 @@ def states_of(engine: Any) -> dict[str, Any]:
     return {"momentum": momentum, **snapshot(engine)}
 
 
+_SAVED = ("plain", "replicated")
+
+
 @pytest.mark.fast("2-4")
 @on_ranks(4)
 @pytest.mark.parametrize("stage", STAGES)
 def test_replicas_count_once(stage: str, tmp_path: Path) -> None:
     """All values are those of four ranks without replicas, and each kind of engine loads the other's checkpoint."""
-    plain = use_states(stage, tmp_path / "plain")
-    with two_replicas():
-        replicated = use_states(stage, tmp_path / "replicated")
-        from_plain = branches(stage)
-        from_plain.load_checkpoint(str(tmp_path / "plain"))
-    from_replicated = branches(stage)
+    plain = use_states(stage, tmp_path / "plain", {})
+    replicated = use_states(stage, tmp_path / "replicated", {"mics_shard_size": 2})
+    from_plain, from_replicated = branches(stage, PAIRS), branches(stage, {})
+    from_plain.load_checkpoint(str(tmp_path / "plain"))
     from_replicated.load_checkpoint(str(tmp_path / "replicated"))
+    sizes = [sum(file.stat().st_size for file in (tmp_path / name).rglob("*.safetensors")) for name in _SAVED]
+    assert 0 < sizes[1] <= sizes[0], "a replica has saved what another one saves"
     assert_same_on_ranks(replicated)
     torch.testing.assert_close(replicated, plain, rtol=1e-6, atol=1e-7)  # the order of sums
     for engine, saved in ((from_plain, plain), (from_replicated, replicated)):
@@ -166,16 +164,87 @@ def test_late_gradients_of_replicas() -> None:
     """A gradient that comes after its bucket was reduced is reduced once more, on all ranks."""
     runs = {}
     for name in ("plain", "replicated"):
-        with two_replicas() if name == "replicated" else contextlib.nullcontext():
-            engine = make_engine(at("2", "fp32", 1, CLIP, SGD), "SharedCheckpointed")
+        zero = PAIRS if name == "replicated" else {}
+        engine = make_engine(at("2", "fp32", 1, CLIP, SGD, zero=zero), "SharedCheckpointed")
         runs[name] = run_steps(engine, 3, model="SharedCheckpointed"), snapshot(engine)
     torch.testing.assert_close(*runs.values(), rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(4)
 def test_parameters_split_over_other_ranks_are_refused() -> None:
+    made = at("3", "fp32", 1, 0.0, SGD, zero=PAIRS)
     with zerolite.zero.Init():
         model = models.build(models.Mlp)
-    with two_replicas():
-        said = raised(zerolite.initialize, model, at("3", "fp32", 1, 0.0, SGD))
+    said = raised(zerolite.initialize, model, made)
     expect_words(said, "ValueError", "'first.weight'", "over 2 ranks", "got", "over 4", "zero.Init")
+    with zerolite.zero.Init(config_dict_or_path=made):
+        torch.manual_seed(dist.get_rank())  # all ranks take rank 0's values, those of the other set too
+        model = models.Mlp()
+    engine = zerolite.initialize(model, made)
+    run_steps(engine, 2, model="Mlp")
+    assert_same_on_ranks(snapshot(engine))
+
+
+# -------------------------------------------------------------------- other grids, and what is refused
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
+def test_a_set_of_one_rank_divides_nothing(stage: str) -> None:
+    """Every rank holds all states. Offload to the host, a step that is skipped, an evaluation in between."""
+    runs = []
+    for zero in ({}, {"shard_size": 1, "offload_optimizer": {"device": "cpu"}}):
+        engine = make_engine(at(stage, "fp32", 2, CLIP, SGD, zero=zero), "Mlp")
+        losses = run_steps(engine, 2, model="Mlp")
+        with torch.no_grad():
+            engine.eval()(models.float_batch(7, 0, engine.rank)[0])
+        engine.train()
+        for micro in range(2):
+            x, y = models.float_batch(9, micro, engine.rank)
+            bad = torch.nan if engine.rank == 1 and micro else 1.0
+            engine.backward(nn.functional.mse_loss(engine(x), y) * bad)
+            engine.step()
+        assert engine.skipped_steps == 1
+        losses += run_steps(engine, 2, model="Mlp")
+        runs.append((losses, snapshot(engine)))
+    torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(4)
+def test_replicas_beside_tensor_parallel_ranks() -> None:
+    runs = []
+    for zero in ({}, {"shard_size": 1}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 3))
+        made = at("2", "fp32", 1, CLIP, SGD, zero=zero, tensor_parallel={"size": 2, "plan": PLAN})
+        engine = zerolite.initialize(model, made)
+        for step in range(3):
+            x, y = models.float_batch(step, 0, engine.data_parallel_rank)
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            engine.step()
+        runs.append(engine.full_state_dict())
+    torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(4)
+def test_a_replica_that_computes_something_else_is_named() -> None:
+    engine = make_engine(at("3", "fp32", 1, 0.0, SGD, zero=PAIRS, consistency_check_interval=1), "Mlp")
+    run_steps(engine, 1, model="Mlp")
+    if engine.rank == 2:
+        engine._parts.buffer.buckets[0].master[0] += 1
+    said = raised(run_steps, engine, 2, model="Mlp")
+    expect_words(said, "RuntimeError", "different weights", "rank 0", "rank 2", "part of 'second")
+    assert "rank 1" not in said and "rank 3" not in said
+
+
+@on_ranks(4)
+def test_sets_that_do_not_fit() -> None:
+    key = "zero_optimization.shard_size"
+    said = raised(make_engine, at("1", zero={"shard_size": 3}), "Mlp")
+    expect_words(said, "ConfigError", key, "a divisor of the 4 data-parallel ranks, got 3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "3")
+        said = raised(make_engine, at("1", zero=PAIRS), "Mlp")
+    expect_words(said, "ConfigError", key, "got 2 data-parallel ranks", "on hosts of 3 ranks")
+    said = raised(make_engine, at("1", zero={"shard_size": 2 if dist.get_rank() else 4}), "Mlp")
+    expect_words(said, "RuntimeError", "different grids", key, "rank 0")

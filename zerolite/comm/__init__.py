@@ -7,7 +7,7 @@ checkpoints, ``launcher`` on its agent, and ``compat`` passes its functions on.
 from zerolite.comm.collective_errors import RaiseTogether, raise_together
 from zerolite.comm.communicator import Chained, Communicator, Pending, Watcher, done
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
-from zerolite.comm.environment import ranks_of_job
+from zerolite.comm.environment import ranks_of_host, ranks_of_job
 from zerolite.comm.flight_recorder import collective, wait_for_result
 from zerolite.comm.host_group import HostGroup, HostLinks, HostMaximum, largest
 from zerolite.comm.objects import read_objects_without_numpy
@@ -22,6 +22,7 @@ from zerolite.comm.topology import (
     dry_topology,
     make_stage_groups,
     stages_communicator,
+    with_replicas,
 )
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "local_rank",
     "make_stage_groups",
     "raise_together",
+    "ranks_of_host",
     "ranks_of_job",
     "read_objects_without_numpy",
     "record",
@@ -60,4 +62,5 @@ __all__ = [
     "unrecorded",
     "use_communicator",
     "wait_for_result",
+    "with_replicas",
 ]

@@ -77,6 +77,12 @@ def ranks_of_job() -> int:
     return 1 if found is None else found.world_size
 
 
+def ranks_of_host(env: Mapping[str, str]) -> int | None:
+    """Return the number of ranks on this host, None if no launcher says it."""
+    names = ("LOCAL_WORLD_SIZE", _OPEN_MPI.local_size, _OTHER_PMI.local_size, "SLURM_NTASKS_PER_NODE")
+    return next((int(env[name]) for name in names if env.get(name, "").isdigit()), None)
+
+
 def find_local_rank(env: Mapping[str, str]) -> int | None:
     """Return the process's number on its host, from 0; None if ``env`` does not say it.
 

@@ -6,12 +6,18 @@ pipe × data × tensor, tensor innermost: the ranks of one tensor group are neig
                                                    data groups     0 2 | 1 3 | 4 6 | 5 7
     stage 0:  0 1   stage 1:  4 5                  pipe groups     0 4 | 1 5 | 2 6 | 3 7
               2 3             6 7                  model groups    0 1 4 5 | 2 3 6 7
+
+The data dimension may be two, replicate × shard: ranks of one shard group divide ZeRO's states, and ranks of one
+replicate group hold the same shard. Shard groups are neighbours among the data ranks, so that they lie on one host.
+
+    world size 8, shard 4                          shard groups    0 1 2 3 | 4 5 6 7
+                                                   replicate groups  0 4 | 1 5 | 2 6 | 3 7
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -86,6 +92,46 @@ def data_topology(comm: Communicator) -> Topology:
 
 
 @collective
+def with_replicas(topology: Topology, device: torch.device, shard: int, host: int | None = None) -> Topology:
+    """Divide the data ranks into sets of ``shard`` neighbours, each of which holds all states.
+
+    Args:
+        device: of the tensors.
+        shard: data ranks that divide ZeRO's states.
+        host: ranks on each host; None if nobody says it.
+
+    Raises:
+        ValueError: ``shard`` does not divide the number of data ranks, or sets begin and end in the middle of hosts.
+    """
+    data = topology.data
+    if data.world_size % shard:
+        raise ValueError(
+            f"expected a divisor of the {data.world_size} data-parallel ranks, got {shard}; choose one, such as the "
+            "ranks of a host"
+        )
+    span = shard * topology.tensor.world_size
+    if host is not None and host < topology.world.world_size and host % span and span % host:
+        raise ValueError(
+            f"expected sets of ranks that divide a host or consist of whole hosts, got {shard} data-parallel ranks × "
+            f"{topology.tensor.world_size} tensor-parallel ones = {span} on hosts of {host} ranks; choose a size that "
+            "fits"
+        )
+    if shard == data.world_size:
+        return topology
+    own, replica = data.rank % shard, data.rank // shard
+    if data.group is None:
+        kind = _kind_of(data)
+        within = dry_communicator(kind, own, shard)
+        across = dry_communicator(kind, replica, data.world_size // shard)
+    else:
+        assert topology.world.group is not None, "the data ranks have one"
+        groups = _replica_groups(topology.world.group, data.group, shard)
+        within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
+    within.serve("shard", data.main)
+    return replace(topology, shard=within, replicate=across.serve("replicate", data.main))
+
+
+@collective
 def create_topology(world: Communicator, device: torch.device, pipe: int = 1, tensor: int = 1) -> Topology:
     """Make the grid of ``world``, all processes, for tensors on ``device``.
 
@@ -104,6 +150,22 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
     mesh, groups = _groups(world.group, device, pipe, tensor)
     made = {name: create_communicator(device, group) if group else Communicator() for name, group in groups.items()}
     return _named(world, made, pipe, mesh)
+
+
+def _replica_groups(
+    world: dist.ProcessGroup, data: dist.ProcessGroup, shard: int
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup]:
+    """Return this rank's shard group, None for one rank, and its replicate group."""
+    known = _cache.of(world).replicas
+    if (data, shard) not in known:
+        ranks = torch.tensor(dist.get_process_group_ranks(data), device="cpu").view(-1, shard)
+        mine = ranks == dist.get_rank()
+        row, column = ranks[mine.any(1)].flatten().tolist(), ranks[:, mine.any(0)].flatten().tolist()
+        within = new_group_within(data, row) if shard > 1 else None
+        across = new_group_within(data, column)
+        assert across is not None, "this rank is in it"
+        known[data, shard] = within, across
+    return known[data, shard]
 
 
 def _named(
@@ -154,6 +216,7 @@ class _GroupCache:
         self.grids: dict[tuple[str, int, int], _Grid] = {}
         self.of_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.stages_made: set[tuple[dist.ProcessGroup, tuple[int, ...]]] = set()
+        self.replicas: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}
 
     def of(self, world: dist.ProcessGroup) -> _GroupCache:
         if self.world is not world:
@@ -168,6 +231,7 @@ class _GroupCache:
         self.grids.clear()
         self.of_ranks.clear()
         self.stages_made.clear()
+        self.replicas.clear()
 
 
 _cache = _GroupCache()

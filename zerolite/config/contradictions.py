@@ -143,6 +143,16 @@ def _pipeline(config: ZeroliteConfig) -> Found:
         )
 
 
+def _replicas(config: ZeroliteConfig) -> Found:
+    zero = config.zero_optimization
+    if zero.shard_size is not None and zero.mics_shard_size not in (-1, 0, zero.shard_size):
+        yield (
+            "zero_optimization.mics_shard_size zero_optimization.shard_size",
+            f"expected the value of its other name, zero_optimization.shard_size = {zero.shard_size}, got "
+            f"{zero.mics_shard_size}; leave one of the two out",
+        )
+
+
 def _tensor_parallel(config: ZeroliteConfig) -> Found:
     block = config.tensor_parallel
     if block.autotp_size > 1 and block.size not in (1, block.autotp_size):
@@ -175,6 +185,7 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Found], ...] = (
     _communication,
     _offload,
     _accumulation_dtype,
+    _replicas,
     _tensor_parallel,
     _pipeline,
     _sums_on_the_device,

@@ -111,8 +111,9 @@ UNSUPPORTED: dict[str, Key] = {
     ),
     "zero_optimization.zero_hpz_partition_size": Key((1, 0), stage3=True),
     "zero_optimization.zeropp_loco_param": Key((False, {})),
-    "zero_optimization.mics_shard_size": Key((-1,), stage3=True),
-    "zero_optimization.mics_hierarchical_params_gather": Key((False,), stage3=True),
+    "zero_optimization.mics_hierarchical_params_gather": Key(
+        ignored="gathers stay among the ranks of shard_size, and NCCL knows which of them share a host"
+    ),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": FREE,
     "activation_checkpointing.partition_activations": Key(
         ignored="every rank saves its own inputs; tensor_parallel.sequence_parallel divides activations among "

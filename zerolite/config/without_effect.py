@@ -58,6 +58,10 @@ def _find(zero: ZeroConfig) -> Iterator[_Found]:
     if stage < 3 and zero.offload_param.enabled:
         sentence = needs_stage_3(stage, zero.offload_param.device)
         yield "offload_param.device", sentence, {"offload_param": OffloadParamConfig()}
+    if stage == 0 and zero.ranks_of_shards is not None:
+        name = "shard_size" if zero.shard_size else "mics_shard_size"
+        sentence = f"got {zero.ranks_of_shards}, and at stage 0 every rank keeps all states"
+        yield name, sentence, {"shard_size": None, "mics_shard_size": -1}
     if stage == 0 and not zero.reduce_scatter:
         yield "reduce_scatter", "got false, and at stage 0 gradients are always all-reduced", {}
     if stage == 3 and not zero.reduce_scatter:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, field_validator
 
 from .offload import SUB_GROUP_SIZE, OffloadOptimizerConfig, OffloadParamConfig
-from .values import NULL_IS_DEFAULT, Block, Bool, Count, Natural, Texts
+from .values import NULL_IS_DEFAULT, Block, Bool, Count, Integer, Natural, Texts
 
 AUTO_GRANULARITY = 1_048_576
 """Elements up to which a module is gathered as one unit if the configuration leaves the choice to zerolite."""
@@ -30,6 +30,13 @@ class ZeroConfig(Block):
     stage: Annotated[Natural, Field(le=3)] = 0
     """Sharded states. 0: none; 1: optimizer states and master weights; 2: gradients too; 3: parameters too. `zerolite
     plan --compare` says which stage is the first that fits."""
+    shard_size: Count | None = None
+    """Stages 1 to 3: data-parallel ranks that divide the states among them, such as those of a node. Every other such
+    set of ranks holds the same shards: gathers stay in a set, and reduced gradients are then summed over the sets. A
+    divisor of the number of data-parallel ranks. null: all of them. (zerolite's own key; see
+    [replicas](how-zero-works.md#replicas-of-shards).)"""
+    mics_shard_size: Annotated[Integer, Field(ge=-1)] = -1
+    """DeepSpeed's name of `shard_size`; -1 or 0 = all ranks."""
     reduce_bucket_size: Count | None = None
     """Elements in a bucket, which one collective reduces or gathers. null or `"auto"`: the larger of 40 M and 1 M for
     each data-parallel rank; at most an eighth of the model, at least 4 Mi."""
@@ -95,6 +102,11 @@ class ZeroConfig(Block):
     ranks take different branches, name the module whose forward has the branch, not the one that some ranks skip.
     (zerolite's own key.)"""
     leaf_module: LeafModuleConfig = LeafModuleConfig()
+
+    @property
+    def ranks_of_shards(self) -> int | None:
+        """Ranks that divide the states, from ``shard_size`` or ``mics_shard_size``; None for all."""
+        return self.shard_size or max(0, self.mics_shard_size) or None
 
     @field_validator("stage", mode="before")
     @classmethod

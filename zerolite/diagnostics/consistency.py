@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from zerolite.comm import Topology
+from zerolite.comm import Communicator, Topology
 from zerolite.comm.flight_recorder import BRANCH_ADVICE
 from zerolite.comm.initial_sync import combined_hash, content_hash
 from zerolite.diagnostics.rank_comparison import Description, describe_value, raise_differences
 from zerolite.utils.accelerator import HostRead
+from zerolite.utils.memory_tags import DISK
 from zerolite.utils.text import list_of
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.grads import Change
@@ -167,22 +168,25 @@ def _describe_change(change: Change) -> str:
 
 @dataclass(frozen=True)
 class SharedWeight:
-    """A tensor that all data-parallel ranks hold.
+    """A tensor that several data-parallel ranks hold.
 
     Attributes:
         tensor: the flat tensor.
         parts: views of it by parameter name.
+        is_shard: only the ranks that hold the same shard have it, not all data-parallel ranks.
     """
 
     tensor: torch.Tensor
     parts: dict[str, torch.Tensor]
+    is_shard: bool = False
 
 
 def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, main: bool = False) -> Iterator[SharedWeight]:
-    """Yield the weights that all data-parallel ranks hold between two steps.
+    """Yield the weights that several data-parallel ranks hold between two steps.
 
-    These are full buckets, frozen parameters, and at stage 3 the parameters that stay whole. The model's buffers are
-    not compared: they may differ between ranks after a forward, as with DDP.
+    These are full buckets, frozen parameters, at stage 3 the parameters that stay whole, and with replicas the masters
+    of this rank's shards, unless they are on disk. The model's buffers are not compared: they may differ between ranks
+    after a forward, as with DDP.
 
     Args:
         model: the model.
@@ -193,6 +197,11 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, main: bool =
         for bucket in buffer.buckets:
             values = {slot.name: bucket.compute[slot.start : slot.end] for slot in bucket.layout.slots}
             yield SharedWeight(bucket.compute, values)
+    if buffer.gradient_memory.groups.replicate is not None:
+        for bucket in buffer.buckets:
+            if bucket.placement.location != DISK:
+                names = dict.fromkeys((slot.name for slot in bucket.layout.slots), bucket.master)
+                yield SharedWeight(bucket.master, names, is_shard=True)
     trained, untrained = {id(parameter) for parameter in buffer.parameters}, list[str]()
     for name, parameter in model.named_parameters():
         if main and parameter.requires_grad and id(parameter) not in trained:
@@ -315,27 +324,35 @@ class ConsistencyCheck(StepObserver):
         compared, self._compared = self._compared, None
         if compared is not None and compared.differs():
             pipe, _, tensor = self._topology.coordinates
-            raise_differences(compared.describe(), self._topology.world, _WEIGHTS, _WRITTEN, (pipe, tensor))
+            # Ranks that hold other shards are not compared where shards differ.
+            shard = self._topology.shard.rank if compared.shards_differ() else 0
+            raise_differences(compared.describe(), self._topology.world, _WEIGHTS, _WRITTEN, (pipe, shard, tensor))
 
 
 class _Comparison:
-    """Hashes of the weights on the device, and one all-reduce of two numbers."""
+    """Hashes of the weights on the device, and one all-reduce of two numbers; with replicas one more among them."""
 
     def __init__(self, weights: Iterator[SharedWeight], topology: Topology, device: torch.device) -> None:
         self._weights = list(weights)
         self._hashes = [content_hash(weight.tensor, device) for weight in self._weights]
-        whole = combined_hash(self._hashes, device).reshape(1)
-        # One maximum of h and ~h: ~ reverses the order of integers, so ~max(~h) is the minimum, without overflow at the
-        # ends.
-        extremes = torch.cat([whole, ~whole])
-        topology.data.all_reduce_max(extremes, tag="consistency")
-        different = (extremes[:1] != ~extremes[1:]).long()
+        of_all, of_shards = (
+            combined_hash([h for h, w in zip(self._hashes, self._weights, strict=True) if w.is_shard is shards], device)
+            for shards in (False, True)
+        )
+        extremes = torch.stack([of_all, ~of_all, torch.zeros_like(of_all)])
+        if topology.replicate is not None:
+            extremes[2] = _differ(topology.replicate, torch.stack([of_shards, ~of_shards]))
+        different = torch.stack([_differ(topology.data, extremes), extremes[2]])
         if not topology.trivial:  # the ranks with other parts of the model must raise too
             topology.model.all_reduce_max(different, tag="consistency")
         self._different = HostRead(different)
 
     def differs(self) -> bool:
-        return bool(self._different.get().item())
+        return bool(self._different.get().any())
+
+    def shards_differ(self) -> bool:
+        """Return True if ranks hold different values of one shard."""
+        return bool(self._different.get()[1])
 
     def describe(self) -> Description:
         """Describe the weights as they are now, and as they were when they were compared.
@@ -344,13 +361,26 @@ class _Comparison:
         """
         found = Description()
         for weight in self._weights:
-            for name, part in weight.parts.items():
+            for name, part in weight.parts.items() if not weight.is_shard else ():
                 found.items[f"parameter '{name}'"] = {"": _text(content_hash(part))}
         for weight, compared in zip(self._weights, self._hashes, strict=True):
+            if weight.is_shard and not self.shards_differ():
+                continue
             names = list_of([f"'{name}'" for name in islice(weight.parts, 3)])
             others = " and others" if len(weight.parts) > 3 else ""
-            found.items[f"the content of {names}{others}, when it was compared,"] = {"": _text(compared)}
+            what = "this rank's part" if weight.is_shard else "the content"
+            found.items[f"{what} of {names}{others}, when compared,"] = {"": _text(compared)}
         return found
+
+
+def _differ(comm: Communicator, extremes: torch.Tensor) -> torch.Tensor:
+    """Return 1 if the ranks' first numbers differ, else 0: int64 []. The second ones are their complements.
+
+    ``extremes`` becomes the maxima over ``comm``. ~ reverses the order of integers, so ~max(~h) is the minimum, without
+    overflow at the ends.
+    """
+    comm.all_reduce_max(extremes, tag="consistency")
+    return (extremes[0] != ~extremes[1]).long()
 
 
 def _text(hashed: torch.Tensor) -> str:

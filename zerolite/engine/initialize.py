@@ -22,6 +22,8 @@ from zerolite.comm import (
     create_topology,
     init_distributed,
     local_rank,
+    ranks_of_host,
+    with_replicas,
 )
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.data.micro_batch import LossFunction
@@ -118,14 +120,23 @@ def _start_process() -> torch.device:
 
 def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.device) -> Topology:
     """Make the grid of the config. Raises on all ranks if their configs have different grids."""
-    pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
-    facts = {f"config key {key}": {"": str(size)} for key, size in ((_PIPE, pipe), (_TENSOR, tensor))}
+    pipe, tensor, shard = config.pipeline.stages, config.tensor_parallel.ranks, config.zero_optimization.ranks_of_shards
+    facts = {f"config key {key}": {"": str(size)} for key, size in ((_PIPE, pipe), (_TENSOR, tensor), (_SHARD, shard))}
+    local = ranks_of_host(os.environ)
+    if shard is not None:
+        facts["the number of ranks on this host"] = {"": str(local)}
     different = "zerolite.initialize: the ranks are to form different grids"
     check_equal_on_ranks(Description(facts), world, device, different)
     try:
-        return create_topology(world, device, pipe, tensor)
+        topology = create_topology(world, device, pipe, tensor)
     except ValueError as error:
         raise ConfigError([(_PIPE if pipe > 1 else _TENSOR, str(error))]) from None
+    if shard is None:
+        return topology
+    try:
+        return with_replicas(topology, device, shard, local)
+    except ValueError as error:
+        raise ConfigError([(_SHARD, str(error))]) from None
 
 
 def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
@@ -145,7 +156,7 @@ def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
         raise ConfigError([(path, f"{sentence} ({counted})") for path, sentence in error.errors]) from None
 
 
-_PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"
+_PIPE, _TENSOR, _SHARD = "pipeline.stages", "tensor_parallel.size", "zero_optimization.shard_size"
 
 
 def _listed_params(entry: Any) -> Any:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from zerolite.comm import Chained, Communicator, Pending, Topology, collective, done, second_communicator
+from zerolite.comm.communicator import empty
 from zerolite.utils.dtypes import HALF
 
 
@@ -83,7 +84,27 @@ def _reduce_replicated(
 ) -> Pending:
     # Between the two sums 16-bit values are fp32, so that they are rounded once, to ``dtype``, at the end.
     exact = torch.float32 if full.dtype in HALF else full.dtype
-    scattered = shard.reduce_scatter(full, tag, dtype=exact, key=key)
-    # The wait launches the second sum: replicas are far from each other, and the sum within the shard comes first.
-    summed = Chained(scattered, lambda part: replicate.all_reduce(part, tag, divisor, key))
+    if not full.is_cuda:
+        # The host would have to wait between the two sums, so the wait for the result launches the second one. All
+        # ranks wait in the order of the launches.
+        scattered = shard.reduce_scatter(full, tag, dtype=exact, key=key)
+        summed = Chained(scattered, lambda part: replicate.all_reduce(part, tag, divisor, key))
+        return Chained(summed, lambda total: done(total.to(dtype)))
+    # NCCL sums 16-bit values in 16 bits within a set. A side stream waits for that, widens the result and issues the
+    # second sum, directly behind the first in the order of launches, which is the same on all ranks. The compute stream
+    # waits for neither before the result is used. All memory belongs to it, and is kept until then.
+    scattered = shard.reduce_scatter(full, tag, key=key)
+    wide = empty(full.numel() // shard.world_size, exact, full)
+    summed = Chained(
+        scattered,
+        lambda part: replicate.all_reduce(wide.copy_(part), tag, divisor, key),
+        keep=(*scattered.memory(), wide),
+    )
+    with torch.cuda.stream(_side_stream(full.device)):
+        summed.advance()
     return Chained(summed, lambda total: done(total.to(dtype)))
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

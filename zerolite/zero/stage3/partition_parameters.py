@@ -16,7 +16,14 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.comm import Communicator, collective, create_communicator, init_distributed, local_rank
+from zerolite.comm import (
+    collective,
+    create_communicator,
+    data_topology,
+    init_distributed,
+    local_rank,
+    with_replicas,
+)
 from zerolite.comm.initial_sync import broadcast_flat, broadcast_into, differing
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.offload import OffloadOptimizerConfig
@@ -260,7 +267,10 @@ class Init:
         init_distributed()
         device = default_device(local_rank())
         # The context of the parameters until an engine takes them over.
-        self._context = _make_context(remote_device, config, device, create_communicator(device))
+        topology = data_topology(create_communicator(device))
+        if config is not None and config.zero_optimization.ranks_of_shards is not None:
+            topology = with_replicas(topology, device, config.zero_optimization.ranks_of_shards)
+        self._context = _make_context(remote_device, config, device, RankGroups.of(topology, shards_states=True))
         if module is not None:
             partition_model(module, self._context, dtype)
 
@@ -336,7 +346,7 @@ class Init:
 
 
 def _make_context(
-    remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, comm: Communicator
+    remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, groups: RankGroups
 ) -> CommContext:
     """Return the context of the parameters until an engine takes them over.
 
@@ -360,13 +370,12 @@ def _make_context(
                 f"zero.Init: expected remote_device to be None, 'none', 'cpu', 'nvme' or '{device.type}', got "
                 f"{remote_device!r}"
             )
-    groups = RankGroups.over(comm)
     if offload_device == "none":
         return CommContext(groups, device)
     host = HostPlacement(pin=False)  # not pinned: the engine moves the shards to other memory
     placements = Placements(device, Placement(device), host, separate_memory=device.type != "cpu")
     if offload_device == "nvme" and config is not None:
-        placements = placements_of(_without_optimizer_offload(config), device, device.type, comm)
+        placements = placements_of(_without_optimizer_offload(config), device, device.type, groups.mean)
     return CommContext(groups, device, ShardReader(placements, Transfers(placements)), placements.place_parameters)
 
 
