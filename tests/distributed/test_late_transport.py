@@ -82,6 +82,16 @@ def test_every_wait(
         assert_same_bits(train(given, way, on_device), expected, "in time and late")
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
+def test_every_wait_of_replicas(stage: str) -> None:
+    given = at(stage, "bf16", 2, 0.0, ADAMW, zero={"shard_size": 2})
+    with transport("native"):
+        expected = train(given, "unused", True)
+    with late():
+        assert_same_bits(train(given, "unused", True), expected, "in time and late")
+
+
 @pytest.mark.parametrize(
     ("stage", "tag"), [("1", "gradients"), ("2", "parameters"), ("2", "stats"), ("3 tight", "gradients")]
 )

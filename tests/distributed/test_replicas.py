@@ -188,6 +188,7 @@ def test_parameters_split_over_other_ranks_are_refused() -> None:
 # -------------------------------------------------------------------- other grids, and what is refused
 
 
+@pytest.mark.fast("3 tight-2")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
 def test_a_set_of_one_rank_divides_nothing(stage: str) -> None:
