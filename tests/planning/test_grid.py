@@ -27,10 +27,14 @@ def test_which_part_of_a_ring_leaves_the_node() -> None:
     grid = Grid(pipe=2, data=2, tensor=4)
     assert [grid.coordinates(rank) for rank in (0, 5, 15)] == [(0, 0, 0), (0, 1, 1), (1, 1, 3)]
     assert [grid.rank(*grid.coordinates(rank)) for rank in range(16)] == list(range(16))
-    assert ring_between_nodes(grid, 2, "tensor") == ring_between_nodes(grid, 4, "tensor") == 0
-    assert ring_between_nodes(grid, 8, "tensor") == Fraction(1, 2)  # 2 ranks a node: every other link
-    assert (ring_between_nodes(grid, 2, "data"), ring_between_nodes(grid, 4, "data")) == (0, 1)
-    assert ring_between_nodes(Grid(data=8), 2, "data") == Fraction(1, 4)
+    assert ring_between_nodes(grid, 2, "tensor", 0) == ring_between_nodes(grid, 4, "tensor", 0) == 0
+    assert ring_between_nodes(grid, 8, "tensor", 0) == Fraction(1, 2)  # 2 ranks a node: every other link
+    assert (ring_between_nodes(grid, 2, "data", 0), ring_between_nodes(grid, 4, "data", 0)) == (0, 1)
+    assert ring_between_nodes(Grid(data=8), 2, "data", 0) == Fraction(1, 4)
+    sets = Grid(data=8)
+    assert list(sets.groups("shard", 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert list(sets.groups("replicate", 2)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert (ring_between_nodes(sets, 2, "shard", 4), ring_between_nodes(sets, 2, "replicate", 2)) == (0, 1)
     assert messages_between_nodes(grid, 2, 0) == 1  # a stage is a node
     assert messages_between_nodes(grid, 1, 0) == 0
     four = Grid(pipe=4)

@@ -23,6 +23,7 @@ from zerolite.comm import (
     record,
     unrecorded,
     use_communicator,
+    with_replicas,
 )
 from zerolite.config import ZeroliteConfig
 from zerolite.data.micro_batch import MicroBatch
@@ -119,7 +120,9 @@ class Job:
         return "shared_memory" if self.shared_memory else "gloo"
 
     def topology(self) -> Topology:
-        return dry_topology(self.communicator, self.rank, self.world_size, self.grid.pipe, self.grid.tensor)
+        grid = dry_topology(self.communicator, self.rank, self.world_size, self.grid.pipe, self.grid.tensor)
+        shard = self.config.zero_optimization.ranks_of_shards
+        return grid if shard is None else with_replicas(grid, torch.device(self.device), shard)
 
 
 @dataclass

@@ -64,7 +64,10 @@ class Traffic(_Frozen):
 
     op: str = Field(description="all_reduce, reduce_scatter, all_gather or broadcast; send or receive between stages")
     tag: str = Field(description="its purpose: gradients, parameters, stats, ...")
-    dimension: str = Field(default="data", description="of the grid: data, tensor, pipe, model (tensor × pipe), world")
+    dimension: str = Field(
+        default="data",
+        description="of the grid: data, shard, replicate, tensor, pipe, model, world",
+    )
     ranks: int = Field(default=1, description="ranks that take part")
     count: int
     nbytes: int

@@ -35,8 +35,15 @@ class Grid(NamedTuple):
         """Return the (pipe, data, tensor) coordinates of ``rank``."""
         return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
 
-    def groups(self, dimension: str) -> Iterator[list[int]]:
-        """Yield the ranks of each group of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", in order."""
+    def groups(self, dimension: str, size: int) -> Iterator[list[int]]:
+        """Yield the ranks of each group of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", in order; with
+        replicas of shards also of "shard" and "replicate", whose groups have ``size`` ranks."""
+        if dimension in ("shard", "replicate"):
+            shard = size if dimension == "shard" else self.data // size
+            for data in self.groups("data", self.data):
+                sets = [data[first : first + shard] for first in range(0, self.data, shard)]
+                yield from sets if dimension == "shard" else map(list, zip(*sets, strict=True))
+            return
         inside = {"model": ("pipe", "tensor"), "world": self._fields}.get(dimension, (dimension,))
         found: dict[tuple[int, ...], list[int]] = {}  # by the coordinates in the other dimensions
         for rank in range(self.world_size):
@@ -58,13 +65,17 @@ def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
             f"{tensor} = {pipe * tensor}, got {world_size} ranks"
         )
         raise ConfigError([(path, sentence)])
-    return Grid(pipe, world_size // (pipe * tensor), tensor)
+    grid, shard = Grid(pipe, world_size // (pipe * tensor), tensor), config.zero_optimization.ranks_of_shards
+    if shard is not None and grid.data % shard:
+        sentence = f"expected a divisor of the {grid.data} data-parallel ranks, got {shard}"
+        raise ConfigError([("zero_optimization.shard_size", sentence)])
+    return grid
 
 
-def ring_between_nodes(grid: Grid, nodes: int, dimension: str) -> Fraction:
+def ring_between_nodes(grid: Grid, nodes: int, dimension: str, size: int) -> Fraction:
     """Return the share of ring traffic that leaves a node. Rings are in rank order, and ranks fill node after node."""
     per_node = grid.world_size // nodes
-    links = [(one, other) for group in grid.groups(dimension) for one, other in _ring(group)]
+    links = [(one, other) for group in grid.groups(dimension, size) for one, other in _ring(group)]
     return Fraction(sum(one // per_node != other // per_node for one, other in links), max(len(links), 1))
 
 
@@ -119,7 +130,7 @@ def summarize(
         if nodes is not None:
             messages = op in MESSAGES or dimension == "pipe"
             part = messages_between_nodes(grid, nodes, stage, looped) if messages else None
-            across = int(sent * (ring_between_nodes(grid, nodes, dimension) if part is None else part))
+            across = int(sent * (ring_between_nodes(grid, nodes, dimension, ranks) if part is None else part))
         amounts = {"count": len(same), "nbytes": nbytes, "unaligned": sum(call.unaligned for call in same)}
         rows.append(Traffic(op=op, tag=tag, dimension=dimension, ranks=ranks, sent=sent, inter_node=across, **amounts))
     return sorted(rows, key=lambda row: (-row.sent, row.dimension, row.op, row.tag))
