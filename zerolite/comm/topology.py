@@ -98,7 +98,7 @@ def with_replicas(topology: Topology, device: torch.device, shard: int, host: in
     Args:
         device: of the tensors.
         shard: data ranks that divide ZeRO's states.
-        host: ranks on each host; None if nobody says it.
+        host: ranks on each host; None if unknown.
 
     Raises:
         ValueError: ``shard`` does not divide the number of data ranks, or sets begin and end in the middle of hosts.
