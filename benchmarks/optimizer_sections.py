@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.optimizers import PEERS, Call, Make, bare_loop, check_kernels, torch_fused, zerolite_update
+from zerolite.ops.launches import SquaresLaunch
 
 SCALE = 1024.0  # the loss scale, in bf16
 UPDATE_BYTES = 28  # an element: read p, g, m, v, write p, m, v; in bf16 g is 2 and the weight 2 more
@@ -107,7 +108,8 @@ def norm_section(numel: int, device: str) -> dict[str, Contender]:
 
     def ours() -> Call:
         check_kernels(grad.device)
-        return lambda: torch.ops.zerolite.squares_(sums, [grad], table)
+        launch = SquaresLaunch(table)
+        return lambda: launch.run(sums, [grad])
 
     def in_double() -> torch.Tensor:
         return torch.linalg.vector_norm(grad, dtype=torch.float64)

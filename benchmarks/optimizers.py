@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerolite.ops.launches import UpdateLaunch
 from zerolite.ops.library import unavailable_reason
 from zerolite.optim.update_rules import rule_of
 
@@ -40,7 +41,7 @@ def zerolite_update(
     outs: list[torch.Tensor] | None = None,
     factor: torch.Tensor | None = None,
 ) -> Call:
-    """Return one call of the operator; every row of scalars is the same."""
+    """Return one call of the kernel; every row of scalars is the same."""
     check_kernels(params[0].device)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(params[0])], **OPTIONS)
     rule = rule_of(optimizer)
@@ -48,7 +49,8 @@ def zerolite_update(
     scalars = torch.tensor([rule.row(optimizer.param_groups[0], 10)] * rows)
     states = [[torch.zeros_like(p) for p in params] for _ in rule.states]
     skip = None if factor is None else torch.zeros_like(factor)
-    return lambda: rule.launch(params, grads, states, outs or [], table, scalars, factor, skip)
+    launch = UpdateLaunch(rule.number, table)
+    return lambda: launch.run(params, grads, states, outs or [], scalars, factor, skip)
 
 
 def torch_fused(params: list[torch.Tensor]) -> torch.optim.Optimizer:

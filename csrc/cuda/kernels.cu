@@ -1,5 +1,5 @@
 // The entry points of the CUDA library. They take the calls of ../kernels.h, in which `factor`, `skip`, `uses`,
-// `partial`, `sums` and the arrays of params, grads, states, outs and values lie on the device, all else on the host.
+// `broken`, `partial`, `sums` and the arrays of params, grads, states, outs and values lie on the device, all else on the host.
 // They return ZL_OK, a zl_error, or the negative of a cudaError_t, and never wait for the device.
 //
 // A table too large for a launch's arguments (zl_cuda_*_bytes is not 0) is given in two copies: `filled`, on the host,
@@ -30,6 +30,9 @@ int32_t check(const zl_update& call) {
   if (call.use_count > INT32_MAX) return ZL_BAD_TABLE;
   for (int64_t i = 0; call.use && i < call.segments; i++)
     if (call.use[i] < -1 || call.use[i] >= (call.uses ? call.use_count : 0)) return ZL_BAD_TABLE;
+  for (int64_t i = 0; call.broken && i < call.row_count; i++)
+    if (!call.groups || call.groups[i] < 0 || call.groups[i] >= call.group_count || call.groups[i] > INT16_MAX)
+      return ZL_BAD_TABLE;
   return zl::good_table(call, call.row_count, zl::UPDATE_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
 }
 
@@ -72,7 +75,8 @@ ZL_EXPORT const char* zl_cuda_error_string(int32_t code) {
     case ZL_BAD_RULE: return "unknown rule";
     case ZL_BAD_DTYPE: return "a dtype that is not fp32, bf16 or fp16";
     case ZL_BAD_TABLE:
-      return "a segment that is not within its tensor or names a row or a use that is not there, or too many elements";
+      return "a segment that is not within its tensor or names a row, a use or a group that is not there, or too many "
+             "elements";
     default: return code < 0 ? cudaGetErrorString((cudaError_t)-code) : "unknown code";
   }
 }
@@ -93,8 +97,15 @@ ZL_EXPORT int32_t zl_cuda_update(const zl_update* call, const void* filled, cons
   // This library has a CUDA runtime of its own, which does not know the device that torch has made current.
   if (const cudaError_t error = cudaSetDevice(device)) return code_of(error);
   const zl::UpdateKernel kernel = zl::update_kernel_for(*call);
-  zl::UpdateArguments a{call->factor,     call->skip,        call->uses,      call->param_dtype,
-                        call->grad_dtype, call->state_dtype, call->out_dtype, {}};
+  zl::UpdateArguments a{call->factor,
+                        call->skip,
+                        call->uses,
+                        call->broken,
+                        (int8_t)call->param_dtype,
+                        (int8_t)call->grad_dtype,
+                        (int8_t)call->state_dtype,
+                        (int8_t)call->out_dtype,
+                        {}};
   const auto launch_one = [&](int64_t blocks) { return launch(kernel, blocks, a, stream); };
   if (filled) return zl::launch_far(filled, copied, a.table, launch_one);
   return zl::launch_here(zl::UpdateMaker{*call}, call->segments, a.table, launch_one);

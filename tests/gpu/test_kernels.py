@@ -11,9 +11,10 @@ import torch
 
 from tests.ops.cases import ALL_DTYPES, F32, FLOATS, MIXED, Dtypes
 from tests.ops.cuda_calls import LENGTHS, RULES, copy_call, copy_tensor, differences, dtype_name, finite, make_call
-from zerolite.ops.call import ADAM, COLUMNS, LION, SGD, UpdateCall
+from zerolite.ops.call import ADAM, COLUMNS, LION, SGD, SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels
+from zerolite.ops.launches import UpdateLaunch
 from zerolite.ops.self_check import check_updates
 from zerolite.utils.builder import op_builder
 
@@ -218,7 +219,7 @@ def test_more_elements_than_32_bits_count(kernels: CudaKernels) -> None:
     low, high = params[:-1].aminmax()
     assert (low.item(), high.item(), params[-1].item()) == (0.5, 0.5, 1.0)
     sums = torch.zeros(2, dtype=torch.float64, device=DEVICE)
-    kernels.squares(sums, [grads], table)
+    kernels.squares(SquaresCall(sums, [grads], table))
     assert sums.tolist() == [4.0 * (numel - 1), 0.0]
 
 
@@ -227,7 +228,7 @@ def squares(kernels: CudaKernels, values: list[torch.Tensor], owners: list[int])
     pairs = zip(values, owners, strict=True)
     table = torch.tensor([(i, 0, value.numel(), owner) for i, (value, owner) in enumerate(pairs)])
     with no_synchronisation():
-        kernels.squares(sums, values, table)
+        kernels.squares(SquaresCall(sums, values, table))
     return sums
 
 
@@ -268,7 +269,7 @@ def test_squares_are_one_launch(kernels: CudaKernels, count: int) -> None:
     values = [torch.ones(20_000, device=DEVICE) for _ in range(count)]
     table = torch.tensor([(i, 0, 20_000, i) for i in range(count)])
     sums = torch.zeros(count, dtype=torch.float64, device=DEVICE)
-    names = device_work(lambda: kernels.squares(sums, values, table))
+    names = device_work(lambda: kernels.squares(SquaresCall(sums, values, table)))
     assert len(names) == 1
     assert "norm_kernel" in names[0]
 
@@ -283,7 +284,7 @@ def test_captured_squares_replay(kernels: CudaKernels, count: int) -> None:
     table = torch.tensor([(i, 0, 20_000, owner) for i, owner in enumerate(owners)])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.squares(sums, values, table)
+        kernels.squares(SquaresCall(sums, values, table))
     for _ in range(3):
         sums.zero_()
         squares(kernels, values, owners)
@@ -291,13 +292,12 @@ def test_captured_squares_replay(kernels: CudaKernels, count: int) -> None:
         assert torch.equal(sums, wanted)
 
 
-def test_the_operators_run_these_kernels(kernels: CudaKernels) -> None:
+def test_launches_run_these_kernels(kernels: CudaKernels) -> None:
     call = copy_call(many_segments(39), DEVICE)
+    launch = UpdateLaunch(ADAM, call.table)
 
     def run() -> None:
-        torch.ops.zerolite.adam_(
-            call.params, call.grads, *call.states, call.outs, call.table, call.rows, call.factor, call.skip
-        )
+        launch.run(call.params, call.grads, call.states, call.outs, call.rows, call.factor, call.skip)
 
     names = device_work(run)
     assert len(names) == 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from zerolite.ops import Lion
-from zerolite.ops.call import UpdateCall
+from zerolite.ops.call import ADAGRAD, ADAM, UpdateCall
 from zerolite.ops.cpu_kernels import ISA_NAMES, CpuKernels
 from zerolite.optim.update_rules import UpdateRule, rule_of
 from zerolite.utils.builder import op_builder
@@ -223,7 +223,7 @@ def problem(
         [numbers(n, seed=100 * kind + i, special=special) for i, n in enumerate(numels)]
         for kind in range(2 + of.states)
     ]
-    if of.rule.operator in ("adam_", "adagrad_"):
+    if of.rule.number in (ADAM, ADAGRAD):
         lists[-1] = [values.abs() for values in lists[-1]]
     table = torch.tensor([[i, 0, n, 0] for i, n in enumerate(numels)], dtype=torch.int64).reshape(-1, 4)
     made = Problem(of, lists[0], lists[1], lists[2:], table, torch.tensor([of.row(step)], dtype=F32))

@@ -16,7 +16,8 @@ import torch
 
 from tests.ops.cases import ALL_DTYPES, BF16, F16, F32, FLOATS, MIXED, Dtypes
 from tests.ops.cuda_calls import LENGTHS, RULES, copy_call, copy_tensor, differences, finite, make_call
-from zerolite.ops.call import ADAM, SGD, UpdateCall
+from zerolite.ops import reference
+from zerolite.ops.call import ADAM, COLUMNS, SGD, SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels, _Entry
 
@@ -130,10 +131,43 @@ def test_a_skipped_call_changes_nothing(kernels: SimulatedKernels, skip: float) 
     assert differences(call, before) == []
 
 
+@pytest.mark.parametrize("dtypes", [FP32, MIXED, Dtypes(F16, F16, F16, None), Dtypes(BF16, F32, F32, None)], ids=str)
+def test_groups_that_lose_finite_elements_are_flagged(
+    kernels: SimulatedKernels, cpu: CpuKernels, dtypes: Dtypes
+) -> None:
+    """An element that was not finite before does not count, one that the dtype of the masters cannot hold does."""
+    lengths = (5, 4099, 17, 40)
+    groups = torch.tensor([2, 0, 3], dtype=torch.int32)  # of the rows; tensors 0 and 3 have row 0
+    table = [(i, 0, n, (0, 1, 2, 0)[i]) for i, n in enumerate(lengths)]
+    for bad in range(-1, 4):
+        calls = []
+        for run in (kernels, cpu, reference):
+            call = make_call(SGD, dtypes, lengths, table=table)
+            call.states, call.rows = [], torch.zeros(3, COLUMNS)
+            call.rows[:, 0], call.rows[:, 6] = 1.0, -1.0
+            for params, grads in zip(call.params, call.grads, strict=True):
+                params.fill_(1.0)
+                grads.fill_(0.5)
+            call.params[2][3], call.params[1][7] = float("nan"), float("inf")
+            if bad >= 0:
+                limit = torch.finfo(dtypes.param).max
+                call.params[bad][-1], call.grads[bad][-1] = limit, -torch.finfo(dtypes.grad).max
+                if dtypes.grad == BF16 and dtypes.param == F32:
+                    call.grads[bad][-1] = float("-inf")
+            call.outs = []  # 16 bits would not hold the largest number
+            call.groups, call.broken = groups, torch.zeros(4, dtype=torch.float64)
+            run.update(call)
+            calls.append(call.broken.bool().tolist())
+        expected = [False] * 4
+        if bad >= 0:
+            expected[(2, 0, 3, 2)[bad]] = True
+        assert calls == [expected] * 3, (bad, calls)
+
+
 @pytest.mark.parametrize("out", [None, torch.bfloat16])
 def test_sgd_needs_no_states(kernels: SimulatedKernels, cpu: CpuKernels, out: torch.dtype | None) -> None:
     call = make_call(SGD, Dtypes(out=out), LENGTHS, table=[(i, 0, n, 3) for i, n in enumerate(LENGTHS)])
-    object.__setattr__(call, "states", [])
+    call.states = []
     check_update(kernels, cpu, call)
 
 
@@ -151,12 +185,12 @@ def test_a_bad_segment_is_refused_before_anything_changes(
     before = copy_call(call)
     with pytest.raises(ValueError, match="kernel for the update refused its arguments: a segment that is not within"):
         kernels.update(call)
-    with pytest.raises(ValueError, match="or names a row or a use that is not there"):
+    with pytest.raises(ValueError, match="or names a row, a use or a group that is not"):
         kernels.update(make_call(ADAM, FP32, (8, 8), use=[-1, 1], uses=[1.0]))
     assert differences(call, before) == []
     sums = torch.zeros(1, dtype=torch.float64)
     with pytest.raises(ValueError, match="kernel for the norm refused its arguments: a segment that is not within"):
-        kernels.squares(sums, call.params, call.table)
+        kernels.squares(SquaresCall(sums, call.params, call.table))
     assert sums.item() == 0.0
 
 
@@ -169,7 +203,7 @@ def test_squares_are_summed_in_one_launch(kernels: SimulatedKernels, dtype: torc
     wanted = sums.clone()
     for i, value in enumerate(values):
         wanted[i % 4] += value.double().square().sum()
-    kernels.squares(sums, values, table)
+    kernels.squares(SquaresCall(sums, values, table))
     torch.testing.assert_close(sums, wanted, rtol=1e-14, atol=0)
     assert kernels.launches == 1
 
@@ -186,7 +220,7 @@ def test_squares_depend_on_the_segment_alone(library: ctypes.CDLL) -> None:
             table = [(1, 0, i % 7, 1) for i in range(others)] + [(0, 0, numel, 0)] + [(1, 3, 4, 1)] * others
             sums = torch.zeros(2, dtype=torch.float64)
             kernels = SimulatedKernels(library, "captured" in how, "reversed" in how)
-            kernels.squares(sums, [moved, value[:10]], torch.tensor(table))
+            kernels.squares(SquaresCall(sums, [moved, value[:10]], torch.tensor(table)))
             found.add(sums[0].item())
         assert len(found) == 1
 
@@ -196,5 +230,5 @@ def test_squares_show_what_is_not_finite(kernels: SimulatedKernels, bad: float) 
     values = [copy_tensor(finite(NORM_CHUNK + 5, 0, torch.bfloat16, i)) for i in range(2)]
     values[1][-1] = bad
     sums = torch.zeros(2, dtype=torch.float64)
-    kernels.squares(sums, values, torch.tensor([(i, 0, NORM_CHUNK + 5, i) for i in range(2)]))
+    kernels.squares(SquaresCall(sums, values, torch.tensor([(i, 0, NORM_CHUNK + 5, i) for i in range(2)])))
     assert sums.isfinite().tolist() == [True, False]

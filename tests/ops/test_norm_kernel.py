@@ -12,7 +12,9 @@ import torch
 
 from tests.ops.cases import BF16, F16, FLOATS, all_kernels, assert_same, numbers, threads
 from zerolite.ops import cpu_kernels, reference
-from zerolite.ops.cpu_kernels import NORM_CHUNK, CpuKernels
+from zerolite.ops.call import SquaresCall
+from zerolite.ops.cpu_kernels import CpuKernels
+from zerolite.ops.interface import NORM_CHUNK
 
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=["fp32", "bf16", "fp16"])
 LENGTHS = (0, 1, 7, 8, 15, 16, 17, 511, 513, NORM_CHUNK - 1, NORM_CHUNK, NORM_CHUNK + 1)
@@ -20,7 +22,8 @@ LENGTHS = (0, 1, 7, 8, 15, 16, 17, 511, 513, NORM_CHUNK - 1, NORM_CHUNK, NORM_CH
 
 def _squares(kernels: object, values: Sequence[torch.Tensor], table: list[list[int]], owners: int = 1) -> torch.Tensor:
     sums = torch.zeros(owners, dtype=torch.float64)
-    kernels.squares(sums, values, torch.tensor(table, dtype=torch.int64).reshape(-1, 4))  # type: ignore[attr-defined]
+    segments = torch.tensor(table, dtype=torch.int64).reshape(-1, 4)
+    kernels.squares(SquaresCall(sums, values, segments))  # type: ignore[attr-defined]
     return sums
 
 
@@ -83,7 +86,7 @@ def test_sums_are_added_to_what_is_there(kernels: CpuKernels) -> None:
     expected = [0.5 + 18 + 12, 7.0, -1.0, 2.0 + 4 + 2]
     for update in (kernels, reference):
         again = sums.clone()
-        update.squares(again, values, table)
+        update.squares(SquaresCall(again, values, table))
         assert again.tolist() == expected
 
 

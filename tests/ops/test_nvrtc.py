@@ -18,7 +18,7 @@ from tests.ops.cuda_calls import LENGTHS, RULES, make_call
 from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, SHIM, UPDATE_ROOM, check_update, compile_in
 from tests.ops.test_cuda_on_cpu import SimulatedKernels as Simulated
 from zerolite.ops import library as op_library
-from zerolite.ops.call import ADAM, UpdateCall
+from zerolite.ops.call import ADAM, SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels, _Entry
 from zerolite.ops.self_check import check_updates
@@ -131,10 +131,10 @@ def test_wrong_kernels_are_not_used(cpu: CpuKernels, wrong: str) -> None:
                 call.skip.zero_()
             super().update(call)
 
-        def squares(self, sums: torch.Tensor, values: list[torch.Tensor], table: torch.Tensor) -> None:  # type: ignore[override]
-            super().squares(sums, values, table)
+        def squares(self, call: SquaresCall) -> None:
+            super().squares(call)
             if wrong == "squares":
-                sums.mul_(1 + 1e-9)
+                call.sums.mul_(1 + 1e-9)
 
     broken = Wrong.__new__(Wrong)
     vars(broken).update(vars(cpu))

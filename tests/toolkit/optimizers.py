@@ -176,9 +176,9 @@ def counted() -> Iterator[dict[str, list[int]]]:
         calls["update"].append(len(call.params))
         update(self, call)
 
-    def counting_squares(self: CpuKernels, sums: Tensor, values: Sequence[Tensor], table: Tensor) -> None:
-        calls["squares"].append(len(values))
-        squares(self, sums, values, table)
+    def counting_squares(self: CpuKernels, call: Any) -> None:
+        calls["squares"].append(len(call.values))
+        squares(self, call)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuKernels, "update", counting_update)

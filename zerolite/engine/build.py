@@ -212,7 +212,7 @@ def _observe_steps(parts: EngineParts, device_kind: str) -> ScheduleAgreement | 
         observers.add(latest)
     if checks_finite:
         most = _most_groups(parts, len(inner.param_groups))
-        observers.add(UpdatedWeights(inner, most, latest))
+        observers.add(UpdatedWeights(parts.optimizer.method, inner, most, latest))
     if compares:
         weights = functools.partial(shared_weights, model, parts.buffer, main=data.main)
         late = device_kind in SKIPS_ON_DEVICE

@@ -1,6 +1,5 @@
-"""Kernels, the torch operators that run them, and Lion, an optimizer that torch lacks."""
+"""Kernels, the launches that run them, and Lion, an optimizer that torch lacks."""
 
-from zerolite.ops import operators
 from zerolite.ops.lion import Lion
 
-__all__ = ["Lion", "operators"]
+__all__ = ["Lion"]

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from ctypes import POINTER, c_int32, c_void_p
+from typing import cast
 
 import torch
 
-from zerolite.ops.call import UpdateCall
+from zerolite.ops.call import SquaresCall, UpdateCall
 from zerolite.ops.interface import Norm, Threads, Update, check_abi
 from zerolite.utils.c_functions import declare
 
-NORM_CHUNK = 16384
 ISA_NAMES = ("plain", "avx2", "avx512")
 _BEST = -1
 _ERRORS = {
     1: "unknown rule",
     2: "a dtype that is not fp32, bf16 or fp16",
     3: "an instruction set that this processor lacks",
-    4: "the table has a segment that is not within its tensor, or names a row or a use that is not there",
+    4: "the table has a segment that is not within its tensor, or names a row, a use or a group that is not there",
 }
 
 
 class CpuKernels:
-    """Kernels for the CPU. The operators of zerolite/ops/operators.py have checked the arguments."""
+    """Kernels for the CPU. zerolite/ops/launches.py has checked the arguments."""
 
     def __init__(self, library: ctypes.CDLL, isa: int = _BEST) -> None:
         """
@@ -43,21 +42,21 @@ class CpuKernels:
         self._isa, self._openmp = isa, _openmp()
 
     def update(self, call: UpdateCall) -> None:
-        error = self._update(Update(call, self._isa, Threads(*self._openmp, torch.get_num_threads())))
+        if call.arguments is None:
+            call.arguments = Update(call, self._isa, Threads(*self._openmp))
+        arguments = cast(Update, call.arguments)
+        arguments.refresh(call)
+        arguments.threads.threads = torch.get_num_threads()
+        error = self._update(arguments)
         if error:
             raise _refusal(error, "update")
 
-    def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
-        """Add the sum of squares of each segment to its owner's sum, in double.
-
-        Args:
-            sums: float64 [owners].
-            values: flat tensors of one dtype.
-            table: int64 [segments, 4], rows (tensor, start, elements, owner).
-        """
-        arguments = Norm(sums, values, table, self._isa, Threads(*self._openmp, torch.get_num_threads()))
-        chunks = (table[:, 2].clamp(0, max(value.numel() for value in values)) + (NORM_CHUNK - 1)) // NORM_CHUNK
-        arguments.allocate_partials(int(chunks.sum()), sums.device)
+    def squares(self, call: SquaresCall) -> None:
+        if call.arguments is None:
+            call.arguments = Norm(call, self._isa, Threads(*self._openmp))
+        arguments = cast(Norm, call.arguments)
+        arguments.refresh(call, arguments.chunks)
+        arguments.threads.threads = torch.get_num_threads()
         error = self._norm(arguments)
         if error:
             raise _refusal(error, "norm")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
-from zerolite.ops.call import UpdateCall
+from zerolite.ops.call import SquaresCall, UpdateCall
 from zerolite.ops.interface import Norm, Update, check_abi
 from zerolite.utils.c_functions import declare
 
@@ -32,7 +32,7 @@ class _Entry:
 
 
 class CudaKernels:
-    """Kernels for CUDA devices. The operators of zerolite/ops/operators.py have checked the arguments.
+    """Kernels for CUDA devices. zerolite/ops/launches.py has checked the arguments.
 
     A call is one launch on the current stream of its tensors' device, and never waits for the device. The arguments of
     a launch hold 4 KB: 42 segments of an update, or 126 of a norm. A longer table of segments is copied through pinned
@@ -53,17 +53,23 @@ class CudaKernels:
         self._error_string = declare(library.zl_cuda_error_string, c_char_p, c_int32)
 
     def update(self, call: UpdateCall) -> None:
-        self._launch(self._update, Update(call), call.params[0].device)
+        if call.arguments is None:
+            call.arguments = Update(call)
+        arguments = cast(Update, call.arguments)
+        arguments.refresh(call)
+        self._launch(self._update, arguments, call.params[0].device)
 
-    def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
-        """Add the sum of squares of each segment to its owner's sum, in double; arguments are those of the CPU kernels.
+    def squares(self, call: SquaresCall) -> None:
+        """Add the sum of squares of each segment to its owner's sum.
 
         Equal segments have equal sums, bit for bit, wherever they are, and an owner's sums are added in the order of
         the table. The bits differ from the CPU's, which adds within a segment in another order.
         """
-        arguments = Norm(sums, values, table)
-        arguments.allocate_partials(self._partials(ctypes.byref(arguments)), sums.device)
-        self._launch(self._norm, arguments, sums.device)
+        if call.arguments is None:
+            call.arguments = Norm(call)
+        arguments = cast(Norm, call.arguments)
+        arguments.refresh(call, self._partials(ctypes.byref(arguments)))
+        self._launch(self._norm, arguments, call.sums.device)
 
     def _launch(self, entry: _Entry, arguments: Structure, device: torch.device) -> None:
         """Launch on the current stream of ``device``.

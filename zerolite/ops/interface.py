@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import Structure, c_int32, c_int64, c_void_p
 
 import torch
 
-from zerolite.ops.call import UpdateCall
+from zerolite.ops.call import SquaresCall, UpdateCall
 from zerolite.utils.c_functions import declare
 
-ABI = 4
+ABI = 5
+NORM_CHUNK = 16384
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -20,7 +20,7 @@ class Threads(Structure):
 
 
 class Update(Structure):
-    """Arguments of an update. They keep their arrays of addresses alive; the caller keeps the tensors."""
+    """Arguments of an update. They keep their arrays of addresses alive; the call keeps the tensors."""
 
     _fields_ = [
         ("rule", c_int32),
@@ -44,14 +44,19 @@ class Update(Structure):
         ("use", c_void_p),
         ("uses", c_void_p),
         ("use_count", c_int64),
+        ("groups", c_void_p),
+        ("broken", c_void_p),
+        ("group_count", c_int64),
         ("threads", Threads),
     ]
 
     def __init__(self, call: UpdateCall, isa: int = 0, threads: Threads | None = None) -> None:
         """isa, threads: of the CPU kernels."""
-        states = [_addresses(tensors) for tensors in call.states]
-        params, grads, outs = _addresses(call.params), _addresses(call.grads), _addresses(call.outs)
-        numels = _numels(call.params)
+        count = len(call.params)
+        self._lists = call.params, call.grads, *call.states, call.outs
+        self._arrays = [(c_int64 * len(tensors))() for tensors in self._lists]
+        self._numels = (c_int64 * count)(*map(torch.Tensor.numel, call.params))
+        params, grads, *states, outs = map(ctypes.addressof, self._arrays)
         super().__init__(
             rule=call.rule,
             param_dtype=DTYPES[call.params[0].dtype],
@@ -59,28 +64,39 @@ class Update(Structure):
             state_dtype=DTYPES[call.states[0][0].dtype if call.states else torch.float32],
             out_dtype=DTYPES[call.outs[0].dtype] if call.outs else 0,
             isa=isa,
-            tensors=len(call.params),
+            tensors=count,
             segments=call.table.shape[0],
-            numels=ctypes.addressof(numels),
-            params=ctypes.addressof(params),
-            grads=ctypes.addressof(grads),
-            states=(c_void_p * 2)(*map(ctypes.addressof, states)),
-            outs=ctypes.addressof(outs) if call.outs else None,
+            numels=ctypes.addressof(self._numels),
+            params=params,
+            grads=grads,
+            states=(c_void_p * 2)(*states),
+            outs=outs if call.outs else None,
             table=call.table.data_ptr(),
-            rows=call.rows.data_ptr(),
             row_count=call.rows.shape[0],
-            factor=None if call.factor is None else call.factor.data_ptr(),
-            skip=None if call.skip is None else call.skip.data_ptr(),
             use=None if call.use is None else call.use.data_ptr(),
-            uses=None if call.uses is None else call.uses.data_ptr(),
-            use_count=0 if call.uses is None else call.uses.numel(),
+            groups=None if call.groups is None else call.groups.data_ptr(),
             threads=threads or Threads(),
         )
-        self._arrays = (*states, params, grads, outs, numels)
+
+    def refresh(self, call: UpdateCall) -> None:
+        """Take over what may differ from the launch before: addresses and scalars."""
+        for array, tensors in zip(self._arrays, (call.params, call.grads, *call.states, call.outs), strict=True):
+            array[:] = list(map(torch.Tensor.data_ptr, tensors))
+        self.rows = call.rows.data_ptr()
+        self.factor = None if call.factor is None else call.factor.data_ptr()
+        self.skip = None if call.skip is None else call.skip.data_ptr()
+        if call.uses is not None:
+            self.uses, self.use_count = call.uses.data_ptr(), call.uses.numel()
+        if call.broken is not None:
+            self.broken, self.group_count = call.broken.data_ptr(), call.broken.numel()
 
 
 class Norm(Structure):
-    """Arguments of a sum of squares. They keep their arrays of addresses alive; the caller keeps the tensors."""
+    """Arguments of a sum of squares. They keep their arrays of addresses alive; the call keeps the tensors.
+
+    Attributes:
+        chunks: the table's chunks of ``NORM_CHUNK`` elements.
+    """
 
     _fields_ = [
         ("dtype", c_int32),
@@ -97,33 +113,29 @@ class Norm(Structure):
         ("threads", Threads),
     ]
 
-    def __init__(
-        self,
-        sums: torch.Tensor,
-        values: Sequence[torch.Tensor],
-        table: torch.Tensor,
-        isa: int = 0,
-        threads: Threads | None = None,
-    ) -> None:
-        addresses, numels = _addresses(values), _numels(values)
+    def __init__(self, call: SquaresCall, isa: int = 0, threads: Threads | None = None) -> None:
+        self._values, count = (c_int64 * len(call.values))(), len(call.values)
+        self._numels = (c_int64 * count)(*map(torch.Tensor.numel, call.values))
         super().__init__(
-            dtype=DTYPES[values[0].dtype],
+            dtype=DTYPES[call.values[0].dtype],
             isa=isa,
-            tensors=len(values),
-            segments=table.shape[0],
-            numels=ctypes.addressof(numels),
-            values=ctypes.addressof(addresses),
-            table=table.data_ptr(),
-            sums=sums.data_ptr(),
-            owners=sums.numel(),
+            tensors=count,
+            segments=call.table.shape[0],
+            numels=ctypes.addressof(self._numels),
+            values=ctypes.addressof(self._values),
+            table=call.table.data_ptr(),
+            owners=call.sums.numel(),
             threads=threads or Threads(),
         )
-        self._arrays = (addresses, numels)
+        numels = call.table[:, 2].clamp(0, max(self._numels))
+        self.chunks = int(((numels + (NORM_CHUNK - 1)) // NORM_CHUNK).sum())
 
-    def allocate_partials(self, count: int, device: torch.device) -> None:
-        """Allocate the memory for the sums of the table's chunks, which the kernel adds in the end."""
-        self._partial = torch.empty(count, dtype=torch.float64, device=device)
-        self.partials, self.partial = count, self._partial.data_ptr()
+    def refresh(self, call: SquaresCall, partials: int) -> None:
+        """Take over the addresses of a launch, and allocate ``partials`` numbers for the sums of the table's chunks,
+        which the kernel adds in the end."""
+        self._values[:] = list(map(torch.Tensor.data_ptr, call.values))
+        self._partial = torch.empty(partials, dtype=torch.float64, device=call.sums.device)
+        self.partials, self.partial, self.sums = partials, self._partial.data_ptr(), call.sums.data_ptr()
 
 
 def check_abi(library: ctypes.CDLL, kind: str) -> None:
@@ -134,11 +146,3 @@ def check_abi(library: ctypes.CDLL, kind: str) -> None:
             f"the {kind} kernels have interface {version}, expected {ABI}; rebuild them: delete the cache "
             "directory that `zerolite report` names"
         )
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_int64]:
-    return (c_int64 * len(tensors))(*map(torch.Tensor.data_ptr, tensors))
-
-
-def _numels(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_int64]:
-    return (c_int64 * len(tensors))(*map(torch.Tensor.numel, tensors))

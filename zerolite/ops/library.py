@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from zerolite.ops.call import UpdateCall
+from zerolite.ops.call import SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.utils.builder import op_builder
 
@@ -18,7 +17,7 @@ class Kernels(Protocol):
 
     def update(self, call: UpdateCall) -> None: ...
 
-    def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None: ...
+    def squares(self, call: SquaresCall) -> None: ...
 
 
 def kernels_for(device: torch.device) -> Kernels | None:

@@ -7,11 +7,11 @@ on a limited number of elements at a time, so that temporaries stay small.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
+from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, SquaresCall, UpdateCall
 from zerolite.utils.accelerator import host_value, host_values
 from zerolite.utils.rounding import sync_master_from_param_
 
@@ -40,6 +40,7 @@ def update(call: UpdateCall) -> None:
             exact = param.float()
             if call.outs:
                 sync_master_from_param_(exact, _flat(call.outs[tensor])[part])
+            was_finite = exact.isfinite()
             exact_states = [state.float() for state in states]
             scaled = grad.float() * rows[row][0]
             if call.factor is not None:
@@ -52,16 +53,18 @@ def update(call: UpdateCall) -> None:
                     kept.copy_(value)
             if call.outs:
                 _flat(call.outs[tensor])[part].copy_(exact)
+            if call.broken is not None and call.groups is not None:
+                call.broken[int(call.groups[row])] += (was_finite & ~param.isfinite()).any()
 
 
 @torch.no_grad()
-def squares(sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
+def squares(call: SquaresCall) -> None:
     """Add the sum of squares of each segment (tensor, start, elements, owner) to ``sums[owner]``, in double."""
-    segments = table.tolist()
+    sums, values, segments = call.sums, call.values, call.table.tolist()
     if sums.is_cuda:
         flats = [_flat(values[tensor])[start : start + numel] for tensor, start, numel, _ in segments]
         norms = torch.stack(list(torch._foreach_norm(flats, 2.0, dtype=torch.float64)))
-        owners = table[:, 3].contiguous().pin_memory().to(sums.device, non_blocking=True)
+        owners = call.table[:, 3].contiguous().pin_memory().to(sums.device, non_blocking=True)
         sums.index_add_(0, owners, norms * norms)
         return
     for tensor, start, numel, owner in segments:

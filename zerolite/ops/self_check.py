@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zerolite.ops import reference
-from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
+from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, SquaresCall, UpdateCall
 from zerolite.ops.library import Kernels
 from zerolite.utils.dtypes import FLOATS
 
@@ -50,7 +50,7 @@ def check_updates(kernels: Kernels, device: torch.device) -> None:
     for dtype in FLOATS:
         values = _tensors(dtype, 9, torch.device("cpu"))
         sums = torch.zeros(len(_NUMELS), dtype=torch.float64, device=device)
-        kernels.squares(sums, [value.to(device) for value in values], table)
+        kernels.squares(SquaresCall(sums, [value.to(device) for value in values], table))
         exact = torch.stack([value.double().square().sum() for value in values])
         if not torch.allclose(sums.cpu(), exact, rtol=1e-12, atol=0.0):
             raise RuntimeError(_WRONG.format(f"the sum of squares of {dtype}"))

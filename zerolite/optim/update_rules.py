@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, Tensors
+from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD
 from zerolite.ops.lion import Lion
 
 Group = Mapping[str, Any]
@@ -39,7 +39,6 @@ class UpdateRule:
 
     Attributes:
         number: number of the rule in csrc/kernels.h.
-        operator: name of the operator in torch.ops.zerolite.
         states: names of the states, as in ``optimizer.state[p]``.
         counts_steps: True if ``optimizer.state[p]`` has a ``step`` as well.
         row: function (param group, number of the step from 1) that returns the scalars of csrc/rules.h. Python computes
@@ -49,30 +48,11 @@ class UpdateRule:
     """
 
     number: int
-    operator: str
     states: tuple[str, ...]
     counts_steps: bool
     row: Callable[[Group, int], Row]
     has_states: Callable[[Group], bool] = lambda group: True
     initial: Callable[[Group], float] = lambda group: 0.0
-
-    def launch(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        states: Sequence[Tensors],
-        outs: Tensors,
-        table: torch.Tensor,
-        rows: torch.Tensor,
-        factor: torch.Tensor | None,
-        skip: torch.Tensor | None,
-        use: torch.Tensor | None = None,
-        uses: torch.Tensor | None = None,
-    ) -> None:
-        """Call the operator. For the arguments see :class:`zerolite.ops.call.UpdateCall`."""
-        # Without states the operator still takes its lists of states; they are empty.
-        operator = getattr(torch.ops.zerolite, self.operator)
-        operator(params, grads, *(states or [[]] * len(self.states)), outs, table, rows, factor, skip, use, uses)
 
     unsupported = staticmethod(unsupported)
 
@@ -128,17 +108,15 @@ def _sgd_row(group: Group, step: int) -> Row:
 
 _ADAM_STATES = ("exp_avg", "exp_avg_sq")
 _RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
-    torch.optim.AdamW: UpdateRule(ADAM, "adam_", _ADAM_STATES, True, functools.partial(_adam_row, decoupled=True)),
+    torch.optim.AdamW: UpdateRule(ADAM, _ADAM_STATES, True, functools.partial(_adam_row, decoupled=True)),
     torch.optim.Adam: UpdateRule(
-        ADAM, "adam_", _ADAM_STATES, True, lambda g, t: _adam_row(g, t, bool(g.get("decoupled_weight_decay")))
+        ADAM, _ADAM_STATES, True, lambda g, t: _adam_row(g, t, bool(g.get("decoupled_weight_decay")))
     ),
-    Lion: UpdateRule(LION, "lion_", ("exp_avg",), False, _lion_row),
+    Lion: UpdateRule(LION, ("exp_avg",), False, _lion_row),
     torch.optim.Adagrad: UpdateRule(
-        ADAGRAD, "adagrad_", ("sum",), True, _adagrad_row, initial=lambda g: g["initial_accumulator_value"]
+        ADAGRAD, ("sum",), True, _adagrad_row, initial=lambda g: g["initial_accumulator_value"]
     ),
-    torch.optim.SGD: UpdateRule(
-        SGD, "sgd_", ("momentum_buffer",), False, _sgd_row, has_states=lambda g: g["momentum"] != 0
-    ),
+    torch.optim.SGD: UpdateRule(SGD, ("momentum_buffer",), False, _sgd_row, has_states=lambda g: g["momentum"] != 0),
 }
 
 

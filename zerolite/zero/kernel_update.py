@@ -12,11 +12,22 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zerolite.ops.launches import UpdateLaunch
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.memory_tags import STATES
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.update import Groups, OptimParamShard, Span, SpanTensors, State, UpdateMethod, group_equal, segments
+from zerolite.zero.update import (
+    Groups,
+    OptimParamShard,
+    Span,
+    SpanTensors,
+    State,
+    UpdateInputs,
+    UpdateMethod,
+    group_equal,
+    segments,
+)
 
 _Row = tuple[int, int, int]
 
@@ -29,17 +40,17 @@ class _Launch:
 
     Attributes:
         members: indices of the spans in the sub-group.
-        table: int64, [segments, 4] on the host: index in ``members``, start in the span, elements, row of scalars.
         rows: for each row, its param group, the number of steps that its parameters have missed, and -1. Or the row is
             of a single parameter that the device may leave out: its param group, 0, and the parameter, whose number of
             missed steps changes.
-        use: int64, [segments] on the host: the parameter that the device may leave out, or -1; None if all are -1.
+        kernel: the launch. A row of its table is: index in ``members``, start in the span, elements, row of scalars.
+        uses: the device may leave out some parameters.
     """
 
     members: tuple[int, ...]
-    table: torch.Tensor
     rows: tuple[_Row, ...]
-    use: torch.Tensor | None
+    kernel: UpdateLaunch
+    uses: bool
 
 
 class KernelUpdate(UpdateMethod):
@@ -95,7 +106,7 @@ class KernelUpdate(UpdateMethod):
         self._ensure_states()
         self._plan_key = None
 
-    def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
+    def begin(self, inputs: UpdateInputs) -> None:
         """Count a step. Parameters that do not take part, or whose group has no states, miss it.
 
         Raises:
@@ -115,16 +126,17 @@ class KernelUpdate(UpdateMethod):
         versions = [counter._version for counter in self._counters]
         if versions != self._versions or len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._adopt_changes()
-        self._count(used, maybe_unused, groups)
+        self._count(inputs, groups)
 
-    def _count(self, used: frozenset[int] | None, maybe_unused: frozenset[int], groups: Groups) -> None:
+    def _count(self, inputs: UpdateInputs, groups: Groups) -> None:
+        used = inputs.used
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         stateless = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        plan_key = (used, maybe_unused, stateless)
+        plan_key = (used, inputs.maybe_unused, stateless)
         is_planned = plan_key == self._plan_key
         if not is_planned:
-            self._plan_key, self._maybe_unused = plan_key, maybe_unused
+            self._plan_key, self._maybe_unused = plan_key, inputs.maybe_unused
             self._not_counted = [
                 shard.index
                 for shard in self.shards()
@@ -151,16 +163,10 @@ class KernelUpdate(UpdateMethod):
             self._is_shown &= not left_out
 
     @torch.no_grad()
-    def update(
-        self,
-        sub_group: Sequence[SpanTensors],
-        factor: float | torch.Tensor,
-        used: frozenset[int] | None,
-        found_inf: torch.Tensor | None,
-        uses: torch.Tensor | None = None,
-    ) -> None:
+    def update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
         groups, names = self._inner.param_groups, self._rule.states if self._has_states else ()
-        for launch in self._plan(sub_group, used):
+        factor = inputs.factor
+        for launch in self._plan(sub_group, inputs.used):
             # In float64 on the host and rounded once, because bias corrections lose digits in fp32 after many steps.
             rows = [
                 self._rule.row(groups[group], self._steps - (missed if alone < 0 else self._steps_missed[alone]))
@@ -171,17 +177,16 @@ class KernelUpdate(UpdateMethod):
             if on_device is None:
                 scalars[:, 0] *= factor
             members = [sub_group[i] for i in launch.members]
-            self._rule.launch(
+            launch.kernel.run(
                 [tensors.master for tensors in members],
                 [tensors.gradient for tensors in members],
                 [[tensors.states[name] for tensors in members] for name in names],
                 [tensors.out for tensors in members if tensors.out is not None],
-                launch.table,
                 scalars.float(),
                 on_device,
-                found_inf,
-                launch.use,
-                None if launch.use is None else uses,
+                inputs.found_inf,
+                inputs.uses if launch.uses else None,
+                None if self.broken is None else self.broken_on(members[0].master.device),
             )
 
     def on_update_skipped(self) -> None:
@@ -358,7 +363,11 @@ class KernelUpdate(UpdateMethod):
         keys = list(rows)
         parameters = [keys[row][2] for *_, row in table]
         use = None if max(parameters) < 0 else torch.tensor(parameters, dtype=torch.int64, device="cpu")
-        return _Launch(members, torch.tensor(table, dtype=torch.int64, device="cpu"), tuple(keys), use)
+        groups = None
+        if self.broken is not None:
+            groups = torch.tensor([group for group, *_ in keys], dtype=torch.int32, device="cpu")
+        kernel = UpdateLaunch(self._rule.number, torch.tensor(table, dtype=torch.int64, device="cpu"), use, groups)
+        return _Launch(members, tuple(keys), kernel, use is not None)
 
 
 def _counter(step: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,15 +13,11 @@ from zerolite.comm import collective
 if TYPE_CHECKING:
     from zerolite.zero.grads import Change
     from zerolite.zero.stats import GradStats
-    from zerolite.zero.update import SpanTensors
 
 REDUCE_WAIT, GATHER, STEP = "reduce_wait", "gather", "step"
 """Phases, which may nest. REDUCE_WAIT: waiting for reductions that did not end during backward. GATHER: launching
 parameter all-gathers and waiting for them, anywhere. STEP: statistics, update, and all-gather of the updated
 parameters."""
-
-Update = Callable[[Sequence["SpanTensors"]], None]
-"""Function that updates some of the spans of a step."""
 
 
 class UpdateFacts(NamedTuple):
@@ -115,9 +111,8 @@ class StepObserver:
     def on_collected(self) -> None:
         """Called when the update has the statistics that it uses, and nothing has been read yet."""
 
-    def observe_update(self, update: Update) -> Update:
-        """Return a function that calls ``update``, and looks at the masters before and after each of its calls."""
-        return update
+    def on_update_begin(self) -> None:
+        """Called when an update begins to change the masters."""
 
     def on_step_end(self, step: int) -> None:
         """Called when the update has been launched or skipped, or has raised. step: number of steps, this one
@@ -186,7 +181,7 @@ class Observers:
         self.on_phase_end: list[Callable[[str], None]] = []
         self.before_update: list[Callable[[UpdateFacts], None]] = []
         self.on_collected: list[Callable[[], None]] = []
-        self.observe_update: list[Callable[[Update], Update]] = []
+        self.on_update_begin: list[Callable[[], None]] = []
         self.on_step_end: list[Callable[[int], None]] = []
         self.on_parameters_updated: list[Callable[[], None]] = []
         self.on_updated: list[Callable[[], None]] = []

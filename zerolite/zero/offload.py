@@ -26,12 +26,11 @@ import torch
 from zerolite.offload.placement import DONE, SPAN_ALIGNMENT, Placement, Transfer, whole_blocks
 from zerolite.offload.transfers import StagedTransfer, Transfers
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, STAGING, tag_memory
-from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups
+from zerolite.zero.update import Span, SpanTensors, UpdateInputs, UpdateMethod, sub_groups
 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
     from zerolite.zero.buffer import ParameterBuffer
-    from zerolite.zero.observers import Update
     from zerolite.zero.param_gatherer import ParamGatherer
 
 _MAX_WRITES = 2  # buckets under way; each of them holds its gradient on the device
@@ -281,12 +280,14 @@ class OffloadUpdate:
         limit = min(self._placements.options.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
         self.groups = [group for side in buckets.values() for group in sub_groups(side, limit, alignment)]
 
-    def run(self, gather: bool, update: Update, on_updated: Callable[[Sequence[SpanTensors], bool], None]) -> None:
+    def run(
+        self, gather: bool, inputs: UpdateInputs, on_updated: Callable[[Sequence[SpanTensors], bool], None]
+    ) -> None:
         """Update all sub-groups.
 
         Args:
             gather: the update all-gathers the updated parameters.
-            update: updates one sub-group.
+            inputs: see the class.
             on_updated: called with each sub-group and ``gather`` when its results are being written back.
 
         Raises:
@@ -307,7 +308,7 @@ class OffloadUpdate:
                     incoming.append(self._begin(plans[index + len(incoming)], buffer_bytes, longest))
                 current = incoming[0]
                 current.wait()
-                update(current.spans)
+                self._method.update(current.spans, inputs)
                 # The copies of earlier results to a staging buffer ran during this update. Begin their writes to disk.
                 for earlier in outgoing:
                     earlier.advance()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
 from zerolite.comm import collective
+from zerolite.ops.launches import SquaresLaunch
 from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
@@ -225,7 +225,7 @@ class SquaresPlan:
                 between ranges may hold anything.
         """
         self._owned = owned
-        self._plans: dict[Any, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
+        self._plans: dict[Any, list[tuple[tuple[int, ...], SquaresLaunch]]] = {}
 
     def add(self, sums: torch.Tensor, spans: tuple[Span, ...], tensors: Sequence[torch.Tensor | None]) -> None:
         """Add the squares of ``tensors``, one for each of ``spans``, to ``sums``, float64 by parameter. None adds
@@ -235,12 +235,12 @@ class SquaresPlan:
         if plan is None:
             plan = []
             for members in group_equal(dtypes):
-                found = segments([spans[i] for i in members], self._owned)
-                if found:
-                    plan.append((members, torch.tensor(found, dtype=torch.int64, device="cpu")))
+                table = segments([spans[i] for i in members], self._owned)
+                if table:
+                    plan.append((members, SquaresLaunch(torch.tensor(table, dtype=torch.int64, device="cpu"))))
             self._plans[spans, dtypes] = plan
-        for members, table in plan:
-            torch.ops.zerolite.squares_(sums, [tensors[i] for i in members], table)
+        for members, launch in plan:
+            launch.run(sums, [tensors[i] for i in members])  # type: ignore[misc]  # those of None are in no launch
 
     def clear(self) -> None:
         """Forget the launches, because the layout has other buckets."""

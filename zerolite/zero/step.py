@@ -30,6 +30,7 @@ from zerolite.zero.reducer import Reducer
 from zerolite.zero.stats import StatsCollector, StatsVector
 from zerolite.zero.step_state import StepState, mean_weight
 from zerolite.zero.step_update import StepUpdate, WrittenValues
+from zerolite.zero.update import UpdateInputs
 
 _NOT_IN_P_GRAD = (
     "with tensor_parallel or a pipeline a rank has a part of the model only. To clip, set gradient_clipping in the "
@@ -131,11 +132,12 @@ class StepPipeline:
         if stats is None:  # the device decides on a skip
             used, maybe_unused = update.used_somewhere(vector)
             skips = vector.skips(state.options.check_finite, bool(self._accumulation.weighted))
-            update.run(gather, factor, used, skips, maybe_unused, vector.uses())  # update, gather
+            uses = vector.uses() if maybe_unused else None
+            update.run(gather, UpdateInputs(factor, used, maybe_unused, uses, skips))  # update, gather
             state.read_later(vector, divisor, maybe_unused)
             return
         if state.applies(stats):
-            update.run(gather, factor, stats.used)
+            update.run(gather, UpdateInputs(factor, stats.used))
         else:
             update.skip(gather)
         state.end_step(stats, divisor)  # outcome

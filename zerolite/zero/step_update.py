@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.grads import Factor
-from zerolite.zero.observers import Observers, Update
+from zerolite.zero.observers import Observers
 from zerolite.zero.offload import OffloadUpdate
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stats import StatsVector
 from zerolite.zero.step_state import StepState
-from zerolite.zero.update import Span, SpanTensors, UpdateMethod, sub_groups
+from zerolite.zero.update import Span, SpanTensors, UpdateInputs, UpdateMethod, sub_groups
 
 
 class StepUpdate:
@@ -101,37 +99,25 @@ class StepUpdate:
             return stats.get().used, frozenset()
         return used | maybe_unused, maybe_unused
 
-    def run(
-        self,
-        gather: bool,
-        factor: Factor,
-        used: frozenset[int] | None,
-        found_inf: torch.Tensor | None = None,
-        maybe_unused: frozenset[int] = frozenset(),
-        uses: torch.Tensor | None = None,
-    ) -> None:
+    def run(self, gather: bool, inputs: UpdateInputs) -> None:
         """Update once, which consumes the gradients.
 
         Args:
             gather: all-gather each bucket as soon as it is updated.
-            factor: see :meth:`UpdateMethod.update`, also for ``used``, ``found_inf`` and ``uses``.
-            maybe_unused: parameters of ``used`` that the device may leave out.
+            inputs: what the update uses beside the buckets.
 
         Raises:
             OSError: the disk failed. Then some masters are a step ahead of others.
         """
-        self._method.begin(used, maybe_unused)
+        self._method.begin(inputs)
+        for notify in self._observers.on_update_begin:
+            notify()
         if self._order is not self._reducer.order:  # it was learned in a backward
             self.plan()
-        update: Update = functools.partial(
-            self._method.update, factor=factor, used=used, found_inf=found_inf, uses=uses if maybe_unused else None
-        )
-        for observe in self._observers.observe_update:
-            update = observe(update)
         # Set before the first write, because an exception between two buckets leaves some masters ahead.
         self.params_outdated = not gather
         try:
-            self._update_all(update, gather)
+            self._update_all(inputs, gather)
         except BaseException as error:
             self.failed_update, self.params_outdated = f"{type(error).__name__}: {error}", False
             raise
@@ -144,7 +130,7 @@ class StepUpdate:
                 [master for bucket in self.buffer.buckets for master in bucket.sync_master_from_param()]
             )
 
-    def _update_all(self, update: Update, gather: bool) -> None:
+    def _update_all(self, inputs: UpdateInputs, gather: bool) -> None:
         syncs = gather and self._method.syncs_masters
         gatherer = self.param_gatherer
         for spans in self._in_place:
@@ -154,10 +140,10 @@ class StepUpdate:
                 for span in spans:
                     span.bucket.sync_master_from_param()
             sub_group = [self._stored_tensors(span, syncs) for span in spans]
-            update(sub_group)
+            self._method.update(sub_group, inputs)
             self._on_updated(sub_group, gather)
         if self._offload.groups:
-            self._offload.run(gather, update, self._on_updated)
+            self._offload.run(gather, inputs, self._on_updated)
         if gather:
             gatherer.end_step()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from zerolite.utils.rounding import sync_master_from_param_
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
-from zerolite.zero.update import OptimParamShard, SpanTensors, State, UpdateMethod
+from zerolite.zero.update import OptimParamShard, SpanTensors, State, UpdateInputs, UpdateMethod
 
 
 class TorchUpdate(UpdateMethod):
@@ -38,8 +39,7 @@ class TorchUpdate(UpdateMethod):
         """
         super().__init__(inner, buffer)
         self._takes_found_inf = bool(getattr(inner, "_step_supports_amp_scaling", False))
-        self._maybe_unused: frozenset[int] = frozenset()  # parameters that the device may leave out of this update
-        self._new_states: set[int] = set()  # those without a state yet
+        self._new_states: set[int] = set()  # parameters that the device may leave out, without a state before
         # Other libraries count steps in param groups: the numbers before this step, by id of the group.
         self._counts: dict[int, dict[str, Any]] = {}
         self._stand_ins: dict[int, torch.Tensor] = {}  # by param group
@@ -54,9 +54,7 @@ class TorchUpdate(UpdateMethod):
             if _updates_copy(bucket):
                 _write_back_master(bucket, bucket.master)
 
-    def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
-        """Begin the updates of a step. ``used`` is not needed: torch's optimizers count steps in their states."""
-        self._maybe_unused = maybe_unused
+    def begin(self, inputs: UpdateInputs) -> None:
         self._new_states.clear()
         self._counts.clear()
         for bucket in self._buffer.buckets:
@@ -70,31 +68,41 @@ class TorchUpdate(UpdateMethod):
         self._new_states.difference_update(indices)
 
     @torch.no_grad()
-    def update(
-        self,
-        sub_group: Sequence[SpanTensors],
-        factor: float | torch.Tensor,
-        used: frozenset[int] | None,
-        found_inf: torch.Tensor | None,
-        uses: torch.Tensor | None = None,
-    ) -> None:
+    def update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
+        used, uses = inputs.used, inputs.uses
+        for tensors in sub_group:
+            if tensors.out is not None:
+                sync_master_from_param_(tensors.master, tensors.out)
+        views = self._views(sub_group) if self.broken is not None else {}
+        were_finite = _finite(views)
         if uses is not None:
             assert used is not None
-            for index in sorted(self._maybe_unused):
+            for index in sorted(inputs.maybe_unused):
                 bucket = self._buffer.layout.slots[index].bucket
                 if of_bucket := [tensors for tensors in sub_group if tensors.span.bucket.index == bucket]:
-                    left_out = uses[index] == 0 if found_inf is None else (uses[index] == 0) | (found_inf != 0)
-                    self._update(of_bucket, factor, frozenset([index]), left_out.float())
-            used -= self._maybe_unused
-        self._update(sub_group, factor, used, found_inf)
+                    left_out = uses[index] == 0
+                    left_out = left_out if inputs.found_inf is None else left_out | (inputs.found_inf != 0)
+                    one = replace(inputs, used=frozenset([index]), found_inf=left_out.float())
+                    self._update(of_bucket, one, shares_gradient=True)
+            inputs = replace(inputs, used=used - inputs.maybe_unused)
+        self._update(sub_group, inputs)
+        if views:
+            flags = self.broken_on(sub_group[0].master.device)
+            for (group, before), after in zip(were_finite.items(), _finite(views).values(), strict=True):
+                flags[group] += before & ~after
 
-    def _update(
-        self,
-        sub_group: Sequence[SpanTensors],
-        factor: float | torch.Tensor,
-        used: frozenset[int] | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
+    def _views(self, sub_group: Sequence[SpanTensors]) -> dict[int, list[torch.Tensor]]:
+        """Return the masters of the shards in ``sub_group`` by param group."""
+        views: dict[int, list[torch.Tensor]] = {}
+        for tensors in sub_group:
+            for shard in tensors.span.bucket.shards:
+                if shard.fragment.numel:
+                    views.setdefault(shard.group, []).append(shard.view(tensors.master))
+        return views
+
+    def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs, shares_gradient: bool = False) -> None:
+        """Update the shards of ``inputs.used``. shares_gradient: others are updated later from the same gradients."""
+        used, factor = inputs.used, inputs.factor
         shards: list[OptimParamShard] = []
         bound: list[SpanTensors] = []
         gradients: list[torch.Tensor] = []
@@ -103,12 +111,10 @@ class TorchUpdate(UpdateMethod):
             members = [shard for shard in bucket.shards if used is None or shard.index in used]
             if not members:
                 continue
-            if tensors.out is not None:
-                sync_master_from_param_(tensors.master, tensors.out)
             self._bind(tensors)
             # Parameters that the device may leave out are updated first, and share the gradient's memory with the
             # others. So their gradients are scaled in copies, and the last update scales the memory itself.
-            if used is not None and used <= self._maybe_unused:
+            if shares_gradient:
                 self._set_scaled_grads(members, tensors.gradient, factor)
             else:
                 gradients.append(tensors.gradient.to(bucket.update_dtype))
@@ -125,7 +131,7 @@ class TorchUpdate(UpdateMethod):
             self._add_stand_ins(chosen, used, sub_group[0].master)
         try:
             if chosen:
-                with self._limited_to(shards, chosen), self._with_found_inf(found_inf):
+                with self._limited_to(shards, chosen), self._with_found_inf(inputs.found_inf):
                     self._step(self._inner)
         finally:
             for shard in shards:
@@ -133,7 +139,7 @@ class TorchUpdate(UpdateMethod):
             for tensors in bound:
                 self._unbind(tensors)
         self._tag_states(shards)
-        for tensors in bound:  # the others may have values that the user has written and the masters have not
+        for tensors in bound:
             if tensors.out is not None:
                 tensors.out.copy_(tensors.master)
 
@@ -343,6 +349,14 @@ class TorchUpdate(UpdateMethod):
                 shard.tensor.data = shard.view(bucket.master)
         if is_copy:
             self._move_states(bucket.shards)
+
+
+def _finite(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Return by group if all elements are finite, a 0-dim bool tensor on their device."""
+    return {
+        group: torch.stack(list(torch._foreach_norm(list(ones), torch.inf))).isfinite().all()
+        for group, ones in tensors.items()
+    }
 
 
 def _updates_copy(bucket: Bucket) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -101,7 +102,28 @@ class SpanTensors(NamedTuple):
     out: torch.Tensor | None
 
 
-class UpdateMethod:
+@dataclass(frozen=True)
+class UpdateInputs:
+    """What the update of a step uses beside the tensors of its spans.
+
+    Attributes:
+        factor: multiplies every gradient: a number, or one fp32 element on the device of the update.
+        used: parameters that are updated (None: all). The others stay as they are, like parameters of torch whose
+            ``grad`` is None.
+        maybe_unused: those of them that the device may leave out.
+        uses: float64 by parameter on the device, which leaves out the ``maybe_unused`` whose number is zero. None if
+            there are none of these.
+        found_inf: fp32 of shape [] on the device; if it is not zero, the device skips the update. None: never.
+    """
+
+    factor: float | torch.Tensor
+    used: frozenset[int] | None = None
+    maybe_unused: frozenset[int] = frozenset()
+    uses: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+
+class UpdateMethod(ABC):
     """Method that updates the optimizer shards of all buckets, by our kernels or by the inner optimizer itself.
 
     Between updates the keys of ``inner.state`` are the model's parameters.
@@ -114,6 +136,8 @@ class UpdateMethod:
         most_maybe_unused: parameters of which ``update`` can leave to the device if they are updated; None: any number.
         state_names: names of the states with one value per element; None if they are known only from states that
             exist.
+        broken: after :meth:`find_broken`: flags by param group, float64 on each device where updates run. Not 0 if an
+            update has made a master non-finite that was finite; whoever reads the flags sets them to 0.
     """
 
     one_launch = False
@@ -124,6 +148,20 @@ class UpdateMethod:
 
     def __init__(self, inner: Optimizer, buffer: ParameterBuffer) -> None:
         self._inner, self._buffer = inner, buffer
+        self.broken: dict[torch.device, torch.Tensor] | None = None
+
+    def find_broken(self) -> None:
+        """Let updates find masters that they make non-finite, from now on."""
+        self.broken = {}
+
+    def broken_on(self, device: torch.device) -> torch.Tensor:
+        """Return the flags of ``broken`` on a device."""
+        assert self.broken is not None
+        flags, count = self.broken.get(device), len(self._inner.param_groups)
+        if flags is None or len(flags) != count:
+            more = torch.zeros(count - (0 if flags is None else len(flags)), dtype=torch.float64, device=device)
+            flags = self.broken[device] = more if flags is None else torch.cat([flags, more])
+        return flags
 
     @property
     def can_skip_on_device(self) -> bool:
@@ -136,43 +174,21 @@ class UpdateMethod:
 
     # ---------------------------------------------------------------- one step
 
-    def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
-        """Begin the updates of a step. Called once per step.
+    @abstractmethod
+    def begin(self, inputs: UpdateInputs) -> None:
+        """Begin the updates of a step. Called once per step."""
 
-        Args:
-            used: parameters that take part (None: all).
-            maybe_unused: those of them that the device may leave out.
-        """
-        raise NotImplementedError
+    @abstractmethod
+    def update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
+        """Update the shards in ``sub_group``, spans whose tensors are on one device."""
 
-    def update(
-        self,
-        sub_group: Sequence[SpanTensors],
-        factor: float | torch.Tensor,
-        used: frozenset[int] | None,
-        found_inf: torch.Tensor | None,
-        uses: torch.Tensor | None = None,
-    ) -> None:
-        """Update the shards in ``sub_group`` from ``factor × gradient``.
-
-        Args:
-            sub_group: spans whose tensors are on one device.
-            factor: number, or a tensor of one fp32 element on that device.
-            used: parameters that are updated (None: all). The others stay as they are, like parameters of torch whose
-                ``grad`` is None.
-            found_inf: fp32 tensor of shape [] on the device; if it is not zero, the device skips the update.
-            uses: float64 by parameter on the device. The device leaves out the ``maybe_unused`` of :meth:`begin` whose
-                number is zero. None if there are none of these.
-        """
-        raise NotImplementedError
-
+    @abstractmethod
     def on_left_out(self, indices: Iterable[int]) -> None:
         """Note that the device has left these of the ``maybe_unused`` parameters out of the last update."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_update_skipped(self) -> None:
         """Note that the device has skipped the last update."""
-        raise NotImplementedError
 
     # ---------------------------------------------------------------- states
 
@@ -180,13 +196,14 @@ class UpdateMethod:
         """Return the states of a shard in torch's form, as views of the stored ones; empty if it was never updated."""
         return dict(self._inner.state.get(shard.parameter) or {})
 
-    def show(self) -> None:
+    def show(self) -> None:  # noqa: B027  torch's optimizers need nothing
         """Bring ``inner.state`` up to date, after the device has skipped an update or left out parameters."""
 
+    @abstractmethod
     def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
         """Copy states in torch's form; an empty mapping stands for a shard that was never updated."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_state(
         self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, torch.Tensor]:
@@ -200,15 +217,14 @@ class UpdateMethod:
         Returns:
             the tensors, which the caller fills.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def memory(self) -> Iterable[torch.Tensor]:
         """Return all tensors of states, for reports."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Begin to update the shards of these buckets, which have them already."""
-        raise NotImplementedError
 
 
 # -------------------------------------------------------------------- spans

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch: schemas, fake tensors, torch.compile, and what they refuse."""
+"""Launches of kernels: what they check and when, tensors without memory, and the same bits without kernels."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.cases import BF16, assert_same, needs_fma, numbers, rule
-from zerolite.ops import library, reference
-from zerolite.ops.call import COLUMNS, UpdateCall
+from zerolite.ops import launches, library, reference
+from zerolite.ops.call import COLUMNS, SGD, SquaresCall, UpdateCall
+from zerolite.ops.launches import SquaresLaunch, UpdateLaunch
 
-STATES = {"adam_": 2, "lion_": 1, "adagrad_": 1, "sgd_": 1}
-NAMES = {"adam_": "adamw", "lion_": "lion-decay", "adagrad_": "adagrad", "sgd_": "sgd-nesterov"}
-UPDATES = pytest.mark.parametrize("operator", STATES)
+STATES = {"adamw": 2, "lion-decay": 1, "adagrad": 1, "sgd-nesterov": 1}
+UPDATES = pytest.mark.parametrize("name", STATES)
 NUMELS, TABLE = (40, 3, 17), [[0, 0, 30, 0], [2, 1, 16, 1], [0, 30, 10, 1]]
 
 
-def _arguments(operator: str) -> dict[str, Any]:
+def _arguments(name: str) -> dict[str, Any]:
     """Two tensors updated in three segments with two rows, one without a segment; keys are those of UpdateCall."""
-    of = rule(NAMES[operator])
-    lists = [[numbers(n, seed=n + kind, special=0.0) for n in NUMELS] for kind in range(2 + STATES[operator])]
+    of = rule(name)
+    lists = [[numbers(n, seed=n + kind, special=0.0) for n in NUMELS] for kind in range(2 + STATES[name])]
     return {
         "params": lists[0],
         "grads": [g.bfloat16() for g in lists[1]],
@@ -36,12 +36,16 @@ def _arguments(operator: str) -> dict[str, Any]:
     }
 
 
-def _positional(params: Any, grads: Any, states: Any, *rest: Any) -> tuple[Any, ...]:
-    return (params, grads, *states, *rest)
+def _launch(name: str, arguments: dict[str, Any]) -> UpdateLaunch:
+    return UpdateLaunch(rule(name).rule.number, arguments["table"])
 
 
-def _call(operator: str, arguments: dict[str, Any]) -> None:
-    getattr(torch.ops.zerolite, operator)(*_positional(*arguments.values()))
+def _run(launch: UpdateLaunch, arguments: dict[str, Any]) -> None:
+    launch.run(**{key: value for key, value in arguments.items() if key != "table"})
+
+
+def _call(name: str, arguments: dict[str, Any]) -> None:
+    _run(_launch(name, arguments), arguments)
 
 
 def _changed(arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -52,43 +56,67 @@ def _squares_arguments() -> tuple[Any, ...]:
     return torch.ones(2, dtype=torch.float64), [numbers(n, seed=n, special=0.0) for n in NUMELS], torch.tensor(TABLE)
 
 
-# ------------------------------------------------------------------- what they are to torch
+# ------------------------------------------------------------------- what they do
 
 
 @UPDATES
 @needs_fma
-def test_operators_are_the_reference(operator: str) -> None:
-    got, expected, before = (_arguments(operator) for _ in range(3))
-    _call(operator, got)
-    reference.update(UpdateCall(rule(NAMES[operator]).rule.number, *expected.values()))
+def test_launches_are_the_reference(name: str) -> None:
+    got, expected, before = (_arguments(name) for _ in range(3))
+    _call(name, got)
+    reference.update(UpdateCall(rule(name).rule.number, *expected.values()))
     assert_same(_changed(got), _changed(expected))
     assert_same(got["grads"], before["grads"])
     differ = [not torch.equal(a, b) for a, b in zip(_changed(got), _changed(before), strict=True)]
-    assert sum(differ) == 2 * (2 + STATES[operator])
-
-
-@pytest.mark.fast("sgd_")
-@UPDATES
-def test_operators_pass_opcheck(operator: str) -> None:
-    for changes in ({}, {"outs": [], "factor": None, "skip": None}):
-        arguments = _positional(*{**_arguments(operator), **changes}.values())
-        torch.library.opcheck(getattr(torch.ops.zerolite, operator), arguments)
-
-
-def test_squares_passes_opcheck() -> None:
-    torch.library.opcheck(torch.ops.zerolite.squares_, _squares_arguments())
+    assert sum(differ) == 2 * (2 + STATES[name])
 
 
 @UPDATES
-def test_fake_tensors_are_checked_and_not_computed(operator: str) -> None:
-    arguments = _arguments(operator)
+@needs_fma
+def test_arguments_are_checked_when_they_are_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later steps bring other gradients and scalars, and their bits are those of new launches."""
+    checked: list[UpdateCall] = []
+    check = launches._check_update
+    monkeypatch.setattr(launches, "_check_update", lambda call: (checked.append(call), check(call)))
+    got, expected = _arguments(name), _arguments(name)
+    launch = _launch(name, got)
+    for step in range(4):
+        change = {"factor": torch.tensor(0.5 * step), "grads": [g.clone() * (step + 1) for g in got["grads"]]}
+        if step == 2:  # the same values elsewhere
+            got["params"] = [p.clone() for p in got["params"]]
+        _run(launch, {**got, **change})
+        assert len(checked) == (2 if step >= 2 else 1)
+        reference.update(UpdateCall(rule(name).rule.number, **{key: {**expected, **change}[key] for key in expected}))
+    assert_same(_changed(got), _changed(expected))
+    with pytest.raises(ValueError, match="expected as many grads as params"):
+        _run(launch, {**got, "grads": got["grads"][:2]})
+    with pytest.raises(ValueError, match="expected factor to be one fp32"):
+        _run(launch, {**got, "factor": torch.tensor(1.0, dtype=torch.float64)})
+
+
+def test_squares_follow_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums, values, table = _squares_arguments()
+    launch = SquaresLaunch(table)
+    for _ in range(3):
+        expected = sums.clone()
+        values = [value + 1 for value in values]
+        launch.run(sums, values)
+        reference.squares(SquaresCall(expected, values, table))
+        assert torch.allclose(sums, expected, rtol=1e-15)
+    with pytest.raises(ValueError, match="expected every segment"):
+        launch.run(sums, [values[0][:9], *values[1:]])
+
+
+@UPDATES
+def test_fake_tensors_are_checked_and_not_computed(name: str) -> None:
+    arguments = _arguments(name)
     with FakeTensorMode() as mode:
         fake = {key: _fake(mode, value) for key, value in arguments.items()}
-        _call(operator, fake)
+        _call(name, fake)
         with pytest.raises(ValueError, match="expected grads\\[1\\] contiguous"):
-            _call(operator, {**fake, "grads": [fake["grads"][0], fake["grads"][0], fake["grads"][2]]})
+            _call(name, {**fake, "grads": [fake["grads"][0], fake["grads"][0], fake["grads"][2]]})
         with pytest.raises(ValueError, match="expected a contiguous int64 table"):
-            _call(operator, {**fake, "table": fake["table"].int()})
+            _call(name, {**fake, "table": fake["table"].int()})
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:
@@ -97,32 +125,14 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
     return value if value is None or isinstance(value, torch._subclasses.FakeTensor) else mode.from_tensor(value)
 
 
-@pytest.mark.fast("adam_")
-@UPDATES
-def test_compiled_functions_contain_them(operator: str) -> None:
-    """In one graph, with what comes before and after: the update is neither moved nor left out."""
-
-    def train(arguments: dict[str, Any]) -> torch.Tensor:
-        grads = [2 * g for g in arguments["grads"]]
-        _call(operator, {**arguments, "grads": grads})
-        return arguments["params"][0].sum() + arguments["outs"][2].float().sum()
-
-    torch._dynamo.reset()
-    plain, compiled = _arguments(operator), _arguments(operator)
-    expected = train(plain)
-    got = torch.compile(train, backend="aot_eager", fullgraph=True)(compiled)
-    assert torch.equal(got, expected)
-    assert_same(_changed(compiled), _changed(plain))
-
-
 def test_autograd_notices_an_update() -> None:
     """A weight that was updated after a forward pass that saved it: backward says so, as after torch's optimizers."""
     weight = torch.nn.Parameter(torch.ones(4))
     out = (weight * weight).sum()
-    arguments = _arguments("sgd_")
+    arguments = _arguments("sgd-nesterov")
     table, rows = torch.tensor([[0, 0, 4, 0]]), arguments["rows"]
     with torch.no_grad():
-        torch.ops.zerolite.sgd_([weight], [torch.ones(4)], [torch.zeros(4)], [], table, rows, None, None)
+        UpdateLaunch(SGD, table).run([weight], [torch.ones(4)], [[torch.zeros(4)]], [], rows)
     assert bool((weight != 1).all())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
@@ -133,7 +143,7 @@ def test_autograd_notices_an_update() -> None:
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 NO_TABLE = r"expected a contiguous int64 table \[segments, 4\]"
 NO_ROWS = rf"expected contiguous fp32 rows \[rows, {COLUMNS}\]"
-REFUSED: dict[str, tuple[Change, str]] = {  # the operators take turns, and the first one has two states
+REFUSED: dict[str, tuple[Change, str]] = {  # the rules take turns, and the first one has two states
     # These would be read and written past their ends.
     "states of two dtypes": (lambda a: {"states": [[s.half() for s in a["states"][0]], a["states"][1]]}, "float16"),
     "params in float64": (
@@ -157,12 +167,12 @@ REFUSED: dict[str, tuple[Change, str]] = {  # the operators take turns, and the 
 }
 
 
-@pytest.mark.parametrize(("operator", "case"), list(zip(itertools.cycle(STATES), REFUSED, strict=False)))
-def test_wrong_arguments_are_refused(operator: str, case: str) -> None:
+@pytest.mark.parametrize(("name", "case"), list(zip(itertools.cycle(STATES), REFUSED, strict=False)))
+def test_wrong_arguments_are_refused(name: str, case: str) -> None:
     change, sentence = REFUSED[case]
-    arguments, before = _arguments(operator), _arguments(operator)
+    arguments, before = _arguments(name), _arguments(name)
     with pytest.raises(ValueError, match=sentence):
-        _call(operator, {**arguments, **change(arguments)})
+        _call(name, {**arguments, **change(arguments)})
     assert_same(_changed(arguments), _changed(before))
 
 
@@ -177,14 +187,14 @@ END = (1 << 63) - 1
 )  # fmt: skip
 def test_segments_outside_are_refused(segment: list[int]) -> None:
     """Before anything is changed: no other segment is done either."""
-    arguments, before = _arguments("adam_"), _arguments("adam_")
+    arguments, before = _arguments("adamw"), _arguments("adamw")
     arguments["table"] = torch.tensor([[0, 0, 30, 0], segment])
     with pytest.raises((RuntimeError, ValueError), match="segment"):
-        _call("adam_", arguments)
+        _call("adamw", arguments)
     assert_same(_changed(arguments), _changed(before))
     sums, values, _ = _squares_arguments()
     with pytest.raises((RuntimeError, ValueError), match="segment"):
-        torch.ops.zerolite.squares_(sums, values, arguments["table"])
+        SquaresLaunch(arguments["table"]).run(sums, values)
     assert sums.tolist() == [1.0, 1.0]
 
 
@@ -202,18 +212,18 @@ ONES, ONE_SEGMENT, SUM = torch.ones(3), torch.tensor([[0, 0, 3, 0]]), torch.zero
 )
 def test_wrong_arguments_of_squares_are_refused(sums: Any, values: Any, table: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        torch.ops.zerolite.squares_(sums, values, table)
+        SquaresLaunch(table).run(sums, values)
 
 
 # ------------------------------------------------------------------- without kernels
 
 
 def _results() -> tuple[list[torch.Tensor], torch.Tensor]:
-    every = {operator: _arguments(operator) for operator in STATES}
-    for operator, arguments in every.items():
-        _call(operator, arguments)
-    squares = _squares_arguments()
-    torch.ops.zerolite.squares_(*squares)
+    every = {name: _arguments(name) for name in STATES}
+    for name, arguments in every.items():
+        _call(name, arguments)
+    sums, values, table = squares = _squares_arguments()
+    SquaresLaunch(table).run(sums, values)
     return [tensor for arguments in every.values() for tensor in _changed(arguments)], squares[0]
 
 
