@@ -104,7 +104,7 @@ class SpanTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateInputs:
-    """What the update of a step uses beside the tensors of its spans.
+    """Arguments of the update of a step, beside the tensors of its spans.
 
     Attributes:
         factor: multiplies every gradient: a number, or one fp32 element on the device of the update.
