@@ -21,7 +21,7 @@ from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import backward, make_engine, raised, run_steps
+from tests.toolkit.training import backward, make_engine, raised, run_steps, snapshot
 from zerolite.comm import create
 from zerolite.engine import state_offload
 from zerolite.offload import swap_file
@@ -194,6 +194,19 @@ def test_masters_that_are_set_are_not_hidden_by_shards_read_ahead(tmp_path: Path
         with torch.no_grad():
             losses.append(float(models.square_loss(engine, models.float_batch(6, 0, engine.rank))))
     assert losses[0] == losses[1]
+
+
+@on_ranks(2)
+def test_states_that_are_replaced_are_not_taken_for_lost_ones(tmp_path: Path) -> None:
+    found = []
+    for zero in ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}):
+        engine = make_engine(config(2, optimizer=ADAMW, zero=zero, aio={"checksums": True}), "PrimeMlp")
+        run_steps(engine, 2)
+        for state in engine.optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].clone() * 0.5
+        run_steps(engine, 1, 2)
+        found.append(snapshot(engine))
+    assert_same_bits(found[1], found[0], "on disk and in memory")
 
 
 @pytest.mark.parametrize("position", [0.0, 1.0])

@@ -313,10 +313,14 @@ class KernelUpdate(UpdateMethod):
                 "optimizer.state[p]['step']: expected a count that only the optimizer changes, because parameters "
                 "share it, got one that was changed in place; zerolite.set_full_optimizer_state(p, 'step', n) sets it"
             )
+        written: list[torch.Tensor] = []
         for shard in self.shards():
             entry, shown = self._inner.state.get(shard.parameter) or {}, self._entries.get(shard.index, {})
             if entry.keys() != shown.keys() or any(entry[name] is not shown[name] for name in shown):
                 self.load_state(shard, entry)
+                written += self._views_of(shard).values()
+        if written:
+            self._buffer.placements.drop_reads(written)
         self._note_values()
 
     # ---------------------------------------------------------------- planning

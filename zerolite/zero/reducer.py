@@ -453,7 +453,7 @@ class Reducer:
         self.current.on_all_reduced(consumed=True)
         self._engine_began = False
         self.shown.close()
-        self.used.clear()
+        self.used = set()  # the statistics of a dry run still have this one
         self.bucket_sums.clear()
         self.losses.clear()
 

@@ -122,18 +122,19 @@ class StatsVector:
         """L2 norm of all gradients, 0-dim float64 on the device."""
         return self._values[TOTAL].sqrt()
 
-    def skips(self, check_finite: bool, weighted: bool) -> torch.Tensor | None:
-        """Return 1 if the update must be skipped, and 0 if not: 0-dim fp32 on the device. None if it never is.
+    def skips(self, check_finite: bool, weighted: bool) -> torch.Tensor:
+        """Return 1 if the update must be skipped, and 0 if not: 0-dim fp32 on the device.
 
         Args:
             check_finite: skip it for a gradient that is not finite.
-            weighted: this rank's backwards have weights.
+            weighted: this rank's backwards have weights. If those of others have none, all ranks skip.
         """
-        skips = ~torch.isfinite(self._values[TOTAL]) | self.mixed() if check_finite else None
+        skips = self.mixed()
+        if check_finite:
+            skips = skips | ~torch.isfinite(self._values[TOTAL])
         if weighted:
-            no_mean = self.mixed() | (self.weight() == 0)
-            skips = no_mean if skips is None else skips | no_mean
-        return None if skips is None else skips.float()
+            skips = skips | (self.weight() == 0)
+        return skips.float()
 
     def weight(self) -> torch.Tensor:
         """Sum of the weights, per rank on average, 0-dim float64 on the device."""
