@@ -249,7 +249,7 @@ def start_and_end_twice(directory: str) -> None:
         del engine, second
         zerolite.destroy()
         zerolite.destroy()
-        assert alive() is None and not process_group._second_groups and not dist.is_initialized()
+        assert alive() is None and not process_group._made and not dist.is_initialized()
         del parent
     ends = time.monotonic() + 5  # a thread that has been joined is in /proc until the kernel gets to it
     while native_threads() != before:

@@ -5,7 +5,7 @@ checkpoints, ``launcher`` on its agent, and ``compat`` passes its functions on.
 """
 
 from zerolite.comm.collective_errors import RaiseTogether, raise_together
-from zerolite.comm.communicator import Chained, Communicator, Pending, Watcher, done
+from zerolite.comm.communicator import Chained, Communicator, Pending, done
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.environment import ranks_of_host, ranks_of_job
 from zerolite.comm.flight_recorder import collective, wait_for_result
@@ -38,7 +38,6 @@ __all__ = [
     "Recorder",
     "SharedStore",
     "Topology",
-    "Watcher",
     "collective",
     "create_communicator",
     "create_topology",

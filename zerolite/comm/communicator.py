@@ -8,9 +8,7 @@ fp32 at no extra traffic. See gloo.py and shared_memory.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,8 +19,6 @@ from zerolite.comm.process_group import keep_track
 from zerolite.comm.transport import DryTransport, Transport, Work
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
-
-Arguments = ParamSpec("Arguments")
 
 
 class Pending:
@@ -131,20 +127,6 @@ with torch.inference_mode(False):
     NOTHING = torch.empty(0, device="cpu")  # result of a collective over several tensors
 
 
-class Watcher(Protocol):
-    """Observer of every collective of a communicator: to compare, count or time it."""
-
-    def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
-        """Launch the collective by ``start()``, called once. Return its handle, or another Pending that waits for it.
-
-        Args:
-            entry: describes it, as an :class:`~zerolite.comm.flight_recorder.Entry` by position.
-            start: launches the collective.
-            at_once: the caller waits for it as soon as it is launched.
-        """
-        ...
-
-
 @collective
 class Communicator:
     """Collectives of one data-parallel group. This class itself is for a group of one process, where nothing is sent.
@@ -170,7 +152,6 @@ class Communicator:
         # A dry run: the other ranks are taken for copies of this one.
         self.is_dry = transport is not None and transport.is_dry
         self.flight_recorder = FlightRecorder()
-        self._watchers: tuple[Watcher, ...] = ()
         self._second: Communicator | None = None
         keep_track(self)
 
@@ -189,10 +170,6 @@ class Communicator:
         if self._second is not None:
             self._second.close()
 
-    def watch(self, watcher: Watcher) -> None:
-        """Pass every collective through ``watcher`` from now on, inside of earlier watchers."""
-        self._watchers = (*self._watchers, watcher)
-
     def serve(self, dimension: str, main: bool) -> Communicator:
         """Set the dimension of the grid of ranks that this communicator serves. Returns the communicator."""
         self.dimension, self.main = dimension, main
@@ -207,7 +184,10 @@ class Communicator:
 
         The two have independent orders of collectives. It is this communicator itself if nothing has to be sent.
         """
-        return self
+        if self.world_size == 1:
+            return self
+        self._second = type(self)(self.transport.second(backend))
+        return self._second
 
     def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
         """Sum over ranks divided by ``divisor``, in place. ``wait()`` returns the tensor.
@@ -221,7 +201,7 @@ class Communicator:
     def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
         """Maximum over ranks of a small tensor, in place; it returns when the result is there."""
         if self.world_size > 1:
-            self._launch("all_reduce", tensor, tag, 0, self._all_reduce_max, tensor, at_once=True).wait()
+            self._launch("all_reduce", tensor, tag, 0, self._all_reduce_max, tensor).wait()
 
     def reduce_scatter(
         self, full: torch.Tensor, tag: str, divisor: float = 1.0, dtype: torch.dtype | None = None, key: int = 0
@@ -269,8 +249,7 @@ class Communicator:
         flight_recorder = self.flight_recorder
         flight_recorder.count += 1
         flight_recorder.latest.append(entry)
-        start = self._watched(entry, self._gather_shards) if self._watchers else self._gather_shards
-        pending = start(fulls, shards, tag, key)
+        pending = self._gather_shards(fulls, shards, tag, key)
         pending.entry = entry
         return pending
 
@@ -278,7 +257,7 @@ class Communicator:
         """Overwrite ``tensor`` on every rank with the values of rank ``source`` of the group; it returns when this is
         done."""
         if self.world_size > 1:
-            self._launch("broadcast", tensor, tag, 0, self._broadcast, tensor, source, at_once=True).wait()
+            self._launch("broadcast", tensor, tag, 0, self._broadcast, tensor, source).wait()
 
     def shard(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """Return rank ``rank``'s shard of ``full`` (default: this rank's), as a view."""
@@ -293,7 +272,6 @@ class Communicator:
         key: int,
         start: Callable[..., Pending],
         *arguments: object,
-        at_once: bool = False,
     ) -> Pending:
         """Record a collective over ``tensor`` and launch it by ``start(*arguments)``."""
         if self.world_size == 1:
@@ -304,29 +282,9 @@ class Communicator:
         flight_recorder = self.flight_recorder
         flight_recorder.count += 1
         flight_recorder.latest.append(entry)
-        if self._watchers:
-            start = self._watched(entry, start, at_once)
         pending = start(*arguments)
         pending.entry = entry
         return pending
-
-    def _watched(
-        self, entry: Raw, start: Callable[Arguments, Pending], at_once: bool = False
-    ) -> Callable[Arguments, Pending]:
-        """Return a function that launches ``start`` through all watchers."""
-
-        def launch(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Pending:
-            def innermost() -> Pending:
-                pending = start(*args, **kwargs)
-                pending.entry = entry
-                return pending
-
-            begin: Callable[[], Pending] = innermost
-            for watcher in reversed(self._watchers):
-                begin = functools.partial(watcher.launch, entry, begin, at_once)
-            return begin()
-
-        return launch
 
     def _all_reduce_max(self, tensor: torch.Tensor) -> Pending:
         return Pending((self.transport.all_reduce_max(tensor),), (tensor,), lambda: tensor)
@@ -360,10 +318,6 @@ class NativeCommunicator(Communicator):
         super().__init__(transport)
         if transport.group is not None:
             WAIT.returns_at_once()
-
-    def second(self, backend: str) -> Communicator:
-        self._second = NativeCommunicator(self.transport.second(backend))
-        return self._second
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         return Pending((self.transport.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))

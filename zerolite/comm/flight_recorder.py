@@ -140,11 +140,8 @@ class FlightRecorder:
 
     def numbered(self) -> list[tuple[int, Entry]]:
         """Return the latest entries with their numbers, counted from 1. May be called by another thread."""
-        for _ in range(8):  # a deque cannot be copied while it grows
-            with contextlib.suppress(RuntimeError):
-                count, entries = self.count, [Entry(*raw) for raw in self.latest]
-                return list(enumerate(entries, count - len(entries) + 1))
-        return []
+        count, entries = self.count, _copied(self.latest)
+        return [(number, Entry(*raw)) for number, raw in enumerate(entries, count - len(entries) + 1)]
 
 
 def _nothing_to_say(error: RuntimeError) -> RuntimeError | None:

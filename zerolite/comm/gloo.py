@@ -35,10 +35,6 @@ class GlooCommunicator(Communicator):
         self._number = 0
         self._half: Chained | None = None  # an all-reduce made of two collectives, of which one is launched
 
-    def second(self, backend: str) -> Communicator:
-        self._second = type(self)(self.transport.second(backend))
-        return self._second
-
     def _next_tag(self, op: str, tag: str, nbytes: int, key: int = 0) -> int:
         """Return the tag of one collective's messages: its number, and a hash of its kind and size.
 

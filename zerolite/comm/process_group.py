@@ -8,9 +8,9 @@ import importlib
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlparse
 
 import torch
@@ -49,9 +49,21 @@ def keep_track(user: _Closable) -> None:
 
 SECOND_GROUP = "zerolite second group"  # description of the groups that second_group makes
 GATHERS = "gathers"  # default purpose of a second group
-_second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str | None, str], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+Made = TypeVar("Made")
+
+
+def made_once(parent: dist.ProcessGroup, key: Hashable, make: Callable[[], Made]) -> Made:
+    """Return what ``make()`` has returned for this ``key``: groups of ranks of ``parent``.
+
+    They live as long as ``parent``, not as their engines. The end of a group may wait for other ranks, but Python may
+    collect an engine at different times on different ranks.
+    """
+    known = _made.setdefault(parent, {})
+    if key not in known:
+        known[key] = make()
+    made: Made = known[key]
+    return made
 
 
 @collective
@@ -80,17 +92,15 @@ def second_group(parent: dist.ProcessGroup, backend: str | None, purpose: str = 
     """Return a process group of ``parent``'s ranks, with its timeout and one ``backend`` (a name such as "gloo"); None:
     its backends.
 
-    Every call with the same ``purpose`` returns the same group. It lives as long as ``parent``, not as its engine. The
-    end of a group may wait for other ranks, but Python may collect an engine at different times on different ranks.
+    Every call with the same ``purpose`` returns the same group.
     """
-    known = _second_groups.setdefault(parent, {})
-    key = (backend, purpose)
-    if key not in known:
+
+    def make() -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(parent)
-        with blocked(("new_group", purpose, len(ranks), None, 0)):
-            options = group_options(backend, purpose, timeout_of(parent))
-            known[key] = _new_group_within(parent, ranks, backend, options)
-    return known[key]
+        options = group_options(backend, purpose, timeout_of(parent))
+        return _new_group_within(parent, ranks, purpose, backend, options)
+
+    return made_once(parent, (backend, purpose), make)
 
 
 def group_options(backend: str | None, purpose: str, timeout: timedelta) -> Any:
@@ -107,14 +117,17 @@ def group_options(backend: str | None, purpose: str, timeout: timedelta) -> Any:
 
 
 @collective
-def new_group_within(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Return a process group of some of ``parent``'s ranks (global), with its timeout and backend; None on other
-    ranks."""
-    with blocked(("new_group", "stages", len(ranks), None, 0)):
-        return _new_group_within(parent, list(ranks), None, None)
+def group_within(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return a process group of some of ``parent``'s ranks (global), with its timeout and backend; None on other ranks.
+
+    Of all ranks of ``parent`` the first call is made, at once for one set of ranks or for several that do not overlap.
+    """
+    return made_once(parent, tuple(ranks), lambda: _new_group_within(parent, list(ranks), "some ranks", None, None))
 
 
-def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str | None, options: object) -> Any:
+def _new_group_within(
+    parent: dist.ProcessGroup, ranks: list[int], purpose: str, backend: str | None, options: object
+) -> Any:
     """Make a group without ranks outside of ``parent``.
 
     torch names such a group by a hash of its ranks and the number of groups that this rank has made. If the numbers
@@ -122,27 +135,28 @@ def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str 
     up their own with placeholders.
     """
     everywhere = len(dist.get_process_group_ranks(parent)) == dist.get_world_size()
-    if everywhere and len(ranks) == dist.get_world_size():
-        return dist.new_group(ranks, timeout_of(parent), backend, options, group_desc=SECOND_GROUP)
-    names = process_groups()
-    most = torch.tensor([len(names)], device="cpu" if "cpu" in dict(backends_of(parent)) else "cuda")
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parent)
-    if dist.get_rank() not in ranks:
-        return None
-    made_up = [object() for _ in range(int(most) - len(names))]
-    names.update(dict.fromkeys(made_up, ""))
-    try:
-        return dist.new_group(
-            ranks,
-            timeout=timeout_of(parent),
-            backend=backend,
-            pg_options=options,
-            use_local_synchronization=True,  # only these ranks are here
-            group_desc=SECOND_GROUP,
-        )
-    finally:
-        for name in made_up:
-            del names[name]
+    with blocked(("new_group", purpose, len(ranks), None, 0)):
+        if everywhere and len(ranks) == dist.get_world_size():
+            return dist.new_group(ranks, timeout_of(parent), backend, options, group_desc=SECOND_GROUP)
+        names = process_groups()
+        most = torch.tensor([len(names)], device="cpu" if "cpu" in dict(backends_of(parent)) else "cuda")
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parent)
+        if dist.get_rank() not in ranks:
+            return None
+        made_up = [object() for _ in range(int(most) - len(names))]
+        names.update(dict.fromkeys(made_up, ""))
+        try:
+            return dist.new_group(
+                ranks,
+                timeout=timeout_of(parent),
+                backend=backend,
+                pg_options=options,
+                use_local_synchronization=True,  # only these ranks are here
+                group_desc=SECOND_GROUP,
+            )
+        finally:
+            for name in made_up:
+                del names[name]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -229,7 +243,7 @@ def destroy() -> None:
                 user.close()
             except Exception as error:  # a save in the background has failed: the group ends nevertheless
                 failed = error
-        _second_groups.clear()
+        _made.clear()
         backends = _cpu_backends()
         dist.destroy_process_group()
         # The destructor of a backend waits for its threads, and a thread that frees its last tensor waits for the GIL.

@@ -113,9 +113,7 @@ def _refusal(host: str, port: int, left_s: float) -> str | None:
 
 
 @collective
-def first_barrier(
-    store: dist.Store, rank: int, world_size: int, timeout_s: float, what: str = "init_distributed"
-) -> None:
+def first_barrier(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
     """Wait until all ranks are here. Called once for each ``store`` (its keys).
 
     A warning names the missing ranks after 30 s and then once a minute.
@@ -125,6 +123,7 @@ def first_barrier(
             processes have the same rank or processes differ in ``world_size``.
     """
     store = dist.PrefixStore("arrival", store)
+    what = "init_distributed"
     barrier = StoreBarrier(store, rank, range(world_size), what)
 
     def too_late(missing: list[int]) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.create import create_communicator, dry_communicator
 from zerolite.comm.flight_recorder import blocked, collective
-from zerolite.comm.process_group import SECOND_GROUP, keep_track, new_group_within, timeout_of
+from zerolite.comm.process_group import SECOND_GROUP, group_within, made_once, timeout_of
 
 DIMENSIONS = ("pipe", "data", "tensor")
 
@@ -124,8 +124,7 @@ def with_replicas(topology: Topology, device: torch.device, shard: int, host: in
         within = dry_communicator(kind, own, shard)
         across = dry_communicator(kind, replica, data.world_size // shard)
     else:
-        assert topology.world.group is not None, "the data ranks have one"
-        groups = _replica_groups(topology.world.group, data.group, shard)
+        groups = _replica_groups(data.group, shard)
         within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
     within.serve("shard", data.main)
     return replace(topology, shard=within, replicate=across.serve("replicate", data.main))
@@ -147,25 +146,21 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
         return data_topology(world)
     if world.group is None:
         return dry_topology(_kind_of(world), world.rank, world.world_size, pipe, tensor)
-    mesh, groups = _groups(world.group, device, pipe, tensor)
-    made = {name: create_communicator(device, group) if group else Communicator() for name, group in groups.items()}
+    group, key = world.group, (device.type, pipe, tensor)
+    mesh, groups = made_once(group, key, lambda: _make_grid(group, device, pipe, tensor))
+    made = {name: create_communicator(device, each) if each else Communicator() for name, each in groups.items()}
     return _named(world, made, pipe, mesh)
 
 
-def _replica_groups(
-    world: dist.ProcessGroup, data: dist.ProcessGroup, shard: int
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup]:
+def _replica_groups(data: dist.ProcessGroup, shard: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup]:
     """Return this rank's shard group, None for one rank, and its replicate group."""
-    known = _cache.of(world).replicas
-    if (data, shard) not in known:
-        ranks = torch.tensor(dist.get_process_group_ranks(data), device="cpu").view(-1, shard)
-        mine = ranks == dist.get_rank()
-        row, column = ranks[mine.any(1)].flatten().tolist(), ranks[:, mine.any(0)].flatten().tolist()
-        within = new_group_within(data, row) if shard > 1 else None
-        across = new_group_within(data, column)
-        assert across is not None, "this rank is in it"
-        known[data, shard] = within, across
-    return known[data, shard]
+    ranks = torch.tensor(dist.get_process_group_ranks(data), device="cpu").view(-1, shard)
+    mine = ranks == dist.get_rank()
+    row, column = ranks[mine.any(1)].flatten().tolist(), ranks[:, mine.any(0)].flatten().tolist()
+    within = group_within(data, row) if shard > 1 else None
+    across = group_within(data, column)
+    assert across is not None, "this rank is in it"
+    return within, across
 
 
 def _named(
@@ -208,56 +203,23 @@ def _kind_of(world: Communicator) -> str:
 _Grid = tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]
 
 
-class _GroupCache:
-    """Process groups. They live as long as the world's, because the end of a group may wait for other ranks."""
-
-    def __init__(self) -> None:
-        self.world: dist.ProcessGroup | None = None
-        self.grids: dict[tuple[str, int, int], _Grid] = {}
-        self.of_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self.stages_made: set[tuple[dist.ProcessGroup, tuple[int, ...]]] = set()
-        self.replicas: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}
-
-    def of(self, world: dist.ProcessGroup) -> _GroupCache:
-        if self.world is not world:
-            self.close()
-            self.world = world
-            keep_track(self)
-        return self
-
-    def close(self) -> None:
-        """Forget the groups before the process group is destroyed."""
-        self.world = None
-        self.grids.clear()
-        self.of_ranks.clear()
-        self.stages_made.clear()
-        self.replicas.clear()
-
-
-_cache = _GroupCache()
-
-
-def _groups(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: int) -> _Grid:
-    known = _cache.of(world).grids
-    key = (device.type, pipe, tensor)
-    if key not in known:
-        size = dist.get_world_size(world)
-        data = size // (pipe * tensor)
-        ranks = torch.arange(size, device="cpu").view(pipe, data, tensor)
-        members = {name: ranks.movedim(dim, -1).flatten(0, 1) for dim, name in enumerate(DIMENSIONS)}
-        if pipe > 1 and tensor > 1:
-            members["model"] = ranks.movedim(1, 0).flatten(1)
-        # Made here and not by DeviceMesh, which would ignore the timeout of the world's group.
-        timeout = timeout_of(world)
-        with blocked(("new_group", "topology", size, None, 0)):
-            made = {
-                name: dist.new_subgroups_by_enumeration(of.tolist(), timeout, group_desc=SECOND_GROUP)[0]
-                for name, of in members.items()
-            }
-        # Users and torch's own libraries find the groups through the mesh.
-        mesh = DeviceMesh.from_group([made[name] for name in DIMENSIONS], device.type, ranks, mesh_dim_names=DIMENSIONS)
-        known[key] = mesh, {name: group if members[name].shape[1] > 1 else None for name, group in made.items()}
-    return known[key]
+def _make_grid(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: int) -> _Grid:
+    size = dist.get_world_size(world)
+    data = size // (pipe * tensor)
+    ranks = torch.arange(size, device="cpu").view(pipe, data, tensor)
+    members = {name: ranks.movedim(dim, -1).flatten(0, 1) for dim, name in enumerate(DIMENSIONS)}
+    if pipe > 1 and tensor > 1:
+        members["model"] = ranks.movedim(1, 0).flatten(1)
+    # Made here and not by DeviceMesh, which would ignore the timeout of the world's group.
+    timeout = timeout_of(world)
+    with blocked(("new_group", "topology", size, None, 0)):
+        made = {
+            name: dist.new_subgroups_by_enumeration(of.tolist(), timeout, group_desc=SECOND_GROUP)[0]
+            for name, of in members.items()
+        }
+    # Users and torch's own libraries find the groups through the mesh.
+    mesh = DeviceMesh.from_group([made[name] for name in DIMENSIONS], device.type, ranks, mesh_dim_names=DIMENSIONS)
+    return mesh, {name: group if members[name].shape[1] > 1 else None for name, group in made.items()}
 
 
 def stages_communicator(topology: Topology, stages: tuple[int, ...], device: torch.device) -> Communicator:
@@ -273,7 +235,7 @@ def stages_communicator(topology: Topology, stages: tuple[int, ...], device: tor
     if topology.pipe.group is None:
         comm = dry_communicator(_kind_of(topology.pipe), stages.index(topology.pipe.rank), len(stages))
     else:
-        comm = create_communicator(device, _cache.of_ranks[_ranks_of(topology.pipe.group, stages)])
+        comm = create_communicator(device, group_within(topology.pipe.group, _ranks_of(topology.pipe.group, stages)))
     return comm.serve("pipe", comm.main)
 
 
@@ -284,14 +246,8 @@ def make_stage_groups(topology: Topology, several: Sequence[tuple[int, ...]]) ->
     """
     pipe = topology.pipe.group
     for stages in several:
-        if pipe is None or len(stages) == topology.pipe.world_size:
-            continue
-        ranks = _ranks_of(pipe, stages)
-        if (pipe, stages) not in _cache.stages_made:
-            _cache.stages_made.add((pipe, stages))
-            made = new_group_within(pipe, ranks)
-            if made is not None:
-                _cache.of_ranks[ranks] = made
+        if pipe is not None and len(stages) < topology.pipe.world_size:
+            group_within(pipe, _ranks_of(pipe, stages))
 
 
 def _ranks_of(pipe: dist.ProcessGroup, stages: Sequence[int]) -> tuple[int, ...]:

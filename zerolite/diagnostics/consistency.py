@@ -1,4 +1,4 @@
-"""Comparison between ranks during training: the scalars that updates use, and replicated weights.
+"""Comparison between ranks during training: scalars that updates use, replicated weights, and inputs of shared layers.
 
 The scalars are compared as a hash in the step's statistics. The weights are hashed on the device every few steps. Only
 when a hash differs do the ranks gather their values, to name the difference.
@@ -10,6 +10,7 @@ import functools
 import hashlib
 import logging
 import math
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,18 +19,20 @@ from typing import Any
 
 import torch
 
-from zerolite.comm import Communicator, Topology
+from zerolite.comm import Communicator, HostMaximum, Topology, collective
 from zerolite.comm.flight_recorder import BRANCH_ADVICE
 from zerolite.comm.initial_sync import combined_hash, content_hash
 from zerolite.diagnostics.rank_comparison import Description, describe_value, raise_differences
 from zerolite.utils.accelerator import HostRead
 from zerolite.utils.memory_tags import DISK
-from zerolite.utils.text import list_of
+from zerolite.utils.text import list_of, name_ranks
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.grads import Change
 from zerolite.zero.observers import StepObserver, UpdateFacts
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
+from zerolite.zero.stats import SAME_BATCH
 
 logger = logging.getLogger("zerolite")
 
@@ -385,3 +388,45 @@ def _differ(comm: Communicator, extremes: torch.Tensor) -> torch.Tensor:
 
 def _text(hashed: torch.Tensor) -> str:
     return f"{int(HostRead(hashed).get().item()) & (1 << 64) - 1:016x}"
+
+
+class SameInputs:
+    """Compares the shapes of inputs before a forward, and their values with the step's statistics.
+
+    Args:
+        note: takes the inputs whose values are compared with the step's statistics; None if none are.
+        comm: ranks that share layers.
+        maximum: the largest numbers of these ranks, on the host; None if shapes are not compared.
+    """
+
+    def __init__(
+        self, note: Callable[[list[torch.Tensor]], None] | None, comm: Communicator, maximum: HostMaximum | None
+    ) -> None:
+        self._note, self._comm, self._maximum = note, comm, maximum
+
+    @classmethod
+    def of(cls, parts: EngineParts) -> SameInputs | None:
+        """Return the comparison for an engine; None where no ranks share layers."""
+        tensor = parts.topology.tensor
+        if tensor.world_size == 1:
+            return None
+        compares_shapes = tensor.group is not None and parts.device.type == "cpu"
+        return cls(parts.note_inputs, tensor, HostMaximum(tensor) if compares_shapes else None)
+
+    @collective
+    def compare(self, tensors: list[torch.Tensor]) -> None:
+        """Compare the inputs before a forward.
+
+        Raises RuntimeError on all of them if shapes differ: the collectives of the layers would exchange tensors of
+        different sizes. Values are compared later, with the step's statistics, which costs no collective of its own.
+        """
+        if self._maximum is not None:
+            shapes = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
+            highest, lowest = self._maximum.of([shapes, -shapes])
+            if highest != -lowest:
+                raise RuntimeError(
+                    f"engine(...): expected inputs of the same shapes on {name_ranks(self._comm.members())}, "
+                    f"which share layers, got different shapes, here {[tuple(t.shape) for t in tensors]}; {SAME_BATCH}"
+                )
+        if self._note is not None:
+            self._note(tensors)

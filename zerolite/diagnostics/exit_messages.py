@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import time
 
 from zerolite.comm import SharedStore
@@ -28,10 +26,6 @@ class ExitMessages:
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
-        # zerolite's launcher reports exited ranks itself; torchrun does not, so ranks look for each other's processes.
-        self._neighbours = _ranks_of_torchrun()
-        if self._neighbours and not store.alone:
-            store.set(f"process/{store.rank}", json.dumps([os.getpid(), socket.gethostname()]))
 
     def leave(self, how: str) -> None:
         """Leave a message for the ranks that still wait.
@@ -44,7 +38,12 @@ class ExitMessages:
 
     def ended_ranks(self) -> dict[int, str]:
         """Return how the first ranks have ended, by rank, as far as it is known now."""
-        return {**self._gone_under_torchrun(), **self._messages()}
+        store = self._store
+        keys = [f"endings/{number}" for number in range(1, min(store.add("endings", 0), _READ) + 1)]
+        return {
+            **dict.fromkeys(store.exited(), EXITED),
+            **dict(json.loads(store.get(key)) for key in keys if store.has(key)),
+        }
 
     def await_ended_ranks(self) -> dict[int, str]:
         """Wait shortly for a message after a connection has broken. Returns what :meth:`ended_ranks` returns.
@@ -53,36 +52,10 @@ class ExitMessages:
         """
         deadline = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(RuntimeError):  # the process that hosts the store may be the one that has gone
-            while not (ended := self._messages()) and time.monotonic() < deadline:
+            while not (ended := self.ended_ranks()) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return ended or self._gone_under_torchrun()
+            return ended
         return {}
-
-    def _messages(self) -> dict[int, str]:
-        """Return the messages of ranks, and of the `zerolite` launcher."""
-        store = self._store
-        keys = [f"endings/{number}" for number in range(1, min(store.add("endings", 0), _READ) + 1)]
-        return {
-            **dict.fromkeys(store.exited(), EXITED),
-            **dict(json.loads(store.get(key)) for key in keys if store.has(key)),
-        }
-
-    def _gone_under_torchrun(self) -> dict[int, str]:
-        """Return the ranks started by this process's torchrun whose processes are gone.
-
-        torchrun does not say how they ended. But it ends the whole job within a second after any status except 0. So a
-        process that is gone while this one still runs has exited with status 0.
-        """
-        ended = {}
-        for rank in self._neighbours:
-            if self._store.has(f"process/{rank}"):
-                process, host = json.loads(self._store.get(f"process/{rank}"))
-                # Containers number processes anew, so a process id means something on the same host name only.
-                if host == socket.gethostname() and not _is_there(process):
-                    ended[rank] = (
-                        f"{EXITED} (process {process} is gone, and torchrun ends the job after any other status)"
-                    )
-        return ended
 
 
 def describe_end(error: BaseException | None) -> str:
@@ -126,22 +99,3 @@ def lost_peer(error: RuntimeError, rank: int, location: str, ended: dict[int, st
         f"rank {rank} has lost another rank, in {location}: {said or 'it said nothing before it went'}. "
         f"{advice[0].upper()}{advice[1:]}. ({error})"
     )
-
-
-def _ranks_of_torchrun() -> range:
-    """Return the ranks that this process's torchrun has started; an empty range without torchrun."""
-    numbers = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not all(number.isdecimal() for number in numbers):
-        return range(0)
-    rank, local_rank, count = map(int, numbers)
-    return range(rank - local_rank, rank - local_rank + count)
-
-
-def _is_there(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # signal 0 sends nothing, it only checks that the process exists
-    except ProcessLookupError:
-        return False
-    except OSError:  # it exists, and belongs to another user
-        return True
-    return True

@@ -13,7 +13,7 @@ from zerolite.comm.initial_sync import broadcast_together
 from zerolite.data import metrics
 from zerolite.data.dataloader import RepeatingLoader
 from zerolite.data.micro_batch import check_batches
-from zerolite.diagnostics.same_inputs import SameInputs
+from zerolite.diagnostics.consistency import SameInputs
 from zerolite.engine import whole_steps
 from zerolite.engine.arguments import Arguments, check_loss, checked_weight
 from zerolite.engine.compiling import compile_blocks
