@@ -64,7 +64,7 @@ __getattr__ = lazy_names(
         "Engine": "zerolite.engine.engine",
         "RepeatingLoader": "zerolite.data.dataloader",
         "Plan": "zerolite.planning.result",
-        "PlanError": "zerolite.planning.errors",
+        "PlanError": "zerolite.planning.result",
         "plan": "zerolite.planning.make",
         "init_distributed": "zerolite.comm",
         "destroy": "zerolite.comm",

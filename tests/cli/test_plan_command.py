@@ -153,9 +153,9 @@ BATCH = ("--batch", "plan_models:make_batch")
             rf"{WRONG}zero_optimization.stagee: expected a key of",
         ),
         ({"config": '{"train_batch_size": 7}'}, (), rf"{WRONG}train_batch_size: expected a multiple of"),
-        ({"model": "plan_models:bild"}, (), "module 'plan_models' has no 'bild'; did you mean 'build'"),
+        ({"model": "plan_models:bild"}, (), "module 'plan_models' has no attribute 'bild'; did you mean 'build'"),
         ({}, ("--input-spec", "x:int64"), r"expected name:dtype\[sizes\] for each tensor"),
-        ({}, (*BATCH, "--loss", "plan_models:los"), "mean 'loss'"),
+        ({}, (*BATCH, "--loss", "plan_models:los"), "did you mean 'loss'"),
         ({"model": "plan_models:reads_values"}, (), r"zerolite plan: [^\n]*without values"),
     ],
 )

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import zerolite
 from tests.planning.jobs import NUMEL, stack
 from tests.toolkit.configs import PARTITIONED
-from zerolite.planning.errors import PlanError
 from zerolite.planning.make import plan
+from zerolite.planning.result import PlanError
 from zerolite.planning.settings import compare
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 

@@ -14,10 +14,9 @@ from tests.planning.jobs import planned
 from tests.planning.test_plan_is_right import MEASURED, assert_right
 from tests.toolkit.pool import Pools
 from zerolite.config import ConfigError
-from zerolite.planning.errors import PlanError
 from zerolite.planning.make import plan
 from zerolite.planning.report import Screen, render
-from zerolite.planning.result import Plan
+from zerolite.planning.result import Plan, PlanError
 from zerolite.planning.traffic import Grid, messages_between_nodes, ring_between_nodes, summarize
 
 # -------------------------------------------------------------------- arithmetic

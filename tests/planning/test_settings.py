@@ -13,9 +13,8 @@ from tests.planning.jobs import NUMEL, stack
 from tests.unit.plan_examples import GB, make_items, make_peak, make_plan
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.planning import settings as module
-from zerolite.planning.errors import RefusedError
 from zerolite.planning.make import plan
-from zerolite.planning.result import Comparison, Plan
+from zerolite.planning.result import Comparison, Plan, RefusedError
 from zerolite.planning.settings import Setting, compare, offload_settings, plain_settings, with_zero
 
 DISK = {"device": "nvme", "nvme_path": "/fast"}

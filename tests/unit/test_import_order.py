@@ -23,7 +23,7 @@ FOLDERS = """
 PURE = (
     "zerolite.version", "zerolite.utils.dtype_names", "zerolite.utils.failure_record", "zerolite.utils.lazy",
     "zerolite.utils.listening", "zerolite.utils.resources", "zerolite.utils.text",
-    "zerolite.planning.errors", "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
+    "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
     "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
     "zerolite.precision.loss_scaler",
     "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.layout",
@@ -49,7 +49,7 @@ THIRD_PARTY = {
 WITHOUT_TORCH = (
     "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.text", "zerolite.utils.dtype_names",
     "zerolite.utils.memory_tags",
-    *(f"zerolite.planning.{name}" for name in ("errors", "result", "traffic", "report")),
+    *(f"zerolite.planning.{name}" for name in ("result", "traffic", "report")),
     "op_builder",
 )  # fmt: skip
 

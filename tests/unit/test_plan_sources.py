@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerolite.planning.errors import PlanError
-from zerolite.planning.sources import import_object, load_batch, load_function, load_model_fn, parse_input_spec
+from zerolite.planning.result import PlanError
+from zerolite.planning.sources import load_function, load_model_fn, parse_input_spec
 
 
 @pytest.fixture
@@ -38,8 +38,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_objects_are_found(package: str) -> None:
-    assert import_object(f"{package}.good:number", "--model") == 7
-    assert import_object(f"{package}.good:Maker.make", "--model")() == 1
+    assert load_function(f"{package}.good:Maker.make", "--batch")() == 1
     assert load_function("math:sqrt", "--loss")(4) == 2
     assert isinstance(load_model_fn(f"{package}.good:build_model")(), torch.nn.Linear)
     assert load_model_fn("torch.nn:Identity") is torch.nn.Identity
@@ -49,23 +48,27 @@ def test_objects_are_found(package: str) -> None:
     ("spec", "sentence"),
     [("", "--model expects a function as in 'package.module:name', and got ''"), ("PKG.good", "and got 'PKG.good'"),
      ("PKG.good:", "and got 'PKG.good:'"), ("models/gpt:build", "and got 'models/gpt:build'"),
-     ("nonsuch_top.gpt:f", "'nonsuch_top.gpt' failed with ModuleNotFoundError: No module named 'nonsuch_top'"),
-     ("PKG.goood:f", "--model: importing 'PKG.goood' failed with ModuleNotFoundError: No module named 'PKG.goood'"),
+     ("nonsuch_top.gpt:f", "importing it failed with ModuleNotFoundError: No module named 'nonsuch_top'"),
      ("PKG.good.deep:f", "ModuleNotFoundError: No module named 'PKG.good.deep'; 'PKG.good' is not a package"),
-     ("PKG.good:bild_model", "module 'PKG.good' has no 'bild_model'; did you mean 'build_model'?"),
-     ("PKG.good:Maker.male", "--model PKG.good:Maker.male: 'Maker' has no 'male'; did you mean 'make'?"),
-     ("PKG.good:zzzzzz", "--model PKG.good:zzzzzz: module 'PKG.good' has no 'zzzzzz'")],
+     ("PKG.missing:f", "No module named 'nonsuch_package' (HOME/missing.py, line 1)"),
+     ("PKG.broken:f", "ZeroDivisionError: division by zero (HOME/broken.py, line 2)"),
+     ("PKG.syntax:f", "SyntaxError: invalid syntax (syntax.py, line 1)"),
+     ("PKG.leaving:f", "(HOME/leaving.py, line 2)"),
+     ("PKG.good:bild_model", "module 'PKG.good' has no attribute 'bild_model'; did you mean 'build_model'?"),
+     ("PKG.good:Maker.male", "type object 'Maker' has no attribute 'male'; did you mean 'make'?"),
+     ("PKG.good:zzzzzz", "module 'PKG.good' has no attribute 'zzzzzz'")],
 )  # fmt: skip
-def test_what_is_missing_is_named(package: str, spec: str, sentence: str) -> None:
+def test_what_is_missing_is_named(package: str, tmp_path: Path, spec: str, sentence: str) -> None:
     with pytest.raises(PlanError) as raised:
-        import_object(spec.replace("PKG", package), "--model")
-    assert str(raised.value).endswith(sentence.replace("PKG", package))
+        load_function(spec.replace("PKG", package), "--model")
+    expected = sentence.replace("HOME", str(tmp_path / package)).replace("PKG", package)
+    assert str(raised.value).startswith("--model") and str(raised.value).endswith(expected)
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("number", "expected a function that makes the model, and it is of type int"),
+        ("number", "expected a function, and it is of type int"),
         ("model", "this is a model, which has memory; name a function that makes it"),
         ("sized", "expected a function without arguments, and it needs width; write one"),
     ],
@@ -86,7 +89,7 @@ def test_inputs_by_name_and_in_order() -> None:
         "pixels": (torch.bfloat16, (2, 3)),
     }
     assert int(named["input_ids"].sum()) == 0 and bool(named["mask"].all()) and float(named["pixels"].sum()) == 6
-    ordered = load_batch("float32[3] int32[]")()
+    ordered = parse_input_spec("float32[3] int32[]")()
     assert [(value.dtype, tuple(value.shape)) for value in ordered] == [(torch.float32, (3,)), (torch.int32, ())]
 
 
@@ -95,23 +98,21 @@ def test_the_micro_batch_size_stands_in_a_shape() -> None:
     assert [tuple(value.shape) for value in made.values()] == [(7, 5), (7,), (2,)]
     with pytest.raises(TypeError):
         parse_input_spec("x:float32[B,5]")()
-    assert load_batch("math:sqrt")(4) == 2
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [(" ", "at least one tensor, as in 'input_ids:int64[4,1024]', got none"),
-     ("x:int64", "expected name:dtype[sizes] for each tensor, as in 'input_ids:int64[4,1024]', got 'x:int64'"),
-     ("x:int64[3", "got 'x:int64[3'"), ("x:int64[3] y", "got 'y'"), ("x:long[3]", "int8, uint8, bool, got 'long'"),
-     ("x:int46[3]", "got 'int46'; did you mean 'int64'?"), ("x:int64[3,-1]", "got '-1'"), ("x:int64[3,]", "got ''"),
-     ("x:int64[3,n]", "sizes that are whole numbers, or B for the micro-batch size, got 'n'"),
-     ("x:int64[3] int64[3]", "a name for every tensor or for none, got some with and some without"),
-     ("x:int64[3] x:bool[3]", "expected every name once, got 'x' twice")],
+    [(" ", "expected one or more tensors"), ("x:int64", "expected name:dtype[sizes] for each tensor"),
+     ("x:int64", "got 'x:int64'"), ("x:int64[3", "got 'x:int64[3'"), ("x:int64[3] y", "got 'y'"),
+     ("x:long[3]", "int8, uint8, bool, got 'long'"), ("x:int46[3]", "got 'int46'; did you mean 'int64'?"),
+     ("x:int64[3,-1]", "got 'x:int64[3,-1]'"), ("x:int64[3,]", "got 'x:int64[3,]'"), ("[3]", "got '['"),
+     ("x:int64[3,n]", "(sizes are whole numbers, or B for the micro-batch size), got 'x:int64[3,n]'"),
+     ("x:int64[3] int64[3]", "for every tensor or for none"), ("x:int64[3] x:bool[3]", "a name of its own")],
 )  # fmt: skip
 def test_inputs_that_cannot_be_read(text: str, sentence: str) -> None:
     with pytest.raises(PlanError) as raised:
         parse_input_spec(text)
-    assert str(raised.value).startswith("--input-spec") and str(raised.value).endswith(sentence)
+    assert str(raised.value).startswith("--input-spec") and sentence in str(raised.value)
 
 
 TINY_LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from zerolite.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from zerolite.planning.errors import PlanError
     from zerolite.planning.make import plan
-    from zerolite.planning.result import Comparison, Peak, Plan, TimePoint, Traffic
+    from zerolite.planning.result import Comparison, Peak, Plan, PlanError, TimePoint, Traffic
     from zerolite.planning.settings import compare
-    from zerolite.planning.sources import load_batch, load_model_fn
+    from zerolite.planning.sources import load_model_fn
 
 __all__ = [
     "Comparison",
@@ -27,13 +26,11 @@ __all__ = [
     "TimePoint",
     "Traffic",
     "compare",
-    "load_batch",
     "load_model_fn",
     "plan",
 ]
 
-_RESULT = ("Comparison", "Peak", "Plan", "TimePoint", "Traffic")
-_MODULES = dict.fromkeys(_RESULT, "result") | dict.fromkeys(("load_batch", "load_model_fn"), "sources")
-_MODULES |= {"PlanError": "errors", "compare": "settings", "plan": "make"}
+_MODULES = dict.fromkeys(("Comparison", "Peak", "Plan", "PlanError", "TimePoint", "Traffic"), "result")
+_MODULES |= {"load_model_fn": "sources", "compare": "settings", "plan": "make"}
 
 __getattr__ = lazy_names(__name__, {name: f"zerolite.planning.{module}" for name, module in _MODULES.items()})

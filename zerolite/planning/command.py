@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
-from zerolite.planning.errors import PlanError
+from zerolite.planning.result import PlanError
 from zerolite.planning.traffic import grid_of
 from zerolite.utils.text import parse_size
 
@@ -162,14 +162,16 @@ def find_problem(options: argparse.Namespace) -> str | None:
 
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
     """Return the plan, or all of them with --compare. Raises PlanError and ConfigError."""
-    from zerolite.planning import compare, load_batch, load_model_fn, plan  # imports torch, with the collector off
-    from zerolite.planning.sources import load_function, parse_input_spec
+    from zerolite.planning import compare, plan  # imports torch, with the collector off
+    from zerolite.planning.sources import load_function, load_model_fn, parse_input_spec
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # PlanError reports what fails
     names = ("nodes", "rank", "device", "device_memory", "host_memory")
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
     if options.batch or options.input_spec:
-        given["batch"] = load_batch(options.batch) if options.batch else parse_input_spec(options.input_spec)
+        given["batch"] = (
+            load_function(options.batch, "--batch") if options.batch else parse_input_spec(options.input_spec)
+        )
     if options.loss:
         given["loss"] = load_function(options.loss, "--loss")
     return (compare if options.compare else plan)(load_model_fn(options.model), config, options.world_size, **given)

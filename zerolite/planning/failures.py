@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from zerolite.config import ConfigError
-from zerolite.planning.errors import PlanError, RefusedError
+from zerolite.planning.result import PlanError, RefusedError
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])

@@ -11,8 +11,7 @@ import torch
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
 from zerolite.planning.dry_run import Job, Outcome, run_stages
-from zerolite.planning.errors import PlanError
-from zerolite.planning.result import Items, Peak, Plan, Stage, TimePoint
+from zerolite.planning.result import Items, Peak, Plan, PlanError, Stage, TimePoint
 from zerolite.planning.tracker import PeakMoment
 from zerolite.planning.traffic import grid_of, summarize
 from zerolite.planning.training_step import required_parameters

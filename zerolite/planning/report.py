@@ -9,15 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Stage, Traffic, counted, item_label, total
+from zerolite.planning.result import Comparison, Peak, Plan, Stage, Traffic, counted, item_label, total
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 from zerolite.utils.text import format_size, with_unit
 
 _NARROWEST, _WIDEST, _UNKNOWN = 40, 120, 100
-_CHART_ROWS, _LEAST_BAR, _WIDEST_BAR = 10, 8, 40
+_CHART_ROWS = 10
 _LOWER, _UPPER = "█▒"
 _GIGA = 10**9
-_LEGEND = f"{_LOWER} model states and buffers, {_UPPER} everything else"
 _LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting", "")
 """Headings of columns that are aligned to the left."""
 
@@ -62,27 +61,6 @@ class Screen(NamedTuple):
             cells = zip((first, *row[1:]), widths, columns, strict=True)
             lines.append("  ".join(f"{cell:{'<' if head[0] in _LEFT else '>'}{width}}" for cell, width, head in cells))
         return [line.rstrip() for line in lines]
-
-    def with_bars(self, lines: list[str], bars: Sequence[tuple[int, int]], limit: int | None = None) -> list[str]:
-        """Return the lines of a table with a bar after each line but the first, if there is room.
-
-        Args:
-            lines: the lines.
-            bars: (lower part, whole) of each bar, all on one scale.
-            limit: value at which a "|" is drawn.
-        """
-        column = max(map(len, lines)) + 2
-        room = min(self.width - column - 1, _WIDEST_BAR)
-        largest = max([whole for _, whole in bars] + [limit or 0])
-        if room < _LEAST_BAR or not largest:
-            return lines
-        ends = [(round(room * lower / largest), round(room * whole / largest)) for lower, whole in bars]
-        drawn = [_LOWER * lower + _UPPER * (whole - lower) for lower, whole in ends]
-        if limit is not None:
-            at = round(room * limit / largest)
-            drawn = [f"{bar[:at]:<{at}}|{bar[at:]}" for bar in drawn]
-        pairs = itertools.zip_longest(lines[1:], drawn, fillvalue="")
-        return [lines[0], *(f"{line:<{column}}{bar}".rstrip() for line, bar in pairs)]
 
 
 def render(result: Plan | Comparison, screen: Screen) -> str:
@@ -138,20 +116,19 @@ def _stages(plan: Plan, screen: Screen) -> Iterator[list[str]]:
 
 
 def _memory(plan: Plan, screen: Screen) -> list[str]:
-    """Return the table of items, with bars for their size at the peak."""
+    """Return the table of items."""
     held = {"at rest": plan.at_rest, "in a step": plan.states, "at the peak": plan.peak.items}
     held |= {name: items for name, items in (("host", plan.host), ("disk", plan.disk)) if items is not None}
-    rows, bars = [["memory", *held, "share"]], []
+    rows = [["memory", *held, "share"]]
     for item in ITEMS:
         if any(column[item] for column in held.values()):
             at_peak = plan.peak.items[item]
             rows.append([item_label(item), *(_size(column[item]) for column in held.values()), _share(at_peak, plan)])
-            bars.append((at_peak if item in AT_REST else 0, at_peak))
     states = [total(column, MODEL_STATES) for column in held.values()]
     rows.append(["  model states", *map(_size, states), _share(states[2], plan)])
     whole = [_size(sum(column.values())) for column in held.values()]
     rows.append(["  all", whole[0], "", *whole[2:], _share(plan.peak.bytes, plan)])
-    return screen.with_bars(screen.table(rows, ("share", "in a step", "at rest")), bars)
+    return screen.table(rows, ("share", "in a step", "at rest"))
 
 
 def _peaks(plan: Plan) -> Iterator[str]:
@@ -218,7 +195,7 @@ def _timeline(plan: Plan, screen: Screen) -> list[str]:
     starts = [(column * count // width, (column + 1) * count // width) for column in range(width)]
     among = [plan.timeline[first : max(end, first + 1)] for first, end in starts]
     columns = [max(points, key=lambda point: point.bytes) for points in among]
-    lines = screen.paragraph(f"memory during a step: {_LEGEND}")
+    lines = screen.paragraph(f"memory during a step: {_LOWER} model states and buffers, {_UPPER} everything else")
     for row, label in zip(reversed(range(_CHART_ROWS)), labels, strict=True):
         middle = (row + 0.5) / _CHART_ROWS * highest
         cells = (_LOWER if p.at_rest >= middle else _UPPER if p.bytes >= middle else " " for p in columns)
@@ -275,7 +252,7 @@ _OPTIONAL = ("collectives", "states", "at rest", "sent", "host", "disk")
 
 
 def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
-    """Yield a line and a bar for each plan, then the lowest stage that fits and the settings that were left out."""
+    """Yield a line for each plan, then the lowest stage that fits and the settings that were left out."""
     plans = [plan for _, plan in comparison.rows]
     plan = plans[0]
     grid = [plan.grid] if plan.grid else []
@@ -293,10 +270,6 @@ def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]
         cells = _cells(plan)
         rows.append([name, *(cells[head] for head in heads), "<- chosen" if index == comparison.chosen else ""])
     yield screen.table(rows, _OPTIONAL)
-    end = "" if plan.device_memory is None else "; the device's memory ends at |"
-    names = [line[: screen.width // 2] for line in ("", *(name for name, _ in comparison.rows))]
-    bars = [(total(plan.peak.items, AT_REST), plan.peak.bytes) for plan in plans]
-    yield [*screen.paragraph(f"at the peak: {_LEGEND}{end}"), *screen.with_bars(names, bars, plan.device_memory)[1:]]
     yield screen.paragraph(_choice(comparison))
     yield screen.listed(list(dict.fromkeys([*comparison.left_out, *(note for plan in plans for note in plan.notes)])))
 

@@ -15,6 +15,14 @@ AT_REST = (*MODEL_STATES, BUFFERS)
 """Items that exist during the whole step; all others come and go."""
 
 
+class PlanError(Exception):
+    """The job cannot be planned. The message says why and what to do."""
+
+
+class RefusedError(PlanError):
+    """The engine refuses the job; with another setting it may accept it."""
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -11,9 +11,8 @@ from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.contradictions import find_contradictions
 from zerolite.config.without_effect import find_dropped
 from zerolite.planning.dry_run import older_objects_frozen
-from zerolite.planning.errors import RefusedError
 from zerolite.planning.make import ConfigLike, plan
-from zerolite.planning.result import Comparison, Plan
+from zerolite.planning.result import Comparison, Plan, RefusedError
 
 _LOCATIONS = {"cpu": "on the host", "nvme": "on disk"}
 _NO_OFFLOAD = (

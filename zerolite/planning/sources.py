@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
+import pkgutil
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerolite.planning.errors import PlanError
+from zerolite.planning.result import PlanError
 from zerolite.planning.training_step import required_parameters
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
@@ -22,23 +22,49 @@ Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 MICRO_BATCH = "B"
 """Placeholder of the config's micro-batch size in the shape of an input."""
 
-_INPUT = re.compile(r"(?:(?P<name>[^\s:\[\],]+):)?(?P<dtype>[^\s:\[\],]+)\[(?P<shape>[^\[\]]*)\]")
+_FUNCTION = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)*:(?!\d)\w+(\.(?!\d)\w+)*")
+_WORD = re.compile(r"[^\s,;\[]+(?:\[[^\]]*\]?)?|\[")
+_INPUT = re.compile(
+    r"(?:(?P<name>[^\s:\[\],]+):)?(?P<dtype>[^\s:\[\],]+)\[\s*(?P<shape>(?:([0-9]+|B)(\s*,\s*([0-9]+|B))*)?)\s*\]"
+)
 _FLOATING = ("float32", "float16", "bfloat16", "float64", "complex64")
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in (*_FLOATING, "int64", "int32", "int16", "int8", "uint8", "bool")
 }
 
 
-# -------------------------------------------------------------------- functions
-
-
 def load_function(spec: str, option: str) -> Callable[..., Any]:
-    """Return the function of ``spec``, as in "package.module:name". Raises PlanError."""
-    found = import_object(spec, option)
-    if not callable(found):
-        raise PlanError(f"{option} {spec}: expected a function, and it is of type {type(found).__name__}")
-    function: Callable[..., Any] = found
-    return function
+    """Import a function.
+
+    Args:
+        spec: its name, as in "package.module:name" or "package.module:Class.method".
+        option: the option with the name, as in "--loss", for messages.
+
+    Raises:
+        PlanError: there is no such function, or its import failed.
+    """
+    if not _FUNCTION.fullmatch(spec):
+        raise PlanError(f"{option} expects a function as in 'package.module:name', and got {spec!r}")
+    try:
+        function = pkgutil.resolve_name(spec)
+    except (Exception, SystemExit) as error:
+        wrong, owner = (error.name, error.obj) if isinstance(error, AttributeError) else (None, None)
+        near = difflib.get_close_matches(wrong or "", dir(owner), n=1)
+        failure = f"{type(error).__name__}: {error}{_location(error)}{f'; did you mean {near[0]!r}?' if near else ''}"
+        raise PlanError(f"{option} {spec}: importing it failed with {failure}") from error
+    if not callable(function):
+        raise PlanError(f"{option} {spec}: expected a function, and it is of type {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
+
+
+def _location(error: BaseException) -> str:
+    """Return file and line of the failing code; empty if the import system itself failed."""
+    theirs = [
+        f" ({frame.f_code.co_filename}, line {line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("zerolite", "pkgutil", "importlib")
+    ]
+    return theirs[-1] if theirs else ""
 
 
 def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:
@@ -52,64 +78,16 @@ def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:
     """
     if _is_path(spec):
         return _load_hugging_face(Path(spec))
-    found = import_object(spec, "--model")
-    if isinstance(found, torch.nn.Module):
+    make_model = load_function(spec, "--model")
+    if isinstance(make_model, torch.nn.Module):
         raise PlanError(f"--model {spec}: this is a model, which has memory; name a function that makes it")
-    if not callable(found):
-        raise PlanError(
-            f"--model {spec}: expected a function that makes the model, and it is of type {type(found).__name__}"
-        )
-    needed = required_parameters(found)
+    needed = required_parameters(make_model)
     if needed:
         raise PlanError(
             f"--model {spec}: expected a function without arguments, and it needs {', '.join(needed)}; write one that "
             "calls it with them"
         )
-    make_model: Callable[[], torch.nn.Module] = found
     return make_model
-
-
-def import_object(spec: str, option: str) -> Any:
-    """Import an object by name.
-
-    Args:
-        spec: the name, as in "package.module:name" or "package.module:Class.method".
-        option: the option with the name, as in "--model", for messages.
-
-    Raises:
-        PlanError: a part of the name does not exist, or its import failed.
-    """
-    module, colon, name = spec.partition(":")
-    if not colon or not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
-        raise PlanError(f"{option} expects a function as in 'package.module:name', and got {spec!r}")
-    try:
-        found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        message = getattr(error, "msg", error)  # the message of a SyntaxError without file and line
-        failure = f"{type(error).__name__}: {message}{_location(error)}"
-        raise PlanError(f"{option}: importing {module!r} failed with {failure}") from error
-    owner = f"module {module!r}"
-    for part in name.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [public for public in dir(found) if not public.startswith("_")], n=1)
-            raise PlanError(f"{option} {spec}: {owner} has no {part!r}{f'; did you mean {near[0]!r}?' if near else ''}")
-        found, owner = getattr(found, part), repr(part)
-    return found
-
-
-def _location(error: BaseException) -> str:
-    """Return file and line of the failing code; empty if the import system itself failed."""
-    if isinstance(error, SyntaxError):
-        return f" ({error.filename}, line {error.lineno})"
-    location = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name = str(frame.f_globals.get("__name__"))
-        if name != __name__ and name.partition(".")[0] != "importlib":
-            location = f" ({frame.f_code.co_filename}, line {line})"
-    return location
-
-
-# -------------------------------------------------------------------- Hugging Face
 
 
 def _is_path(spec: str) -> bool:
@@ -142,21 +120,6 @@ def _load_hugging_face(path: Path) -> Callable[[], torch.nn.Module]:
     return lambda: transformers.AutoModelForCausalLM.from_config(config)
 
 
-# -------------------------------------------------------------------- batches
-
-
-def load_batch(spec: str) -> Callable[..., Any]:
-    """Return the function that makes a batch.
-
-    Args:
-        spec: name of the function, as in "package.module:make_batch", or an input spec: see :func:`parse_input_spec`.
-
-    Raises:
-        PlanError: there is no such function, or the spec is wrong.
-    """
-    return parse_input_spec(spec) if "[" in spec else load_function(spec, "--batch")
-
-
 def parse_input_spec(text: str) -> Callable[..., Batch]:
     """Return a function that makes the batch that ``text`` describes.
 
@@ -171,30 +134,25 @@ def parse_input_spec(text: str) -> Callable[..., Batch]:
     Raises:
         PlanError: ``text`` is wrong.
     """
-    inputs, rest = [], text.strip()
-    while rest:
-        found = _INPUT.match(rest)
+    inputs: list[tuple[str | None, torch.dtype, list[str]]] = []
+    for word in _WORD.findall(text):
+        found = _INPUT.fullmatch(word)
         if found is None:
-            raise _expected(text, "name:dtype[sizes] for each tensor, as in 'input_ids:int64[4,1024]'", rest)
-        shape = [size.strip() for size in found["shape"].split(",")] if found["shape"].strip() else []
-        for size in shape:
-            if size != MICRO_BATCH and not (size.isascii() and size.isdecimal()):
-                sizes = f"sizes that are whole numbers, or {MICRO_BATCH} for the micro-batch size"
-                raise _expected(text, sizes, size)
+            raise PlanError(
+                f"--input-spec {text!r}: expected name:dtype[sizes] for each tensor, as in 'input_ids:int64[4,1024]' "
+                f"(sizes are whole numbers, or {MICRO_BATCH} for the micro-batch size), got {word!r}"
+            )
         if found["dtype"] not in _DTYPES:
-            raise _expected(text, f"a dtype, one of {', '.join(_DTYPES)}", found["dtype"], _DTYPES)
-        inputs.append((found["name"], _DTYPES[found["dtype"]], shape))
-        rest = rest[found.end() :].lstrip(" \t\n,;")
+            near = difflib.get_close_matches(found["dtype"], _DTYPES, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            expected = f"expected a dtype, one of {', '.join(_DTYPES)}"
+            raise PlanError(f"--input-spec {text!r}: {expected}, got {found['dtype']!r}{meant}")
+        inputs.append((found["name"], _DTYPES[found["dtype"]], re.findall(r"\w+", found["shape"])))
     names = [name for name, _, _ in inputs if name is not None]
-    if not inputs:
-        raise PlanError("--input-spec: expected at least one tensor, as in 'input_ids:int64[4,1024]', got none")
-    if names and len(names) < len(inputs):
+    if not inputs or len(names) not in (0, len(inputs)) or len(set(names)) < len(names):
         raise PlanError(
-            f"--input-spec {text!r}: expected a name for every tensor or for none, got some with and some without"
+            f"--input-spec {text!r}: expected one or more tensors, with a name of its own for every tensor or for none"
         )
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise PlanError(f"--input-spec {text!r}: expected every name once, got {twice[0]!r} twice")
 
     def make(micro_batch: int = 1) -> Batch:
         tensors = []
@@ -207,9 +165,3 @@ def parse_input_spec(text: str) -> Callable[..., Batch]:
     if any(MICRO_BATCH in shape for _, _, shape in inputs):
         return lambda micro_batch: make(micro_batch)
     return lambda: make()
-
-
-def _expected(text: str, what: str, got: str, accepted: Iterable[str] = ()) -> PlanError:
-    near = difflib.get_close_matches(got, accepted, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    return PlanError(f"--input-spec {text!r}: expected {what}, got {got!r}{meant}")

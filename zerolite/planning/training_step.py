@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,6 @@ from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.engine.engine import Engine
 from zerolite.engine.special_engines import EvaluationEngine, PipelineEngine
 from zerolite.utils.nested import find_tensors
-
-if TYPE_CHECKING:
-    pass
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
