@@ -23,10 +23,9 @@ from zerolite.comm import Communicator, data_topology
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
-from zerolite.monitor.append_file import AppendFile
 from zerolite.monitor.monitoring import Monitoring
 from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock
-from zerolite.monitor.writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
+from zerolite.monitor.writers import AppendFile, CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
 from zerolite.zero.observers import Observers
 
 CPU = torch.device("cpu")

@@ -1,7 +1,6 @@
-"""Monitoring: scalar writers, timers, FLOPs, communication log and memory report."""
+"""Monitoring: scalar writers, timers, FLOPs and memory report."""
 
-from .monitor import Monitor
-from .open import open_monitor
+from .monitor import Monitor, open_monitor
 from .step_log import StepLog
 from .writers import Event, Writer
 

@@ -194,18 +194,12 @@ def _owned_tensors(parts: EngineParts) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _allocator(device: torch.device) -> dict[str, int | None]:
     """Return the statistics of CUDA's caching allocator for ``device``. On the CPU all are None: it keeps none."""
+    names = ("allocated", "allocated_peak", "reserved", "reserved_peak", "device_free", "device_total")
     if device.type != "cuda":
-        names = ("allocated", "allocated_peak", "reserved", "reserved_peak", "device_free", "device_total")
         return dict.fromkeys(names)
-    free, total = torch.cuda.mem_get_info(device)
-    return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "allocated_peak": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "reserved_peak": torch.cuda.max_memory_reserved(device),
-        "device_free": free,
-        "device_total": total,
-    }
+    cuda = torch.cuda
+    read = (cuda.memory_allocated, cuda.max_memory_allocated, cuda.memory_reserved, cuda.max_memory_reserved)
+    return dict(zip(names, (*(one(device) for one in read), *cuda.mem_get_info(device)), strict=True))
 
 
 def _resident_peak() -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import numbers
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from zerolite.comm import Communicator, collective, raise_together
+from zerolite.config import ZeroliteConfig
 from zerolite.utils.accelerator import host_value
 
-from .writers import Event, Writer
+from .writers import CsvWriter, Event, JsonlWriter, TensorboardWriter, WandbWriter, Writer
 
 logger = logging.getLogger("zerolite")
 
@@ -114,3 +117,48 @@ def _checked(event: object) -> tuple[str, Any, int]:
     if isinstance(value, numbers.Integral):
         return name, int(value), position
     return name, value if single else float(value), position
+
+
+@collective
+def open_monitor(
+    config: ZeroliteConfig,
+    comm: Communicator,
+    device: torch.device,
+    before_close: Callable[[], None] | None = None,
+) -> Monitor:
+    """Open the monitor: on rank 0 with the writers that ``config`` enables, on other ranks with none.
+
+    It costs one small all-reduce.
+
+    Args:
+        config: the configuration.
+        comm: communicator of all ranks.
+        device: the engine's device.
+        before_close: writes the values that are still pending when the monitor is closed.
+
+    Raises:
+        RuntimeError: on all ranks, if rank 0 cannot open a writer (a missing package, a folder that cannot be made).
+    """
+    writers: list[Writer] = []
+    failure: Exception | None = None
+    if comm.rank == 0:
+        try:
+            for make in _enabled(config):
+                writers.append(make())
+        except Exception as error:
+            failure = RuntimeError(f"zerolite.initialize: a monitor could not be opened. {error}")
+            failure.__cause__ = error
+            Monitor(writers).close()
+    raise_together(comm, device, "monitor", failure, "zerolite.initialize", failed="could not open its monitors:")
+    return Monitor(writers, before_close if writers else None)
+
+
+def _enabled(config: ZeroliteConfig) -> Iterator[Callable[[], Writer]]:
+    if (csv := config.csv_monitor).enabled:
+        yield lambda: CsvWriter(Path(csv.output_path, csv.job_name))
+    if (jsonl := config.jsonl_monitor).enabled:
+        yield lambda: JsonlWriter(Path(jsonl.output_path, jsonl.job_name))
+    if (tensorboard := config.tensorboard).enabled:
+        yield lambda: TensorboardWriter(Path(tensorboard.output_path, tensorboard.job_name))
+    if config.wandb.enabled:
+        yield lambda: WandbWriter(config.wandb.project, config.wandb.group, config.wandb.team)

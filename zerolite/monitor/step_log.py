@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.accelerator import HostRead
 from zerolite.zero.observers import StepObserver
+from zerolite.zero.optimizer import ShardedOptimizer
 
 from .monitor import Monitor
-
-
-class _HasGroups(Protocol):
-    @property
-    def param_groups(self) -> Sequence[dict[str, Any]]: ...
-
-
-class _HasScale(Protocol):
-    @property
-    def scale(self) -> float: ...
 
 
 class StepLog(StepObserver):
@@ -37,7 +29,7 @@ class StepLog(StepObserver):
     """
 
     def __init__(
-        self, monitor: Monitor, samples_per_step: int | None, optimizer: _HasGroups, scaler: _HasScale | None
+        self, monitor: Monitor, samples_per_step: int | None, optimizer: ShardedOptimizer, scaler: LossScaler | None
     ) -> None:
         self._monitor = monitor
         self._samples_per_step = samples_per_step

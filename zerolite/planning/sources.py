@@ -54,7 +54,7 @@ def load_function(spec: str, option: str) -> Callable[..., Any]:
         raise PlanError(f"{option} {spec}: importing it failed with {failure}") from error
     if not callable(function):
         raise PlanError(f"{option} {spec}: expected a function, and it is of type {type(function).__name__}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _location(error: BaseException) -> str:
