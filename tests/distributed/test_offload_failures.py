@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.toolkit.disks import small_disk
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
+from zerolite.offload import swap_file
 from zerolite.ops.async_io import AsyncIO, IOTask
 
 
@@ -180,6 +182,25 @@ def test_a_path_that_is_not_there_on_one_rank_is_said_on_all(what: str, tmp_path
     assert phase == "initialize" and "zero_optimization.offload_optimizer.nvme_path" in error
     assert {"missing": "swap does not exist", "a file": "swap is not a directory"}[what] in error
     assert rank or "rank 1:" in error
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("files", [0, 4])
+def test_a_disk_that_is_full_on_one_rank_is_said_on_all(files: int, tmp_path: Path) -> None:
+    """files: so many tensors have room."""
+    rank, room = dist.get_rank(), iter(range(files))
+    (tmp_path / str(rank) / "swap").mkdir(parents=True)
+
+    def allocate(*arguments: Any) -> None:
+        if next(room, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(*arguments)
+
+    fallocate = os.posix_fallocate
+    with mock.patch.object(swap_file.os, "posix_fallocate", allocate if rank == 1 else fallocate):
+        phase, error = begin(tmp_path, "wide in bf16", 1)
+    assert phase == "initialize" and "expected room for" in error and "the swap file of rank 1 in swap" in error
+    assert rank or "zerolite.initialize: rank 1" in error
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.comm import Topology, collective
+from zerolite.comm import Topology, collective, raise_together
 from zerolite.config import ZeroliteConfig
 from zerolite.engine.arguments import OptimizerChoice, check_parameters
 from zerolite.engine.model_parallel import (
@@ -150,6 +150,9 @@ class PartsBuilder:
         optimizer = self._make_optimizer(choice, param_groups)
         gatherer = self._make_gatherer()
         pipeline = self._make_pipeline(optimizer, gatherer, accumulation, collector, trains)
+        if placements.on_disk:
+            error = placements.end_start()
+            raise_together(self.topology.world, self.device, "errors", error, "zerolite.initialize", OSError)
         return EngineParts(
             model=model,
             config=config,

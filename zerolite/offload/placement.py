@@ -99,7 +99,11 @@ class HostPlacement(Placement):
 
 
 class DiskPlacement(Placement):
-    """Placement in a file of this rank."""
+    """Placement in a file of this rank.
+
+    While an engine is made, the other ranks would wait for one whose disk is full. So that rank goes on with other
+    memory until :meth:`end_start`.
+    """
 
     location = DISK
 
@@ -107,9 +111,27 @@ class DiskPlacement(Placement):
         super().__init__(torch.device("cpu"))
         self.file = file
         self.pin = pin
+        self._starts = True
+        self._error: OSError | None = None
+        self._stand_in = torch.empty(0, dtype=torch.uint8, device="cpu")  # one for all, because nothing will read it
 
     def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
-        return tag_memory(self.file.zeros(numel * dtype.itemsize).view(dtype), item, self.location)
+        nbytes = numel * dtype.itemsize
+        try:
+            memory = self.file.zeros(nbytes)
+        except OSError as error:
+            if not self._starts:
+                raise
+            self._error = self._error or error
+            if len(self._stand_in) < nbytes:
+                self._stand_in = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+            memory = self._stand_in[:nbytes]
+        return tag_memory(memory.view(dtype), item, self.location)
+
+    def end_start(self) -> OSError | None:
+        """Return the first error so far, for all ranks to raise. Later ones are raised where they come."""
+        self._starts = False
+        return self._error
 
 
 @dataclass(frozen=True)
@@ -214,6 +236,13 @@ class Placements:
     def on_disk(self) -> bool:
         """True if anything is stored on disk."""
         return DISK in (self.optimizer.location, self.parameters.location)
+
+    def end_start(self) -> OSError | None:
+        """Return the first error of allocations on disk so far, for all ranks to raise."""
+        placements = (
+            placement for placement in (self.optimizer, self.parameters) if isinstance(placement, DiskPlacement)
+        )
+        return next(filter(None, [placement.end_start() for placement in placements]), None)
 
     def drop_reads(self, written: Iterable[torch.Tensor] | None = None) -> None:
         """Drop reads ahead and cached pages, because stored tensors were read or written as tensors and not by the
