@@ -21,7 +21,7 @@ FOLDERS = """
 
 # Nothing but the standard library (and each other where they are neighbours).
 PURE = (
-    "zerolite.version", "zerolite.utils.dtype_names", "zerolite.utils.failure_record", "zerolite.utils.lazy",
+    "zerolite.version", "zerolite.utils.failure_record", "zerolite.utils.lazy",
     "zerolite.utils.listening", "zerolite.utils.resources", "zerolite.utils.text",
     "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
     "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
@@ -47,7 +47,7 @@ THIRD_PARTY = {
 }
 
 WITHOUT_TORCH = (
-    "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.text", "zerolite.utils.dtype_names",
+    "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.text",
     "zerolite.utils.memory_tags",
     *(f"zerolite.planning.{name}" for name in ("result", "traffic", "report")),
     "op_builder",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zerolite.utils.accelerator import current_platform
-from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.utils.memory_tags import ACTIVATIONS, HOST, tag_memory
+from zerolite.utils.module_hook import finalize_before_exit
 
 _BLOCK = 4096  # bytes: lengths on the host are multiples of it, so that nearly equal inputs can share a buffer
 

@@ -17,9 +17,8 @@ from zerolite.checkpoint.huggingface import INDEX, ModelWriter, exported_dtype, 
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.state import StoredModel
-from zerolite.utils.command_parser import command_parser
 from zerolite.utils.dtypes import BY_CODE, DTYPES
-from zerolite.utils.text import format_size, parse_size
+from zerolite.utils.text import command_parser, format_size, parse_size
 
 logger = logging.getLogger("zerolite")
 

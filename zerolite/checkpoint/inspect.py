@@ -14,8 +14,7 @@ from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import MANIFEST, SavedGrid
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.utils.command_parser import command_parser
-from zerolite.utils.text import format_size
+from zerolite.utils.text import command_parser, format_size
 
 DESCRIPTION = """\
 Print what a checkpoint holds: step, world size, stage, precision, versions, parameters,

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,8 @@ import torch.distributed as dist
 
 from zerolite.comm.flight_recorder import blocked, collective
 from zerolite.comm.objects import gather_objects
-from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
 logger = logging.getLogger("zerolite")
-
-_PAGE = 4096
 
 
 @collective
@@ -45,56 +41,6 @@ def _memory_id() -> str:
         return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-class HostMemory:
-    """Two regions for each rank, mapped by all ranks of a group on one host and used in turn.
-
-    They grow to the largest tensor asked for.
-    """
-
-    REGIONS = 2
-
-    def __init__(self, share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]]) -> None:
-        """share_memory: see :class:`~zerolite.comm.transport.Transport`."""
-        self._share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]] | None = share_memory
-        self._bytes = 0
-        self.maps: list[torch.Tensor] = []  # one per rank, uint8 [REGIONS * bytes]
-        self.exhausted = False  # a request was refused; from then on some collectives use no region
-
-    def close(self) -> None:
-        """Drop the group and the memory."""
-        self._share_memory, self.maps, self._bytes, self.exhausted = None, [], 0, True
-
-    def holds(self, nbytes: int) -> bool:
-        """Return True if the regions are that large already; the same answer on all ranks."""
-        return nbytes <= self._bytes
-
-    @collective
-    def regions(self, turn: int, nbytes: int, like: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return region ``turn`` (modulo their number) of every rank, as uint8 [nbytes] by rank; None if there is no
-        memory.
-
-        All ranks get regions, or none does.
-
-        Args:
-            like: a tensor that will be copied there.
-        """
-        if nbytes > self._bytes and not self._grow(nbytes, like):
-            return None
-        start = turn % self.REGIONS * self._bytes
-        return [mapped.narrow(0, start, nbytes) for mapped in self.maps]
-
-    def _grow(self, needed: int, like: torch.Tensor) -> bool:
-        if self.exhausted or self._share_memory is None:
-            return False
-        region = -(-needed // _PAGE) * _PAGE
-        maps = self._share_memory(self.REGIONS * region, like)
-        if not maps:
-            self.exhausted = True
-            return False
-        self.maps, self._bytes = [tag_memory(mapped, BUCKETS) for mapped in maps], region
-        return True
 
 
 @collective

@@ -94,24 +94,24 @@ def unrecorded() -> Iterator[None]:
 def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1, key: int = 0) -> None:
     """Record a collective. The communicator calls this once for each logical collective."""
     if active:
-        _add(op, [tensor], _unaligned(tensor, ranks if op in _DIVIDED else 1), tag, dimension, ranks, key)
+        unaligned = _unaligned(tensor, ranks if op in _DIVIDED else 1)
+        nbytes = tensor.numel() * tensor.element_size()
+        _add(CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks, key, unaligned))
 
 
 def note_gather(
     fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, dimension: str, ranks: int, key: int
 ) -> None:
     """Record a gather of several tensors, unless all are empty."""
-    if active and any(full.numel() for full in fulls):
+    numel = sum(full.numel() for full in fulls)
+    if active and numel:
         unaligned = sum(_unaligned(full, ranks) for full in fulls) + sum(_unaligned(shard, 1) for shard in shards)
-        _add("all_gather", fulls, unaligned, tag, dimension, ranks, key)
+        nbytes = sum(full.numel() * full.element_size() for full in fulls)
+        dtype, tensors = fulls[0].dtype, len(fulls)
+        _add(CollectiveCall("all_gather", numel, dtype, nbytes, tag, tensors, dimension, ranks, key, unaligned))
 
 
-def _add(
-    op: str, tensors: Sequence[torch.Tensor], unaligned: int, tag: str, dimension: str, ranks: int, key: int
-) -> None:
-    numel = sum(tensor.numel() for tensor in tensors)
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    call = CollectiveCall(op, numel, tensors[0].dtype, nbytes, tag, len(tensors), dimension, ranks, key, unaligned)
+def _add(call: CollectiveCall) -> None:
     for recorder in active:
         recorder.calls.append(call)
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
-from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, wait_for
+from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, collective, wait_for
 from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, pack_offsets
-from zerolite.comm.host_memory import HostMemory
 from zerolite.comm.transport import Transport
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
+_PAGE = 4096  # bytes
 _SMALL = 4096  # sums of fewer elements use a lane of their own, so that they need not wait for large tensors
 
 
@@ -46,16 +46,58 @@ class _Announcement(NamedTuple):
 
 
 class _Lane:
-    """Collectives that take turns in one shared memory."""
+    """Collectives that take turns in the same memory: two regions of each rank, mapped by all ranks of one host, which
+    grow to the largest tensor.
 
-    def __init__(self, memory: HostMemory) -> None:
-        self.memory = memory
-        self.count = 0  # turns so far
-        self.last: Pending | None = None  # the latest collective, until it is finished
+    Why two: a rank that joins the fence of collective j has finished collective j - 1. So a rank that has passed fence
+    j - 1 knows that all ranks have finished collective j - 2, whose region it may overwrite.
+
+    Attributes:
+        maps: memory of each rank, uint8 [2 * bytes of a region].
+        count: turns so far.
+        last: the latest collective, until it is finished.
+        exhausted: a request for memory was refused. From then on some collectives take no turn.
+    """
+
+    def __init__(self, share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]]) -> None:
+        """share_memory: see :class:`~zerolite.comm.transport.Transport`."""
+        self._share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]] | None = share_memory
+        self._bytes = 0  # of a region
+        self.maps: list[torch.Tensor] = []
+        self.count = 0
+        self.last: Pending | None = None
+        self.exhausted = False
 
     def close(self) -> None:
-        self.last = None
-        self.memory.close()
+        """Drop the group and the memory."""
+        self._share_memory, self.maps, self._bytes, self.last, self.exhausted = None, [], 0, None, True
+
+    def holds(self, nbytes: int) -> bool:
+        """Return True if the regions are that large already; the same answer on all ranks."""
+        return nbytes <= self._bytes
+
+    @collective
+    def take_turn(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return the next region of every rank, as uint8 [nbytes] by rank; None on all ranks if there is no memory.
+
+        Args:
+            like: a tensor that will be copied there.
+        """
+        self.count += 1
+        if not self.holds(nbytes) and not self._grow(nbytes, like):
+            return None
+        return [mapped.narrow(0, self.count % 2 * self._bytes, nbytes) for mapped in self.maps]
+
+    def _grow(self, needed: int, like: torch.Tensor) -> bool:
+        if self.exhausted or self._share_memory is None:
+            return False
+        region = -(-needed // _PAGE) * _PAGE
+        maps = self._share_memory(2 * region, like)
+        if not maps:
+            self.exhausted = True
+            return False
+        self.maps, self._bytes = [tag_memory(mapped, BUCKETS) for mapped in maps], region
+        return True
 
 
 class SharedMemoryCommunicator(GlooCommunicator):
@@ -72,7 +114,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
-        self._large, self._small = (_Lane(HostMemory(transport.share_memory)) for _ in range(2))
+        self._large, self._small = _Lane(transport.share_memory), _Lane(transport.share_memory)
         self._launched = 0  # tickets so far
 
     def close(self) -> None:
@@ -81,10 +123,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         self._small.close()
 
     def memory(self) -> Sequence[torch.Tensor]:
-        return [*self._large.memory.maps, *self._small.memory.maps]
-
-    # Why two regions: a rank that joins the fence of collective j has finished collective j - 1. So a rank that has
-    # passed fence j - 1 knows that all ranks have finished collective j - 2, whose region it may overwrite.
+        return [*self._large.maps, *self._small.maps]
 
     def _exchange(
         self,
@@ -111,15 +150,14 @@ class SharedMemoryCommunicator(GlooCommunicator):
             return Pending((), tensors, lambda: finish([empty(0, torch.uint8, tensors[0])] * self.world_size))
         if lane.last is not None:
             lane.last.wait()
-        nbytes, memory = launch.nbytes, lane.memory
-        if memory.exhausted and not memory.holds(nbytes):
+        nbytes = launch.nbytes
+        if lane.exhausted and not lane.holds(nbytes):
             return None
         ticket = self._ticket(launch)
-        if not memory.holds(nbytes):
+        if not lane.holds(nbytes):
             # All ranks make memory together, by collectives: first check that all of them launch this one.
             self._compare_now(launch, ticket)
-        lane.count += 1
-        regions = memory.regions(lane.count, nbytes, tensors[0])
+        regions = lane.take_turn(nbytes, tensors[0])
         if regions is None:
             return None
         copy_in(regions[self.rank])

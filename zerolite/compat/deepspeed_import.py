@@ -25,7 +25,7 @@ from zerolite.checkpoint.state import StoredModel
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
-from zerolite.utils.command_parser import command_parser
+from zerolite.utils.text import command_parser
 
 DESCRIPTION = """\
 Convert a checkpoint of DeepSpeed (ZeRO stages 1, 2 and 3) to one of zerolite, with its

@@ -32,7 +32,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUseDefault
 
-from zerolite.utils.dtype_names import CONFIG as DTYPE_NAMES
+from zerolite.utils.text import DTYPE_NAMES
 
 MAX_BATCH = 2**31 - 1
 _MAX_INT = 2**63 - 1

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from zerolite.utils.builder import op_builder
-from zerolite.utils.command_parser import command_parser
+from zerolite.utils.text import command_parser
 from zerolite.version import __version__
 
 DESCRIPTION = """\

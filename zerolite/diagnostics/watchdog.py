@@ -33,7 +33,7 @@ from zerolite.diagnostics.diagnosis import Absent, diagnose
 from zerolite.diagnostics.exit_messages import ExitMessages, describe_end, lost_peer
 from zerolite.diagnostics.stack_report import WATCHDOG_THREAD, StackReport, make_stack_report
 from zerolite.utils import failure_record
-from zerolite.utils.finalizers import finalize_before_exit
+from zerolite.utils.module_hook import finalize_before_exit
 from zerolite.utils.text import name_ranks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zerolite.checkpoint.parameter_access import OWNERS, ParameterAccess
-from zerolite.utils.finalizers import finalize_before_exit
+from zerolite.utils.module_hook import finalize_before_exit
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.optimizer import GONE
 from zerolite.zero.sharded_gradient import ShardedGradient

@@ -11,7 +11,7 @@ import torch
 
 from zerolite.ops.call import SquaresCall, UpdateCall
 from zerolite.ops.interface import Norm, Threads, Update, check_abi
-from zerolite.utils.c_functions import declare
+from zerolite.utils.builder import declare
 
 ISA_NAMES = ("plain", "avx2", "avx512")
 _BEST = -1

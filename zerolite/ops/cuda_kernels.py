@@ -11,7 +11,7 @@ import torch
 
 from zerolite.ops.call import SquaresCall, UpdateCall
 from zerolite.ops.interface import Norm, Update, check_abi
-from zerolite.utils.c_functions import declare
+from zerolite.utils.builder import declare
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from ctypes import Structure, c_int32, c_int64, c_void_p
 import torch
 
 from zerolite.ops.call import SquaresCall, UpdateCall
-from zerolite.utils.c_functions import declare
+from zerolite.utils.builder import declare
 
 ABI = 5
 NORM_CHUNK = 16384

@@ -10,8 +10,7 @@ from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 from typing import Any
 
 from zerolite.ops.io_reference import IOResult
-from zerolite.utils.builder import op_builder
-from zerolite.utils.c_functions import declare
+from zerolite.utils.builder import declare, op_builder
 
 ABI = 1
 _BACKENDS = {"auto": 0, "io_uring": 1, "threads": 2}

@@ -13,7 +13,7 @@ import torch
 
 from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, SquaresCall, UpdateCall
 from zerolite.utils.accelerator import host_value, host_values
-from zerolite.utils.rounding import sync_master_from_param_
+from zerolite.utils.dtypes import sync_master_from_param_
 
 _STRETCH = 1 << 20
 _EXACT = 1 << 15  # elements that are converted to double at once: 256 KB, which stays in the second-level cache

@@ -1,15 +1,17 @@
-"""Import of `op_builder`: `zerolite.op_builder` of a wheel, or `op_builder/` of a checkout.
+"""Import of `op_builder`, and types of the C functions that it builds.
 
-In a checkout it is the directory beside the package. It is not imported through `sys.path`, on which the `op_builder`
-of another project or checkout might come first.
+`op_builder` is `zerolite.op_builder` of a wheel, or `op_builder/` of a checkout. In a checkout it is the directory
+beside the package. It is not imported through `sys.path`, on which the `op_builder` of another project or checkout
+might come first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 NAME = "zerolite.op_builder"
 
@@ -30,4 +32,11 @@ else:
 
     op_builder = _load()
 
-__all__ = ["op_builder"]
+
+def declare(function: ctypes._NamedFuncPointer, result: type | None, *arguments: Any) -> ctypes._NamedFuncPointer:
+    """Set the types of ``function`` and return it."""
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
+__all__ = ["declare", "op_builder"]

@@ -1,4 +1,4 @@
-"""Hooks that an engine registers on a user's modules; copies of the modules drop them."""
+"""Hooks that an engine registers on a user's modules, which copies drop; and clean-up that follows an object."""
 
 from __future__ import annotations
 
@@ -76,3 +76,11 @@ class WeakHook(ModuleHook, Generic[Owner]):
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return True if a module is compiled, together with everything inside it, hooks included."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def finalize_before_exit(owner: object, function: Callable[..., object], *arguments: object) -> weakref.finalize:
+    """Call ``function(*arguments)`` when ``owner`` is freed, but not at exit, when objects that it needs may be gone
+    already."""
+    finalizer = weakref.finalize(owner, function, *arguments)
+    finalizer.atexit = False
+    return finalizer

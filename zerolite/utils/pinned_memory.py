@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerolite.utils.finalizers import finalize_before_exit
+from zerolite.utils.module_hook import finalize_before_exit
 
 logger = logging.getLogger("zerolite")
 

@@ -1,7 +1,8 @@
-"""Sizes, numbers and lists of ranks, as people write and read them."""
+"""Sizes, numbers, dtypes, lists of ranks and command lines, as people write and read them."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -55,3 +56,15 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def list_of(parts: Sequence[str]) -> str:
     """Return ``a``, ``a and b`` or ``a, b and c``."""
     return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
+
+
+def command_parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Return a parser that shows its texts as they are written and knows whole names of options alone."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        prog=prog, description=description, epilog=epilog, formatter_class=raw, allow_abbrev=False
+    )
+
+
+DTYPE_NAMES = {"fp32": ("float32", "float"), "bf16": ("bfloat16",), "fp16": ("float16", "half")}
+"""By the config's name, torch's names, the first of which is what torch prints."""

@@ -25,8 +25,8 @@ import torch
 from zerolite.comm import Pending
 from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address
+from zerolite.utils.dtypes import sync_master_from_param_
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, GRADIENTS, MASTERS, tag_memory
-from zerolite.utils.rounding import sync_master_from_param_
 from zerolite.zero.flat import copy_assigned_data, dense_strides
 from zerolite.zero.gradient_memory import GradientDtypes
 from zerolite.zero.layout import BucketLayout, Fragment, Slot

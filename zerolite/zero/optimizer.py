@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zerolite.comm import collective
 from zerolite.optim.update_rules import UpdateRule
-from zerolite.utils.finalizers import finalize_before_exit
+from zerolite.utils.module_hook import finalize_before_exit
 from zerolite.utils.torch_private import step_hooks
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer

@@ -11,8 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from zerolite.utils.accelerator import address
+from zerolite.utils.dtypes import sync_master_from_param_
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, STATES, listeners, tag_memory
-from zerolite.utils.rounding import sync_master_from_param_
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
