@@ -48,8 +48,6 @@ from zerolite.zero.optimizer import Groups, ShardedOptimizer
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel
-from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks
-from zerolite.zero.stage3.partitioned_parameter import move_shard, sharded_param_of
 from zerolite.zero.stages import STAGES
 from zerolite.zero.stats import StatsCollector
 from zerolite.zero.step import StepPipeline
@@ -209,7 +207,7 @@ class PartsBuilder:
                 _warn_of_padding(layout)
             buffer = ParameterBuffer(layout, trained, memory, placements)
         else:
-            buffer = PartitionedParameterBuffer(layout, trained, memory, move_shard, placements, _is_persistent)
+            buffer = PartitionedParameterBuffer(layout, trained, memory, placements)
         fill_buckets(buffer, self.precision, self.topology.data, self.device)
         if partitioned is not None:
             in_layout = {id(p) for p in trained}
@@ -289,19 +287,13 @@ class PartsBuilder:
 
 def start_stage3(parts: EngineParts) -> None:
     """Install the hooks that gather parameters. Called when those of activation checkpointing are installed."""
-    partitioned, pipeline, reducer, observers = parts.partitioned, parts.pipeline, parts.reducer, parts.observers
-    if partitioned is None:
+    if parts.partitioned is None:
         return
-    coordinator = partitioned.start(CoordinatorCallbacks(observers, pipeline.begin_backward, reducer.on_group_end))
-    observers.on_parameters_updated.append(coordinator.on_update)
-    observers.on_gradients_dropped.append(coordinator.end_failed)
-    launch_by_groups(partitioned, reducer)
-    pipeline.written.use_coordinator(coordinator)
-
-
-def _is_persistent(parameter: torch.nn.Parameter) -> bool:
-    sharded_param = sharded_param_of(parameter)
-    return sharded_param is not None and sharded_param.persistent
+    coordinator = parts.partitioned.start(parts)
+    parts.observers.on_parameters_updated.append(coordinator.on_update)
+    parts.observers.on_gradients_dropped.append(coordinator.end_failed)
+    launch_by_groups(parts.partitioned, parts.reducer)
+    parts.pipeline.written.use_coordinator(coordinator)
 
 
 def _warn_of_padding(layout: PartitionLayout) -> None:

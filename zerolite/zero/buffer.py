@@ -16,10 +16,7 @@ from zerolite.zero.bucket import Bucket
 from zerolite.zero.flat import flattened
 from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.layout import BucketLayout, Fragment, PartitionLayout, Slot
-
-MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Placement], None]
-"""Function (parameter, memory, placement of the memory) that copies a parameter's shard into the memory, which becomes
-its ``ds_tensor``."""
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
 
 
 class ParameterBuffer:
@@ -168,20 +165,6 @@ class PartitionedParameterBuffer(ParameterBuffer):
     """Buckets of partitioned parameters: ``compute`` is this rank's row of a sliced bucket, and ``ds_tensor`` of every
     parameter is a view of it."""
 
-    def __init__(
-        self,
-        layout: PartitionLayout,
-        parameters: Sequence[torch.nn.Parameter],
-        gradient_memory: GradientMemory,
-        move: MoveShard,
-        placements: Placements,
-        is_persistent: Callable[[torch.nn.Parameter], bool],
-    ) -> None:
-        """is_persistent: function that returns True for a parameter whose full values stay on the device."""
-        super().__init__(layout, parameters, gradient_memory, placements)
-        self._is_persistent = is_persistent
-        self._move = move
-
     def collect_assigned_data(self) -> None:
         """Do nothing: parameters are no views of the buckets."""
 
@@ -198,11 +181,10 @@ class PartitionedParameterBuffer(ParameterBuffer):
             dtype = compute_dtype(members[0])
             compute = placement.zeros(layout.numel // self.layout.world_size, dtype, COMPUTE)
             bucket = Bucket(layout, members, self, compute, placement, master_dtype(dtype))
-            for slot, parameter in zip(layout.slots, members, strict=True):
+            for slot, sharded_param in zip(layout.slots, self._sharded_params(layout), strict=True):
                 if bucket.separate:
-                    part = bucket.master.narrow(0, slot.start, slot.part)
-                    part.copy_(parameter.ds_tensor)  # type: ignore[attr-defined]
-                self._move(parameter, compute.narrow(0, slot.start, slot.part), placement)
+                    bucket.master.narrow(0, slot.start, slot.part).copy_(sharded_param.shard)
+                sharded_param.move_shard(compute.narrow(0, slot.start, slot.part), placement)
             self.buckets.append(bucket)
 
     def _choose_placements(self) -> list[Placement]:
@@ -210,6 +192,10 @@ class PartitionedParameterBuffer(ParameterBuffer):
         forward uses them first."""
         placements = []
         for layout in reversed(self.unfilled):
-            persistent = all(self._is_persistent(self.parameters[slot.index]) for slot in layout.slots)
+            persistent = all(sharded_param.persistent for sharded_param in self._sharded_params(layout))
             placements.append(self.placements.place_parameters(layout.numel // self.layout.world_size, persistent))
         return placements[::-1]
+
+    def _sharded_params(self, layout: BucketLayout) -> list[PartitionedParameter]:
+        sharded_params = [sharded_param_of(self.parameters[slot.index]) for slot in layout.slots]
+        return [sharded_param for sharded_param in sharded_params if sharded_param is not None]

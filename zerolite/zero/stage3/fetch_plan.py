@@ -153,8 +153,8 @@ class _Use(NamedTuple):
     """Use of one parameter by an ENTER of its group.
 
     Attributes:
-        last_leave: index of the LEAVE that ended the execution before; -1 if there is none. The index of this ENTER if
-            another execution that needs the parameter is open.
+        last_leave: event at which the parameter was last free: its latest LEAVE, -1 before the first use, this ENTER
+            itself while another execution needs it.
         kept: True if it may stay gathered since then.
     """
 

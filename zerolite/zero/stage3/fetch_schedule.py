@@ -63,7 +63,7 @@ class FetchSchedule:
         self._position = 0  # of the next event in the plan
         # State of a step without a plan; empty while a plan is in use.
         self._state = FetchState(self.groups, self._numels, limits.max_live_numel)
-        self._kind: str | None = None  # kind of this step; None outside a step
+        self._step_kind: str | None = None  # kind of this step; None outside a step
         self._order: list[int] = []  # events of this step, while no plan is in use
         self._dropped = 0  # number of events before those, in a step that is too long
         self.steps = 0  # steps begun so far
@@ -109,7 +109,7 @@ class FetchSchedule:
         every gather of the model's parameters."""
         self.gathers = hash((self.gathers, first, count))  # the hash of integers is the same in every process
 
-    def begin_step(self, kind: str) -> None:
+    def begin_step(self, step_kind: str) -> None:
         """Begin a step, before its first event. Each kind of step has an order and a plan of its own.
 
         A step that begins with live parameters (pinned, or left by a step that did not end) is served on demand.
@@ -117,24 +117,23 @@ class FetchSchedule:
         self.steps += 1
         if self._plan is not NO_PLAN:
             self._depart()
-        self._reset(kind)
+        self._reset(step_kind)
         self._choose_mode()
 
     def end_step(self) -> tuple[int, ...]:
         """End the step with all its executions. Return the parameters to release: all but persistent and pinned."""
         plan = self._plan
-        if self.plan_progress[1]:
-            if self._kind is not None:
-                self._candidates.pop(self._kind, None)  # an earlier step departed from the plan, but this one did not
-            self._plan, self._position = NO_PLAN, 0
-            self._reset(None)
+        if plan is not NO_PLAN and self._position == len(plan.order):
+            # If an earlier step departed from the plan, its order is no candidate: this one did not.
+            self._candidates.pop(self._step_kind or "", None)
+            self._plan, self._position, self._step_kind = NO_PLAN, 0, None
             return plan.final
         self._depart()
         order = tuple(self._order)
-        if self._kind is not None and self._mode is StepMode.RECORDED and order:
-            known = self._plans.get(self._kind)
+        if self._step_kind is not None and self._mode is StepMode.RECORDED and order:
+            known = self._plans.get(self._step_kind)
             if known is None or known.order != order:
-                self._candidates[self._kind] = order
+                self._candidates[self._step_kind] = order
         self._reset(None)
         return self._state.end_all()
 
@@ -142,28 +141,28 @@ class FetchSchedule:
         """End all executions, because values have changed or an exception has ended the step. Return the parameters to
         release: all but persistent and pinned ones. The rest of the step is served on demand and not recorded."""
         self._depart()
-        if self._kind is not None:
+        if self._step_kind is not None:
             self._mode = StepMode.ON_DEMAND
         return self._state.end_all()
 
-    def _reset(self, kind: str | None) -> None:
-        self._kind, self._order, self._dropped = kind, [], 0
+    def _reset(self, step_kind: str | None) -> None:
+        self._step_kind, self._order, self._dropped = step_kind, [], 0
         if self._mode is StepMode.RECORDED:
             self._mode = StepMode.ON_DEMAND
 
     def _choose_mode(self) -> None:
         """Begin the plan of this kind of step, or record the step, if nothing has happened in it so far."""
         state = self._state
-        if self._kind is None or self._order or self._plan is not NO_PLAN:
+        if self._step_kind is None or self._order or self._plan is not NO_PLAN:
             return
         # Inside the user's gather context a forward may run on one rank alone, so its order cannot become a plan.
         if self.on_demand_only or state.open or state.pinned:
             self._mode = StepMode.ON_DEMAND
-        elif state.live or state.in_flight or self._kind not in self._plans:
+        elif state.live or state.in_flight or self._step_kind not in self._plans:
             self._mode = StepMode.RECORDED
         else:
             self._mode = StepMode.PLANNED
-            self._plan, self._position = self._plans[self._kind], 0
+            self._plan, self._position = self._plans[self._step_kind], 0
 
     def _depart(self) -> None:
         """Leave the plan, if one is in use: the rest of this step is served on demand and recorded."""
@@ -232,7 +231,7 @@ class FetchSchedule:
     @property
     def kind(self) -> str | None:
         """Kind of this step; None outside a step."""
-        return self._kind
+        return self._step_kind
 
     @property
     def following(self) -> bool:
@@ -256,17 +255,17 @@ class FetchSchedule:
     def adopt(self) -> None:
         """Make plans of the orders that wait, for the next steps of their kinds. Called by all ranks, whose
         :attr:`candidate_hash` are equal."""
-        for kind, order in self._waiting():
+        for step_kind, order in self._waiting():
             self._serial += 1
             plan = plan_step(order, self.groups, self._numels, self._limits, self._on_disk)
-            self._plans[kind] = replace(plan, serial=self._serial)
-            del self._candidates[kind]
+            self._plans[step_kind] = replace(plan, serial=self._serial)
+            del self._candidates[step_kind]
 
     def _waiting(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the candidates to compare next: only training's, if it has one, since evaluations may differ every
         time."""
-        found = sorted(self._candidates.items())
-        return [item for item in found if item[0] == "train"] or found
+        waiting = sorted(self._candidates.items())
+        return [(step_kind, order) for step_kind, order in waiting if step_kind == "train"] or waiting
 
     def reject(self) -> None:
         """Serve all steps on demand from now on, because the orders of the ranks differ. Called by all ranks."""
@@ -285,5 +284,5 @@ class FetchSchedule:
         """
         plan, position, order, dropped = self._plan, self._position, tuple(self._order), self._dropped
         if plan is not NO_PLAN:
-            return self._kind or "", 1, plan.order[:position]
-        return self._kind or "", dropped + 1, order
+            return self._step_kind or "", 1, plan.order[:position]
+        return self._step_kind or "", dropped + 1, order

@@ -103,20 +103,20 @@ class GatheredParameters:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with without_functions():
             self._find_graphs()
             _entered_contexts.remove(self)
             error_text: str | None = None
             changed: list[PartitionedParameter] = []
-            failed = kind is not None
+            failed = error is not None
             try:
                 if failed:
                     self.drop_changes()
                 # A rank whose block has raised takes part in what the others launch here: if its program catches the
                 # exception, it would be one collective behind for ever.
-                if kind is None or (issubclass(kind, Exception) and not issubclass(kind, NOTHING_MAY_FOLLOW)):
+                if error is None or (isinstance(error, Exception) and not isinstance(error, NOTHING_MAY_FOLLOW)):
                     if self._modifier is not None:
                         error_text = self._write_changes(self._modifier, failed)
                     else:
@@ -194,8 +194,8 @@ class GatheredParameters:
             return None
         ranks = self._sharded_params[0].groups.mean
         fits = [sharded_param.parameter.data.shape == sharded_param.shape for sharded_param in self._sharded_params]
-        told = [_RAISED] * len(fits) if failed else [int(not fit) for fit in fits]
-        flags = self._agree(told if ranks.rank == source else [0] * len(told))
+        of_source = [_RAISED] * len(fits) if failed else [int(not fit) for fit in fits]
+        flags = self._agree(of_source if ranks.rank == source else [0] * len(fits))
         if flags[0] == _RAISED:
             self.drop_changes()
             return f"the block has raised an exception on rank {source}, the modifier_rank. Nothing is changed"
@@ -312,8 +312,8 @@ def _parameters_in(params: object) -> Iterator[torch.Tensor]:
     elif isinstance(params, torch.Tensor):
         yield params
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)):
-        for item in params.values() if isinstance(params, Mapping) else params:
-            yield from _parameters_in(item)
+        for each in params.values() if isinstance(params, Mapping) else params:
+            yield from _parameters_in(each)
     else:
         raise ValueError(
             "zero.GatheredParameters: expected a parameter, an iterable of parameters, a module or None, got "

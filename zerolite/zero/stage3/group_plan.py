@@ -48,10 +48,10 @@ def leaf_rule(
 
     def is_leaf(name: str, module: torch.nn.Module) -> bool:
         cls = type(module)
-        own = {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
-        if own & set(classes) or name in names or any(name.endswith(suffix) for suffix in suffixes):
+        class_names = {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
+        if class_names & set(classes) or name in names or any(name.endswith(suffix) for suffix in suffixes):
             return True
-        return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, *own))
+        return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, *class_names))
 
     return is_leaf
 
@@ -141,30 +141,30 @@ class _GroupPlanner:
 
     def _add(self, name: str, module: torch.nn.Module, subtree: list[torch.nn.Module]) -> None:
         """Add a group of the parameters of ``subtree``, whose root is ``module``. Only the root group may be empty."""
-        found: dict[int, PartitionedParameter] = {}
-        for member in subtree:
-            for parameter in (*member.parameters(recurse=False), *external_parameters(member)):
+        sharded_params: dict[int, PartitionedParameter] = {}
+        for inner in subtree:
+            for parameter in (*inner.parameters(recurse=False), *external_parameters(inner)):
                 sharded_param = sharded_param_of(parameter)
                 if sharded_param is not None and not sharded_param.persistent:
-                    found[id(parameter)] = sharded_param
-        inside = [member for member in subtree[1:] if id(member) not in self._seen]
+                    sharded_params[id(parameter)] = sharded_param
+        inside = [inner for inner in subtree[1:] if id(inner) not in self._seen]
         self._seen.update(map(id, subtree))
-        if found or module is self._model:
-            self.groups.append(ParamGroup(len(self.groups), name, module, list(found.values()), inside))
+        if sharded_params or module is self._model:
+            self.groups.append(ParamGroup(len(self.groups), name, module, list(sharded_params.values()), inside))
 
 
 def _subtree(module: torch.nn.Module, without: set[int]) -> Iterator[torch.nn.Module]:
     """Return ``module`` and all modules in it, each once, without those that are reached only through ``without``."""
-    found: dict[int, torch.nn.Module] = {}
+    modules: dict[int, torch.nn.Module] = {}
 
     def walk(module: torch.nn.Module) -> None:
-        if id(module) not in found and id(module) not in without:
-            found[id(module)] = module
+        if id(module) not in modules and id(module) not in without:
+            modules[id(module)] = module
             for child in module.children():
                 walk(child)
 
     walk(module)
-    return iter(found.values())
+    return iter(modules.values())
 
 
 def _containers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -298,5 +298,5 @@ def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.P
 
 def external_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the parameters that ``register_external_parameter`` has registered with ``module``."""
-    found: list[torch.nn.Parameter] = module.__dict__.get("_zero_external_parameters", [])
-    return found
+    registered: list[torch.nn.Parameter] = module.__dict__.get("_zero_external_parameters", [])
+    return registered

@@ -105,7 +105,7 @@ class LiveView(torch.Tensor):
         cls, function: Function, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if any(issubclass(kind, AbsentParameter) for kind in types):
+        if any(issubclass(other, AbsentParameter) for other in types):
             return NotImplemented  # it replaces itself by a view
         with as_plain_tensors():
             view = next(iter(find_tensors((args, kwargs), LiveView)), None)
@@ -126,7 +126,7 @@ class LiveView(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: OpOverload, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
-        if any(kind is not LiveView for kind in types):
+        if any(other is not LiveView for other in types):
             return NotImplemented  # another class, such as that of p.grad, brings its values first
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # which does not take functions apart by itself
@@ -272,8 +272,8 @@ def _assign(sharded_param: PartitionedParameter, values: torch.Tensor) -> None:
     Raises:
         RuntimeError: for other values, unless the model is being initialised.
     """
-    own = isinstance(values, LiveView) and values.shows_all_of(sharded_param)
-    if own or values is sharded_param.ref():
+    is_view = isinstance(values, LiveView) and values.shows_all_of(sharded_param)
+    if is_view or values is sharded_param.ref():
         return
     if not sharded_param.context.initialising:
         raise _assignment_error(sharded_param.name)

@@ -80,9 +80,9 @@ class ModuleExecution:
         # None after a change in place: then this execution has made the tensor.
         for hook in (tensor._backward_hooks or {}).values():
             if type(hook) is ModuleExecution and hook.coordinator is self.coordinator and hook.end < self.start:
-                # An earlier execution has made this tensor, and this one only passes it on (T5's position bias). A
-                # gradient reaches it when the backward of the earlier one begins, so it tells nothing about this one.
-                # The more so where checkpointing repeats this forward: its hooks are the last ones on the tensor.
+                # This tensor is an output of an earlier execution, passed on unchanged (T5's position bias). Its
+                # gradient marks the earlier execution's backward, not this one's; a recomputed forward would even hook
+                # it last.
                 return
         tensor.register_hook(self)
 
@@ -178,12 +178,8 @@ def install_hooks(
         handles.append(leave.install(module.register_forward_hook, always_call=True))
         for inside in group.inside:
             if owns_released(inside) and id(inside) not in traced:
-                own = [
-                    sharded_param
-                    for p in inside._parameters.values()
-                    if (sharded_param := sharded_param_of(p)) in groups_of
-                ]
-                owners = [owner for owner in groups if all(owner in groups_of[known] for known in own)]
+                owners_of = [groups_of[p] for p in map(sharded_param_of, inside._parameters.values()) if p in groups_of]
+                owners = [owner for owner in owners_of[0] if all(owner in others for others in owners_of)]
                 begin = _InnerPreForwardHook(coordinator, group, owners)
                 end = _InnerPostForwardHook(coordinator, group)
                 handles.append(begin.install(inside.register_forward_pre_hook, prepend=True))

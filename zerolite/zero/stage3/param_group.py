@@ -93,7 +93,7 @@ class ParamGroup:
         self.name = name
         self.parameters = list(parameters)
         self._module = weakref.ref(module)
-        self._inside = [weakref.ref(member) for member in inside]
+        self._inside = [weakref.ref(inner) for inner in inside]
         self.is_embedding = _is_embedding(module, parameters)
         self.buckets: list[Bucket] = []
         self.unfinished = self.without_graph = self.open_executions = 0
@@ -350,7 +350,7 @@ class CommContext:
     @collective
     def issue_all_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
         """Launch one all-gather of parameters that are not available."""
-        self._notify(sharded_params)
+        self.note_gather(sharded_params[0].index + 1, len(sharded_params))
         # The others have their full values in their shard.
         to_gather = [sharded_param for sharded_param in sharded_params if sharded_param.storage is not None]
         fulls = [sharded_param.full for sharded_param in to_gather]
@@ -388,7 +388,7 @@ class CommContext:
             if sharded_param.pending is not None:
                 sharded_param.pending.wait()
         if released := [sharded_param for sharded_param in sharded_params if sharded_param.status is not AVAILABLE]:
-            self._notify(released)
+            self.note_gather(released[0].index + 1, len(released))
         copies = [p.full.clone() if p.has_full_values else p.full.new_empty(p.full.shape) for p in sharded_params]
         missing = [index for index, sharded_param in enumerate(sharded_params) if not sharded_param.has_full_values]
         if missing:
@@ -398,11 +398,16 @@ class CommContext:
             AllGather(self, to_gather, to_gather, fulls).wait_for_values()
         return copies
 
-    def _notify(self, sharded_params: Sequence[PartitionedParameter]) -> None:
-        """Report a launch to the schedule, which hashes all gathers. Raises RuntimeError while they are suspended."""
+    def note_gather(self, key: int, count: int) -> None:
+        """Report a launch to the schedule, which hashes all gathers. Raises RuntimeError while they are suspended.
+
+        Args:
+            key: number of its first parameter, from 1.
+            count: number of its parameters.
+        """
         coordinator = self._coordinator()
         if coordinator is not None:
-            coordinator.schedule.note_gather(sharded_params[0].index + 1, len(sharded_params))
+            coordinator.schedule.note_gather(key, count)
         if self._suspended:
             raise RuntimeError(self._suspended)
 

@@ -117,7 +117,7 @@ class Initialising:
         initialisations.append(self)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         initialisations.remove(self)
 
@@ -159,7 +159,7 @@ def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.d
 
 def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return every module once, after the modules inside it, because its initialisation may overwrite theirs."""
-    found: list[tuple[str, torch.nn.Module]] = []
+    modules: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()
 
     def walk(name: str, module: torch.nn.Module) -> None:
@@ -168,10 +168,10 @@ def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]
         seen.add(id(module))
         for child_name, child in module.named_children():
             walk(f"{name}.{child_name}" if name else child_name, child)
-        found.append((name, module))
+        modules.append((name, module))
 
     walk("", model)
-    return found
+    return modules
 
 
 def _materialise(
@@ -179,8 +179,8 @@ def _materialise(
 ) -> None:
     """Give a module's own meta parameters and buffers memory and values, then partition the parameters. Own parameters
     that have values already (tied weights, from their first owner) keep them."""
-    own = list(module.parameters(recurse=False))
-    meta = [p for p in own if p.is_meta]
+    parameters = list(module.parameters(recurse=False))
+    meta = [p for p in parameters if p.is_meta]
     if not meta and not any(b.is_meta for b in module.buffers(recurse=False)):
         return
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -197,7 +197,7 @@ def _materialise(
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=context.device)
-    kept = GatheredParameters([p for p in own if sharded_param_of(p) is not None])
+    kept = GatheredParameters([p for p in parameters if sharded_param_of(p) is not None])
     with Initialising(dtype), kept:
         reset()
         kept.drop_changes()
@@ -284,7 +284,7 @@ class Init:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._hooks:
             return
@@ -292,10 +292,10 @@ class Init:
             hook.remove()
         self._hooks = []
         try:
-            if kind is None:
+            if error is None:
                 self._partition(list(self._unpartitioned.values()), shared=True)
         finally:
-            self._initialising.__exit__(kind, error, trace)
+            self._initialising.__exit__(error_type, error, trace)
             self._unpartitioned.clear()
 
     # Global hooks of torch on registrations in modules.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +19,12 @@ from zerolite.zero.stage3.group_plan import LeafRule, bucket_groups, plan_param_
 from zerolite.zero.stage3.module_hooks import install_hooks
 from zerolite.zero.stage3.param_group import CommContext, ParamGroup
 from zerolite.zero.stage3.partition_parameters import partition_model
-from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks, PartitionedParameterCoordinator
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
 from zerolite.zero.stage3.shard_reader import ShardReader
+
+if TYPE_CHECKING:
+    from zerolite.zero.engine_parts import EngineParts
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class PartitionedModel:
                 remaining = None if remaining is None else remaining - sharded_param.numel
         max_live = options.limits.max_live_numel if options.blocks else 0
         self.groups = plan_param_groups(self.model, options.is_leaf, options.granularity, max_live)
-        self._limits = options.limits
+        self.limits = options.limits
         return self.groups
 
     @torch.no_grad()
@@ -130,16 +134,14 @@ class PartitionedModel:
             for dtype, sharded_params in by_dtype.items():
                 _place_adjacent(sharded_params, dtype, placements)
 
-    def start(self, callbacks: CoordinatorCallbacks) -> PartitionedParameterCoordinator:
+    def start(self, parts: EngineParts) -> PartitionedParameterCoordinator:
         """Gather the persistent parameters and install the hooks. Called when all shards have their placement."""
         if not self._offloads and all(
             sharded_param.placement.location == DEVICE for sharded_param in self.sharded_params
         ):
             self.context.set_reader(None)
         self.context.gather([sharded_param for sharded_param in self.sharded_params if sharded_param.persistent])
-        self.coordinator = PartitionedParameterCoordinator(
-            self.context, self.sharded_params, self.groups, self._limits, callbacks
-        )
+        self.coordinator = PartitionedParameterCoordinator(self, parts)
         self.hooks = install_hooks(self.model, self.groups, self.coordinator)
         return self.coordinator
 

@@ -16,8 +16,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,31 +27,19 @@ from zerolite.utils.memory_tags import DISK
 from zerolite.utils.nested import find_in_objects
 from zerolite.utils.torch_private import after_backward, current_backward, transform_level
 from zerolite.zero.backward import coordinators
-from zerolite.zero.observers import GATHER, Observers
+from zerolite.zero.observers import GATHER
 from zerolite.zero.stage3.available_parameters import AvailableParameters, refresh
-from zerolite.zero.stage3.fetch_plan import NOTHING, Fetch, FetchLimits
+from zerolite.zero.stage3.fetch_plan import NOTHING, Fetch
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.group_plan import groups_of_parameters
 from zerolite.zero.stage3.module_hooks import RECOMPUTED, ModuleExecution
-from zerolite.zero.stage3.param_group import CommContext, ParamGroup
+from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, sharded_param_of
 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
-
-
-class CoordinatorCallbacks(NamedTuple):
-    """Callbacks of the coordinator.
-
-    Attributes:
-        observers: observers of the engine's step.
-        begin_backward: called when a backward has begun.
-        on_group_end: called with a group when its backward has ended, on all ranks in the same order.
-    """
-
-    observers: Observers
-    begin_backward: Callable[[], None]
-    on_group_end: Callable[[ParamGroup], None]
+    from zerolite.zero.engine_parts import EngineParts
+    from zerolite.zero.stage3.partitioned_model import PartitionedModel
 
 
 class PartitionedParameterCoordinator:
@@ -68,22 +56,20 @@ class PartitionedParameterCoordinator:
         engine_calls: calls of the engine under way. The user's hooks on the root module run outside of its execution.
     """
 
-    def __init__(
-        self,
-        context: CommContext,
-        sharded_params: Sequence[PartitionedParameter],
-        groups: Sequence[ParamGroup],
-        limits: FetchLimits,
-        callbacks: CoordinatorCallbacks,
-    ) -> None:
-        self._callbacks, self._observers = callbacks, callbacks.observers
-        self.context, self.comm = context, context.groups.shard
-        self.sharded_params = list(sharded_params)
-        self.groups = list(groups)
-        indices = [[sharded_param.index for sharded_param in group.parameters] for group in groups]
-        persistent = [sharded_param.index for sharded_param in sharded_params if sharded_param.persistent]
-        self.schedule = FetchSchedule(indices, [p.numel for p in sharded_params], persistent, limits)
-        self._group_of = {id(module): group for group in groups for module in (group.module, *group.inside)}
+    def __init__(self, partitioned: PartitionedModel, parts: EngineParts) -> None:
+        """
+        Args:
+            partitioned: the model.
+            parts: parts of its engine: step pipeline, reducer and observers.
+        """
+        self._observers, self._pipeline, self._reducer = parts.observers, parts.pipeline, parts.reducer
+        self.context, self.comm = partitioned.context, partitioned.context.groups.shard
+        self.sharded_params, self.groups = partitioned.sharded_params, partitioned.groups
+        indices = [[sharded_param.index for sharded_param in group.parameters] for group in self.groups]
+        persistent = [sharded_param.index for sharded_param in self.sharded_params if sharded_param.persistent]
+        numels = [sharded_param.numel for sharded_param in self.sharded_params]
+        self.schedule = FetchSchedule(indices, numels, persistent, partitioned.limits)
+        self._group_of = {id(module): group for group in self.groups for module in (group.module, *group.inside)}
         self._forward: list[ModuleExecution] = []  # forwards under way, the outermost first
         self._backward: list[ModuleExecution] = []  # backwards under way
         self._clock = 0
@@ -94,14 +80,14 @@ class PartitionedParameterCoordinator:
         self._tied: dict[PartitionedParameter, list[ParamGroup]] = {}  # groups of the parameters that have several
         self._pinned_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
         self._trained: set[int] = set()  # parameters to which updates give new values
-        self._trained_persistent = AvailableParameters(context, ())
+        self._trained_persistent = AvailableParameters(self.context, ())
         self._bucket_of: dict[int, Bucket] = {}  # of trained parameters
         self._round = 0  # changes with each update: from there on no backward of an earlier forward is expected
         self._used_outside = False  # since the last update a graph uses parameters outside of all groups
         self.thread = threading.get_ident()
         self.engine_calls = 0
         self.weak_self = weakref.ref(self)  # for executions, which graphs keep alive
-        context.set_coordinator(self)
+        self.context.set_coordinator(self)
         coordinators.add(self)
         self._find_tied()
 
@@ -152,10 +138,10 @@ class PartitionedParameterCoordinator:
         in_bucket: dict[Bucket, set[int]] = {}
         for index, bucket in by_index.items():
             in_bucket.setdefault(bucket, set()).update([index] if self.sharded_params[index].numel else [])
-        for bucket, own in in_bucket.items():
-            groups = [g for g in self.groups if not own.isdisjoint(self.schedule.groups[g.index])]
+        for bucket, indices in in_bucket.items():
+            groups = [g for g in self.groups if not indices.isdisjoint(self.schedule.groups[g.index])]
             in_groups = {index for group in groups for index in self.schedule.groups[group.index]}
-            bucket.set_groups(groups, ends_last=not own <= in_groups)
+            bucket.set_groups(groups, ends_last=not indices <= in_groups)
         persistent = [p for p in self.sharded_params if p.persistent and p.index in self._trained]
         self._trained_persistent = AvailableParameters(self.context, persistent)
         disk = [p for p in self.sharded_params if p.placement.location == DISK]
@@ -324,7 +310,7 @@ class PartitionedParameterCoordinator:
         elif execution.round == RECOMPUTED:
             group.on_recomputed()
         if not self._used_outside:  # otherwise a gradient may come at any time
-            self._callbacks.on_group_end(group)
+            self._reducer.on_group_end(group)
 
     def on_use_outside_groups(self) -> None:
         """Note that a graph uses a parameter outside of all groups, so that its gradient may come at any time."""
@@ -338,7 +324,7 @@ class PartitionedParameterCoordinator:
         self._tasks.append(task)
         after_backward(functools.partial(self._end_task, task))
         if not self._forward:  # torch.autograd.grad inside a forward is no backward of the engine
-            self._callbacks.begin_backward()
+            self._pipeline.begin_backward()
 
     def _end_task(self, task: int) -> None:
         """End a backward with all its executions, and the step if no other backward is under way."""
@@ -485,17 +471,16 @@ class PartitionedParameterCoordinator:
 
     def release(self, indices: Iterable[int]) -> None:
         """Release these parameters, with what their modules have written into them."""
+        sharded_params = self.sharded_params
         for index in indices:
-            sharded_param = self.sharded_params[index]
-            sharded_param.keep_written_values()
-            sharded_param.release()
+            sharded_params[index].release(keep_writes=True)
 
     def describe_position(self) -> str:
         """Return a description of the execution and the module at which this rank is, for messages."""
-        kind, first, events = self.schedule.events()
+        step_kind, first, events = self.schedule.events()
         forward = [execution.group.name or "the model" for execution in self._forward]
         backward = [execution.group.name or "the model" for execution in self._backward]
         return (
-            f"event {first + len(events) - 1} of step kind {kind!r} (forward of {', '.join(forward) or 'nothing'}; "
-            f"backward of {', '.join(backward) or 'nothing'})"
+            f"event {first + len(events) - 1} of step kind {step_kind!r} (forward of "
+            f"{', '.join(forward) or 'nothing'}; backward of {', '.join(backward) or 'nothing'})"
         )

@@ -410,11 +410,17 @@ class PartitionedParameter:
         assert self.status is AVAILABLE, self.name
         self.status = NOT_AVAILABLE
 
-    def release(self) -> None:
-        """Free the full values, after their all-gather has ended if one is in flight."""
+    def release(self, keep_writes: bool = False) -> None:
+        """Free the full values, after their all-gather has ended if one is in flight.
+
+        Args:
+            keep_writes: copy into the shard what the model has written in place. All ranks have written the same.
+        """
         if self.pending is not None:
             self.pending.wait()  # the collective still writes into the memory
         if self.status is AVAILABLE:
+            if keep_writes:
+                self.keep_written_values()
             self.free_full_values()
 
     def free_full_values(self) -> None:
@@ -423,7 +429,8 @@ class PartitionedParameter:
         self.status = NOT_AVAILABLE
         parameter = self.ref()
         if parameter is not None:
-            restore_class(parameter)
+            if type(parameter) is not torch.nn.Parameter:
+                restore_class(parameter)
             if self.storage is not None:
                 parameter.data = self.absent
             set_absent_class(parameter)
@@ -463,11 +470,11 @@ def user_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
 def copy_with_values(parameter: torch.nn.Parameter, values: torch.Tensor, memo: dict[int, Any]) -> torch.nn.Parameter:
     """Return an ordinary parameter with the memory of ``values`` and the class and attributes of ``parameter``, for
     ``copy.deepcopy``."""
-    own = present_class(parameter)
+    user_class = present_class(parameter)
     attributes = user_attributes(parameter)
-    if own is not torch.nn.Parameter:  # the attributes may say how to read the values
+    if user_class is not torch.nn.Parameter:  # the attributes may say how to read the values
         attributes = copy.deepcopy(attributes, memo)
-    copied: torch.nn.Parameter = torch.Tensor._make_subclass(own, values, parameter.requires_grad)
+    copied: torch.nn.Parameter = torch.Tensor._make_subclass(user_class, values, parameter.requires_grad)
     vars(copied).update(attributes)
     memo[id(parameter)] = copied
     return copied
@@ -476,13 +483,6 @@ def copy_with_values(parameter: torch.nn.Parameter, values: torch.Tensor, memo: 
 def sharded_param_of(tensor: object) -> PartitionedParameter | None:
     """Return the record of a partitioned parameter; None for any other object."""
     return getattr(tensor, "_sharded_param", None)
-
-
-def move_shard(parameter: torch.nn.Parameter, target: torch.Tensor, placement: Placement) -> None:
-    """Copy the shard of a partitioned parameter into ``target`` of ``placement``, which becomes the shard."""
-    sharded_param = sharded_param_of(parameter)
-    assert sharded_param is not None
-    sharded_param.move_shard(target, placement)
 
 
 def unpartitioned_shape(parameter: torch.Tensor) -> torch.Size:
