@@ -22,6 +22,10 @@ class NullCommunicator(Communicator):
         super().__init__(DryTransport(rank, world_size))
         self.is_dry = False  # comparisons between ranks run too: their cost is part of the measurement
 
+    def second(self, backend: str) -> Communicator:
+        """Return another one: a null communicator has no transport of its own."""
+        return NullCommunicator(self.rank, self.world_size)
+
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         return done(divide(tensor, divisor / self.world_size))
 

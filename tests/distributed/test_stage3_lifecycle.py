@@ -1,5 +1,5 @@
 """Stage 3 over the life of an engine, against stage 2, to the bit: disturbances between steps, steps of other shapes,
-state dicts, compiled blocks, users' hooks; and the memory and objects of engines that go on and that are deleted."""
+state dicts, users' hooks; and the memory and objects of engines that go on and that are deleted."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.toolkit.compare import assert_same
-from tests.toolkit.configs import config
-from tests.toolkit.faults import Warnings
 from tests.toolkit.memory import live_tensors, tensor_bytes
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
 from tests.toolkit.stage3_net import WIDTH, batch, build, loss_of, make_engine, no_grad, one_loss, settings, train
 from tests.toolkit.training import raises
 from zerolite.engine.engine import Engine
-from zerolite.utils.module_hook import is_compiled
 from zerolite.zero import ZeroParamStatus
 from zerolite.zero.stage3.module_hooks import ModuleExecution
 from zerolite.zero.stage3.param_group import AllGather, ParamGroup
@@ -273,146 +270,6 @@ def test_load_errors_on_all_ranks(stage: int) -> None:
     engine.load_full_state_dict(state if first else wrong)
     assert_same(engine.full_state_dict(), state)
     assert not left_gathered(engine)
-
-
-# ---------------------------------------------------------------- torch.compile
-
-
-class Counted:
-    """A backend of torch.compile that runs graphs as they are, and counts them and their calls."""
-
-    def __init__(self) -> None:
-        self.graphs = self.calls = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-
-        def run(*args: Any) -> Any:
-            self.calls += 1
-            return graph.forward(*args)
-
-        return run
-
-
-def compiled(mode: str, when: str, setting: str, backend: Any) -> dict[str, Any]:
-    """Train a model whose blocks are compiled before or after initialize, by their method or as wrappers."""
-    torch._dynamo.reset()
-    model = build()
-
-    def compile_blocks() -> None:
-        for index, block in enumerate(model.blocks):
-            if mode == "method":
-                block.compile(backend=backend)
-            else:
-                model.blocks[index] = torch.compile(block, backend=backend)  # type: ignore[assignment]
-
-    if when == "before":
-        compile_blocks()
-    engine = zerolite.initialize(model, settings(3, setting))
-    if when == "after":
-        compile_blocks()
-    result = train(engine, steps=5, disturb=no_grad, at=(1,))
-    torch._dynamo.reset()
-    return result
-
-
-@pytest.mark.fast("after-2")
-@on_ranks(2, timeout=120)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_compiled_blocks(when: str) -> None:
-    plain = train(make_engine(3), steps=5, disturb=no_grad, at=(1,))
-    for setting, mode in (("moving", "method"), ("kept", "wrapper")):
-        backend = Counted()
-        found = compiled(mode, when, setting, backend)
-        assert backend.calls >= 5 * 3, "the blocks did not run compiled"
-        state = {name.replace("_orig_mod.", ""): value for name, value in found["state"].items()}
-        assert_same(state, plain["state"], f"{setting}, {mode}")
-        assert_same(found["disturbed"], plain["disturbed"], f"{setting}, {mode}")
-    # The backward of AOTAutograd is another graph, which saves weights or views of them.
-    found = compiled("method", when, "kept" if when == "before" else "moving", "aot_eager")
-    torch.testing.assert_close(found["seen"], plain["seen"], rtol=1e-5, atol=1e-6)
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def recompiled(what: str, stage: int, leaf: bool = True) -> tuple[list[int], list[int], float]:
-    """Return how many graphs each step compiles and runs where a model is compiled after initialize, and the last loss.
-    what: "blocks", "module", "engine", or "nothing". leaf: each block is one unit."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Residual() for _ in range(10)))
-    given = settings(stage)
-    given["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": 200}
-    if stage == 3 and leaf:
-        given["zero_optimization"] |= {"leaf_modules": [str(n) for n in range(10)]}
-    engine = zerolite.initialize(model, given)
-    backend = Counted()
-    for block in model if what == "blocks" else ():
-        block.compile(backend=backend)
-    if what == "engine":
-        engine.compile(backend=backend)
-    called: Any = torch.compile(engine.module, backend=backend) if what == "module" else engine
-    graphs, calls = [], []
-    for step in range(5):
-        backend.graphs = backend.calls = 0
-        loss = called(torch.randn(3, 6, generator=torch.Generator().manual_seed(step))).square().mean()
-        engine.backward(loss)
-        engine.step()
-        graphs.append(backend.graphs)
-        calls.append(backend.calls)
-    torch._dynamo.reset()
-    return graphs, calls, loss.item()
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=180)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_compiled_after_initialize_compiles_once(stage: int) -> None:
-    """Gathers stand between the graphs and not in them, so what is in flight asks for no other graph."""
-    if stage == 1 and torch.__version__.startswith("2.6"):
-        return  # it compiles each module's hooks anew, and soon gives up
-    _, _, plain = recompiled("nothing", stage)
-    for what in ("blocks", "module", "engine"):
-        for leaf in (True, False) if stage == 3 else (False,):
-            graphs, calls, loss = recompiled(what, stage, leaf)
-            assert sum(graphs) <= 12 and not any(graphs[2:]), graphs  # parts of a block, with weights in flight or not
-            assert len(set(calls[2:])) == 1 and calls[-1] >= 10, calls
-            assert loss == pytest.approx(plain, rel=1e-6)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_model_that_is_compiled_whole_is_told_of(wrapped: bool) -> None:
-    """Its blocks are not, and small ones are one unit in any case."""
-
-    def model(width: int) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)))
-
-    for stage, said in ((1, "hides no reduction"), (3, "stage 3 gathers all of its 1181184 parameters at once")):
-        for width, is_told in ((768, True), (32, False)):
-            with Warnings() as warnings:
-                whole: Any = torch.compile(model(width), backend="eager") if wrapped else model(width)
-                if not wrapped:
-                    whole.compile(backend="eager")
-                zerolite.initialize(whole, config(stage))
-            wanted = is_told and dist.get_rank() == 0
-            assert wanted is any("compiled as a whole" in text and said in text for text in warnings.messages)
-    with Warnings() as warnings:
-        engine = zerolite.initialize(model(768), config(3))
-        engine.compile(backend="eager")
-        assert [is_compiled(module) for module in (engine.module, *engine.module)] == [False, True, True]
-        for block in (blocks := model(768)):
-            block.compile(backend="eager")
-        zerolite.initialize(blocks, config(3))
-    assert not any("compiled" in text for text in warnings.messages)
 
 
 # ---------------------------------------------------------------- memory and objects

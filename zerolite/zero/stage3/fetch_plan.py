@@ -53,7 +53,6 @@ class FetchPlan:
         fetches: the answer to each ENTER.
         releases: the parameters that each LEAVE releases.
         final: the parameters that the end of the step releases.
-        serial: serial number, from 1.
     """
 
     order: tuple[int, ...]
@@ -61,7 +60,6 @@ class FetchPlan:
     fetches: tuple[Fetch, ...]
     releases: tuple[tuple[int, ...], ...]
     final: tuple[int, ...]
-    serial: int = 0
 
 
 NO_PLAN = FetchPlan((), (END,), (), (), ())

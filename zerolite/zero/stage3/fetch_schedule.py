@@ -13,7 +13,6 @@ Sizes are in elements. Persistent parameters are always gathered: they are not c
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 
 from zerolite.zero.stage3.fetch_plan import NO_PLAN, Fetch, FetchLimits, FetchPlan, FetchState, plan_step
@@ -56,7 +55,6 @@ class FetchSchedule:
         self.groups = [tuple(dict.fromkeys(p for p in group if p not in self._persistent)) for group in groups]
         self._plans: dict[str, FetchPlan] = {}
         self._candidates: dict[str, tuple[int, ...]] = {}
-        self._serial = 0  # plans adopted so far
         self.on_demand_only = False  # after `reject`
         self._mode = StepMode.ON_DEMAND
         self._plan = NO_PLAN  # the plan in use
@@ -223,17 +221,6 @@ class FetchSchedule:
             self._state.add_live(parameter)
 
     @property
-    def plan_progress(self) -> tuple[int, bool]:
-        """Return the serial number of the plan in use, the same on all ranks, and True if the step has reached the
-        plan's end. The number is 0 if there is no plan."""
-        return self._plan.serial, self._plan is not NO_PLAN and self._position == len(self._plan.order)
-
-    @property
-    def kind(self) -> str | None:
-        """Kind of this step; None outside a step."""
-        return self._step_kind
-
-    @property
     def following(self) -> bool:
         """True if all events of this step agree with its plan; between steps, those of the last step."""
         return self._mode is StepMode.PLANNED
@@ -256,9 +243,7 @@ class FetchSchedule:
         """Make plans of the orders that wait, for the next steps of their kinds. Called by all ranks, whose
         :attr:`candidate_hash` are equal."""
         for step_kind, order in self._waiting():
-            self._serial += 1
-            plan = plan_step(order, self.groups, self._numels, self._limits, self._on_disk)
-            self._plans[step_kind] = replace(plan, serial=self._serial)
+            self._plans[step_kind] = plan_step(order, self.groups, self._numels, self._limits, self._on_disk)
             del self._candidates[step_kind]
 
     def _waiting(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -2,10 +2,10 @@
 
 ::
 
-    released ── CommContext.launch ──▶ in flight ── AllGather.wait ──▶ available ── ParamGroup.hide ──▶ hidden
-       ▲                                                    ▲ │                                          │ │
-       │                                                    └─┼────────────── ParamGroup.show ───────────┘ │
-       └────────────────────────── release ───────────────────┴────────────────────────────────────────────┘
+    released ── issue_all_gather ──▶ in flight ── AllGather.wait ──▶ available ── hide ──▶ hidden
+        ▲                                                              │   ▲                 │ │
+        │                                                              │   └───── show ──────┘ │
+        └────────────────────────── release ───────────────────────────┴───────────────────────┘
 
 A hidden group has its values for the backward to come, and its parameters look released to all other code.
 One launch may be for several groups: a prefetch, or small groups that follow each other.
