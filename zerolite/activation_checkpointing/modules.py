@@ -17,6 +17,7 @@ from zerolite.activation_checkpointing.checkpoint import Checkpointing
 from zerolite.activation_checkpointing.configure import current, running
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.utils.module_hook import ModuleHook, WeakHook
+from zerolite.utils.torch_private import CALL, COMPILED_CALL
 
 logger = logging.getLogger("zerolite")
 
@@ -97,10 +98,9 @@ class CheckpointedCall:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        compiled = module._compiled_call_impl is not None
-        self._name = "_compiled_call_impl" if compiled else "_call_impl"
+        self._replaced = getattr(module, COMPILED_CALL)
+        self._name = CALL if self._replaced is None else COMPILED_CALL
         self._module = weakref.ref(module)
-        self._replaced = module._compiled_call_impl if compiled else None
         module.__dict__[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ class CheckpointedCall:
             return self._replaced
         module = self._module()
         assert module is not None  # the caller calls or copies it
-        return functools.partial(type(module)._call_impl, module)
+        return functools.partial(getattr(type(module), CALL), module)
 
     def __reduce__(self) -> Any:
         return self._inner().__reduce__()  # torch leaves compiled calls out of copies

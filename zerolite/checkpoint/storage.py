@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -36,7 +39,6 @@ from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import collective, read_objects_without_numpy
-from zerolite.utils.torch_private import save_by_plan
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,20 @@ def write_checkpoint(
             f"saving checkpoint '{tag}' failed", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
         ):
             read_objects_without_numpy()
-            save_by_plan(writer, ShardSavePlanner(shards, scalars), group)
+            _save(writer, ShardSavePlanner(shards, scalars), group)
     finally:
         writer.close()
     return save_dir / tag
+
+
+def _save(writer: _CheckpointWriter, planner: ShardSavePlanner, group: Any) -> None:
+    alone = group is None  # of one process, also where torch.distributed runs
+    if "no_dist" in inspect.signature(dcp.save).parameters:
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+        return
+    with warnings.catch_warnings():  # torch 2.6: deprecated, and the only one that has no_dist
+        warnings.simplefilter("ignore", FutureWarning)
+        dcp.save_state_dict({}, writer, group, no_dist=alone, planner=planner)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from zerolite.precision.dtypes import Precision
 from zerolite.utils.dtypes import is_castable
 from zerolite.utils.nested import find_tensors, map_tensors, named_leaves
 from zerolite.utils.skeleton import Skeleton
+from zerolite.utils.torch_private import COMPILED_CALL
 
 
 class _ForwardStopped(BaseException):
@@ -241,8 +242,8 @@ def _earlier_modules_skipped(model_split: ModelSplit, prefix: Prefix) -> Iterato
         for path, templates in prefix.placeholders.items():
             module = model_split.model.get_submodule(path)
             # nn.Module.__call__ runs this attribute in place of forward and hooks, if it is set.
-            changed.append((module, "_compiled_call_impl", vars(module).get("_compiled_call_impl")))
-            vars(module)["_compiled_call_impl"] = _placeholder_call(templates, model_split.device, path)
+            changed.append((module, COMPILED_CALL, vars(module).get(COMPILED_CALL)))
+            vars(module)[COMPILED_CALL] = _placeholder_call(templates, model_split.device, path)
         for path, shapes in prefix.executed.items():
             module = model_split.model.get_submodule(path)
             zeros: dict[str, torch.Tensor] = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
+
+from zerolite.utils.torch_private import run_schedule
 
 if TYPE_CHECKING:
     from zerolite.pipe.stage import ChunkStage
@@ -40,23 +41,6 @@ def launch_batch(ops: list[dist.P2POp], desc: str | None = None) -> WorkList:
     return WorkList(dist.batch_isend_irecv(ops)) if ops else WorkList()
 
 
-# The schedules of torch 2.6 wait only for the last message of a batch. gloo does not finish messages in order, so a
-# stage that receives two tensors could compute before the first has arrived.
-WAITS_FOR_LAST_ONLY = not hasattr(schedules, "_wait_batch_p2p")
-
-
-@contextlib.contextmanager
-def _messages_launched_by(launch: Launch | None) -> Iterator[None]:
-    """Context in which torch's schedules launch messages with ``launch``; None: with torch's own function."""
-    module: Any = schedules
-    before = module._batch_p2p
-    module._batch_p2p = launch or before
-    try:
-        yield
-    finally:
-        module._batch_p2p = before
-
-
 def available_schedules() -> list[str]:
     """Return the config's names of the schedules that the installed torch has."""
     return [name for name in SCHEDULES if _find_schedule(name) is not None]
@@ -64,8 +48,8 @@ def available_schedules() -> list[str]:
 
 def _find_schedule(name: str) -> object:
     found = getattr(schedules, SCHEDULES[name], None)
-    if found is not None and name in V_SHAPED and not issubclass(found, schedules._PipelineScheduleRuntime):
-        return None  # torch 2.6's would send messages from a rank to itself
+    if found is not None and name in V_SHAPED and schedules.PipelineScheduleMulti in found.__bases__:
+        return None  # torch 2.6's would send messages from a rank to itself; later ones have another base
     return found
 
 
@@ -97,13 +81,8 @@ def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -
     by_index = {stage.stage_index: stage for stage in stages}
     for index, stage in by_index.items():
         stage.set_neighbours(by_index.get(index - 1), by_index.get(index + 1))
-    nothing = [None] * micro_batches
-
-    def run() -> None:
-        with _messages_launched_by(type(stages[0]).launch):
-            schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, nothing)
-
-    return run
+    launch = type(stages[0]).launch
+    return lambda: run_schedule(schedule, micro_batches, launch)
 
 
 def _no_loss(outputs: object, target: object) -> object:

@@ -1,4 +1,4 @@
-"""Stages for torch's pipeline schedules. Only this file and schedules.py use torch's private pipeline interfaces.
+"""Stages for torch's pipeline schedules.
 
 A schedule (``torch.distributed.pipelining``) decides when a stage receives, computes and sends. The stage is zerolite's
 own. It frees an activation as soon as its backward has used it. It takes micro-batches from a list, learns shapes from
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from zerolite.comm import HostLinks, recorder
 from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.schedules import WAITS_FOR_LAST_ONLY, Launch, launch_batch
+from zerolite.pipe.schedules import Launch, launch_batch
 from zerolite.pipe.step import TAG, Key, Step
+from zerolite.utils.torch_private import backward_of_inputs, backward_of_weights, schedules_wait_for_all
 from zerolite.zero.sharded_gradient import ShardedGradient
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ class _MicroBatchState:
         given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
         received = [tensor for tensor in self.received if tensor.requires_grad]
         try:
-            _, self.param_groups = stage_backward_input(roots, given, received, iter(parameters))
+            self.param_groups = backward_of_inputs(roots, given, received, iter(parameters))
         except RuntimeError as error:
             raise error.__cause__ or error from None  # torch's own text only lists the tensors
 
@@ -97,7 +97,7 @@ class _MicroBatchState:
         if self.param_groups is _FULL_BACKWARD:
             self.backward()
             return
-        stage_backward_weight(iter(parameters), self.param_groups)
+        backward_of_weights(iter(parameters), self.param_groups)
         for parameter in parameters:  # torch wrote p.grad directly, so its post-accumulate hooks have not run
             if parameter.grad is not None:
                 hooks: Any = parameter._post_accumulate_grad_hooks or {}
@@ -179,7 +179,10 @@ class ChunkStage(PipelineStage):
         links: sends objects to the other ranks of ``group``.
     """
 
-    launch: Launch | None = launch_batch if WAITS_FOR_LAST_ONLY else None  # None: torch's own function
+    launch: Launch | None = (
+        # gloo does not finish messages in order, so a stage that receives two tensors could compute too early.
+        None if schedules_wait_for_all() else launch_batch
+    )
 
     def __init__(
         self, chunk: Chunk, parts: int, device: torch.device, group: dist.ProcessGroup, links: HostLinks
@@ -446,7 +449,7 @@ class ChunkStage(PipelineStage):
             step.on_backward_of(self.stage_index, self.chunks_of_bucket)
 
     def _drop_written_gradients(self) -> None:
-        """Drop what :func:`stage_backward_weight` has written into ``p.grad`` and no hook has taken. The next backward
+        """Drop what :func:`backward_of_weights` has written into ``p.grad`` and no hook has taken. The next backward
         would refuse it as a tensor of the user, and not take part in the reductions of the other data ranks."""
         for parameter in self.chunk.parameters():
             if not isinstance(parameter.grad, ShardedGradient):

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import functions
-from zerolite.utils.torch_private import current_backward
+from zerolite.utils.torch_private import current_backward, will_run
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, dim: int | None = None) -> Tensor:
@@ -214,6 +214,6 @@ def _is_needed(ctx: Any, index: int) -> bool:
     if not ctx.needs_input_grad[index]:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
+        return will_run(ctx.next_functions[index][0])
     except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked for
         return True

@@ -19,6 +19,7 @@ from zerolite.comm import Communicator, collective
 from zerolite.tensor_parallel import functions
 from zerolite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from zerolite.utils.nested import Arguments, Function, Keywords
+from zerolite.utils.torch_private import as_plain_tensors
 
 
 @collective
@@ -41,7 +42,7 @@ class VocabParallelLogits(Tensor):
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
         if first is not None and first._state.full is None:

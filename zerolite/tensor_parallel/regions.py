@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zerolite.tensor_parallel.shard_spec import is_partial
 from zerolite.utils.accelerator import is_fake
+from zerolite.utils.torch_private import as_plain_tensors
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: neighbouring ranks get distant seeds
 _MASK = (1 << 63) - 1
@@ -176,7 +177,7 @@ class LocalShapeTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.detach and any(f.function == "detach_variable" for f in inspect.stack(0)[1:4]):
             raise RuntimeError(_REFUSED)  # a reentrant checkpoint would recompute with the shape of the full tensor

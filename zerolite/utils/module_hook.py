@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from zerolite.utils.torch_private import COMPILED_CALL
+
 Owner = TypeVar("Owner")
 
 # Takes any arguments and returns None, as every hook may; and it is pickled by a name of the standard library.
@@ -75,7 +77,7 @@ class WeakHook(ModuleHook, Generic[Owner]):
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return True if a module is compiled, together with everything inside it, hooks included."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    return getattr(module, COMPILED_CALL, None) is not None or hasattr(module, "_orig_mod")
 
 
 def finalize_before_exit(owner: object, function: Callable[..., object], *arguments: object) -> weakref.finalize:

@@ -1,6 +1,6 @@
-"""Every private name of torch that the core uses, each with the reason why no public one does.
+"""Every private name of torch that zerolite uses, each with the reason why no public one does.
 
-No other file of the core may use one, as ``tests/unit/test_torch_private.py`` checks. It also looks for each of them in
+No other file may use one, as ``tests/unit/test_torch_private.py`` checks. It also looks for each of them in
 the installed torch. All were seen in 2.6, 2.11 and 2.13.
 
 Not counted as private: operators (``torch._foreach_add_``), the dicts that an ``nn.Module`` consists of
@@ -14,18 +14,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import distributed_c10d
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import SavePlanner, StorageWriter
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,6 +40,27 @@ after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 
 No hook knows that its gradient is the last one: which parameters get a gradient is known only then.
 """
+
+
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return True if the backward that this thread runs will run a node of its graph.
+
+The ``needs_input_grad`` of an autograd function is that of its forward. A backward for some tensors only
+(``torch.autograd.grad``, a pipeline that splits its backwards) would compute, and send, what it does not need. Raises
+RuntimeError for a leaf that torch.autograd.grad was asked for.
+"""
+
+
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Return the number of the next node that this thread adds to a graph; see :func:`sequence_number`."""
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node of a graph, which grows from node to node.
+
+    The nodes of a module's forward have larger ones than those before it. Nothing else tells them apart.
+    """
+    return int(node._sequence_nr())
 
 
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
@@ -77,28 +94,19 @@ def swap_tensor(one: torch.Tensor, other: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
 
 
-# -------------------------------------------------------------------- optimizers
-
-
-def step_hooks(when: str) -> list[Any]:
-    """Return the hooks that programs have registered for the steps of all optimizers, "pre" or "post". torch runs them
-    in its own optimizers' ``step``, which updates by kernels do not call."""
-    return list((_global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks).values())
-
-
-# -------------------------------------------------------------------- operators
-
-flatten: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors
-"""Return all elements of some tensors as one flat tensor.
-
-For twenty small gradients it takes half the time of ``torch.cat`` of views, and three quarters of the same operator in
-``torch.ops``.
-"""
+# -------------------------------------------------------------------- operators and modules
 
 foreach_types: list[type[torch.Tensor]] = torch.utils._foreach_utils._foreach_supported_types
 """The classes of tensors for which torch calls its _foreach functions; DTensor adds itself in the same way.
 
 With the class of ``p.grad`` in it, ``clip_grad_norm_`` makes one call for all gradients, a tenth of the time.
+"""
+
+CALL, COMPILED_CALL = "_call_impl", "_compiled_call_impl"
+"""Attributes that the call of an nn.Module runs: the second, if torch.compile has set it, and otherwise the first.
+
+Hooks cannot replace a call together with the hooks that it runs. A checkpointed module does, and a module whose
+parameters are on another pipeline stage.
 """
 
 # -------------------------------------------------------------------- dispatch
@@ -198,6 +206,58 @@ def launched_collectives(group: dist.ProcessGroup) -> int:
         return 0
 
 
+# -------------------------------------------------------------------- pipelines
+
+
+def run_schedule(schedule: Any, micro_batches: int, launch: Callable[..., Any] | None) -> None:
+    """Run one step of a schedule whose stages know their micro-batches.
+
+    torch's own ``step`` divides tensors and joins outputs. Nothing public replaces the messages of a schedule.
+
+    Args:
+        launch: sends a batch of messages; None: torch's own function.
+    """
+    from torch.distributed.pipelining import schedules  # takes a while: not before there is a pipeline
+
+    module: Any = schedules
+    before = module._batch_p2p
+    module._batch_p2p = launch or before
+    try:
+        schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, [None] * micro_batches)
+    finally:
+        module._batch_p2p = before
+
+
+def schedules_wait_for_all() -> bool:
+    """Return False if schedules wait only for the last message of a batch, as those of torch 2.6 do."""
+    from torch.distributed.pipelining import schedules
+
+    return hasattr(schedules, "_wait_batch_p2p")
+
+
+def backward_of_inputs(
+    outputs: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    parameters: Iterator[torch.nn.Parameter],
+) -> list[dict[str, Any]]:
+    """Run the part of a stage's backward that the stage before it waits for. Returns what
+    :func:`backward_of_weights` continues with.
+
+    Schedules without a bubble are made of these two, and torch has no other interface to them.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(outputs, gradients, inputs, parameters)[1]
+
+
+def backward_of_weights(parameters: Iterator[torch.nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """Run the rest of a backward. It writes ``p.grad``, past the hooks of the parameters."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(parameters, groups)
+
+
 # -------------------------------------------------------------------- checkpoints
 
 
@@ -209,30 +269,18 @@ def read_objects_by(read: Callable[[torch.Tensor, int, object], object]) -> None
     setattr(distributed_c10d, "_tensor_to_object", read)  # noqa: B010  mypy knows no such function
 
 
-def save_by_plan(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
-    """Write what ``planner`` plans, by ``writer``. Called on all ranks of ``group``; None for one process alone.
-
-    The public ``save`` of torch 2.6 has no argument no_dist, and None means the default group there.
-    """
-    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # not before it is needed
-
-    _save_state_dict({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-
-
 NAMES = {
     "current_backward": ("torch._C._current_graph_task_id",),
     "after_backward": ("torch.autograd.Variable._execution_engine",),
+    "will_run": ("torch._C._will_engine_execute_node",),
+    "next_sequence_number, sequence_number": ("torch._C._autograd._get_sequence_nr",),
     "transform_level": ("torch._C._functorch.maybe_current_level",),
     "as_plain_tensors": ("torch._C.DisableTorchFunctionSubclass",),
     "without_functions": ("torch._C.DisableTorchFunction",),
     "storage_users": ("torch._C._storage_Use_Count", "torch.UntypedStorage._cdata"),
     "swap_tensor": ("torch._C._swap_tensor_impl",),
-    "step_hooks": (
-        "torch.optim.optimizer._global_optimizer_pre_hooks",
-        "torch.optim.optimizer._global_optimizer_post_hooks",
-    ),
-    "flatten": ("torch._C._nn.flatten_dense_tensors",),
     "foreach_types": ("torch.utils._foreach_utils._foreach_supported_types",),
+    "CALL, COMPILED_CALL": ("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl"),
     "undispatched": (
         "torch._C._len_torch_dispatch_stack",
         "torch.utils._python_dispatch._disable_current_modes",
@@ -247,7 +295,14 @@ NAMES = {
     "process_groups": ("torch.distributed.distributed_c10d._world.pg_names",),
     "backends_of": ("torch.distributed.ProcessGroup._device_types", "torch.distributed.ProcessGroup._get_backend"),
     "launched_collectives": ("torch.distributed.ProcessGroup._get_sequence_number_for_group",),
+    "run_schedule, schedules_wait_for_all": (
+        "torch.distributed.pipelining.schedules._batch_p2p",
+        "torch.distributed.pipelining.schedules.PipelineScheduleMulti._step_microbatches",
+    ),
+    "backward_of_inputs, backward_of_weights": (
+        "torch.distributed.pipelining._backward.stage_backward_input",
+        "torch.distributed.pipelining._backward.stage_backward_weight",
+    ),
     "read_objects_by": ("torch.distributed.distributed_c10d._tensor_to_object",),
-    "save_by_plan": ("torch.distributed.checkpoint.state_dict_saver._save_state_dict",),
 }
 """The private names behind each function here."""

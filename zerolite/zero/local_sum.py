@@ -20,7 +20,6 @@ import torch
 
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import tag_memory
-from zerolite.utils.torch_private import flatten
 from zerolite.zero.flat import destinations, flattened, zero_gap, zero_slot
 from zerolite.zero.gradient_memory import GradientDtypes, GradientMemory
 from zerolite.zero.layout import BucketLayout, Gap, Slot
@@ -325,7 +324,7 @@ class Segment:
             if some.dtype not in self._padding:
                 self._padding[some.dtype] = [some.new_zeros(gap) for gap in self._gaps]
             parts = [part for pair in zip(parts, self._padding[some.dtype], strict=True) for part in pair]
-        return flatten(parts)
+        return torch.ops.aten.flatten_dense_tensors(parts)
 
 
 def plan_segments(bucket: BucketLayout, strides: Mapping[int, tuple[int, ...]]) -> list[Segment]:
@@ -416,7 +415,7 @@ class BucketFiller:
                 flats[position] = flattened(flats[position], self._formats[index])
         if dtype not in self._zero:
             self._zero[dtype] = local.new_zeros(1, dtype=dtype)
-        joined = flatten([*flats, self._zero[dtype]])
+        joined = torch.ops.aten.flatten_dense_tensors([*flats, self._zero[dtype]])
         if factor != 1.0:
             joined.mul_(factor)
         torch.index_select(joined.to(local.dtype), 0, self._source, out=local)

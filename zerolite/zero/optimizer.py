@@ -7,15 +7,16 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import collective
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.module_hook import finalize_before_exit
-from zerolite.utils.torch_private import step_hooks
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.kernel_update import KernelUpdate
@@ -24,6 +25,21 @@ from zerolite.zero.update import Groups, OptimParamShard, State, UpdateMethod
 
 if TYPE_CHECKING:
     from zerolite.zero.step import StepPipeline
+
+
+def _hooks_of_all_optimizers(register: Callable[[Any], RemovableHandle]) -> Mapping[int, Any]:
+    """Return torch's dict of the hooks that ``register`` adds. torch runs them in its own optimizers' ``step``, which
+    updates by kernels do not call."""
+    handle = register(lambda *_: None)
+    hooks: Any = handle.hooks_dict_ref()
+    handle.remove()
+    return cast("Mapping[int, Any]", hooks)
+
+
+_STEP_HOOKS = {
+    "pre": _hooks_of_all_optimizers(register_optimizer_step_pre_hook),
+    "post": _hooks_of_all_optimizers(register_optimizer_step_post_hook),
+}
 
 
 class ShardedOptimizer(Optimizer):
@@ -204,7 +220,7 @@ class ShardedOptimizer(Optimizer):
         """
         if when == "pre":  # torch's schedulers look for this mark before they warn that step() was never called
             self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
-        calls: list[tuple[Optimizer, Any]] = [(self, hook) for hook in step_hooks(when)]
+        calls: list[tuple[Optimizer, Any]] = [(self, hook) for hook in _STEP_HOOKS[when].values()]
         for optimizer in (self.inner, self):
             hooks = getattr(optimizer, f"_optimizer_step_{when}_hooks")
             calls += [(optimizer, hook) for hook in hooks.values()]
