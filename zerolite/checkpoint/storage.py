@@ -92,12 +92,14 @@ def write_checkpoint(
 
 
 def _save(writer: _CheckpointWriter, planner: ShardSavePlanner, group: Any) -> None:
-    alone = group is None  # of one process, also where torch.distributed runs
+    alone = group is None  # one process by itself, also where torch.distributed runs
+    # torch warns that it saves alone; in torch 2.6 only the deprecated function can. A filter stays, because contexts
+    # of warnings are not for threads.
+    for message in ("torch.distributed is ", "`save_state_dict` is deprecated"):
+        warnings.filterwarnings("ignore", message)
     if "no_dist" in inspect.signature(dcp.save).parameters:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-        return
-    with warnings.catch_warnings():  # torch 2.6: deprecated, and the only one that has no_dist
-        warnings.simplefilter("ignore", FutureWarning)
+    else:
         dcp.save_state_dict({}, writer, group, no_dist=alone, planner=planner)
 
 
