@@ -23,15 +23,14 @@ DOCUMENTED = re.compile(
     r"_foreach_\w+|_grouped_mm|_amp_\w+|_to_copy|_local_scalar_dense|_has_compatible_shallow_copy_type"  # operators
     r"|_parameters|_buffers|_modules|_forward_hooks|_forward_pre_hooks|_state_dict_pre_hooks|_backward_hooks"
     r"|_non_persistent_buffers_set|_apply|_BatchNorm|_ConvNd|_DropoutNd"  # torch.nn.Module
-    r"|_version|_is_view|_make_wrapper_subclass|_make_subclass|_post_accumulate_grad_hooks"  # torch.Tensor
+    r"|_version|_base|_is_view|_make_wrapper_subclass|_make_subclass|_post_accumulate_grad_hooks"  # torch.Tensor
     r"|_python_dispatch|_pytree|_ops"  # torch.utils._python_dispatch, torch.utils._pytree, torch._ops.OpOverload
 )
 # Python's own.
 PYTHON = set("_replace _asdict _fields _exit _getframe _current_frames _lru_cache_wrapper _actions".split())
 PYTHON |= set("_NamedFuncPointer _ArgumentGroup _run_module_as_main".split())
 
-# Folders that extend a part of torch beyond its public interface: its fake tensors, its launcher.
-EXTENSIONS = ("planning/", "launcher/")
+EXTENSIONS = ("launcher/",)  # torch's agent
 
 
 @pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from zerolite.utils.nested import Arguments, Function, Keywords, find_in_objects
-from zerolite.utils.torch_private import current_backward
+from zerolite.utils.torch_private import current_backward, next_sequence_number, sequence_number
 from zerolite.zero.engine_parts import ModuleCall
 
 Shape = Sequence[int]
 _TORCHS_OWN = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional", "zerolite")
 """Namespaces that are not reported as unknown: their operators without a formula do few products or none."""
 
-_next_sequence_number = torch._C._autograd._get_sequence_nr
+
 _NO_BACKWARD = -1
 
 
@@ -92,7 +92,7 @@ class FlopCount:
         call = self._uncounted or self._module
         if not self._module.training:
             return call(*args, **kwargs)
-        first = _next_sequence_number()
+        first = next_sequence_number()
         with _Counting(self.flops):
             outputs = call(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -109,7 +109,7 @@ class FlopCount:
                 continue
             seen.add(node)
             # Sequence numbers only grow: a node with a smaller one existed before this forward, and so did its inputs.
-            if node._sequence_nr() >= first:
+            if sequence_number(node) >= first:
                 todo += [following for following, _ in node.next_functions]
                 modes: list[_Counting] = []
                 node.register_prehook(lambda *_, modes=modes: self._enter(modes))

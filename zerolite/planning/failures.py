@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from zerolite.config import ConfigError
 from zerolite.planning.result import PlanError, RefusedError
+from zerolite.utils.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])

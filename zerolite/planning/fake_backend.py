@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorConverter,
-    unset_fake_temporarily,
-)
 
 from zerolite.offload.placement import Transfer
 from zerolite.planning import shape_cache
 from zerolite.utils.accelerator import FakeMode, Platform, is_fake
+from zerolite.utils.torch_private import FakeTensor, FakeTensorConverter, as_fake_tensor, unset_fake_temporarily
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 _MAX_READABLE = 4096  # elements
@@ -93,19 +89,10 @@ class DryFakeMode(FakeMode):
         )
 
     def wrapped(self, tensor: torch.Tensor) -> FakeTensor:
-        """Return a meta tensor as a FakeTensor of this mode, with attributes copied from the first one.
-
-        FakeTensor's own constructor takes as long as the rest of an operator.
-        """
+        """Return a meta tensor as a FakeTensor of this mode, with attributes copied from the first one."""
         if not self._attributes:
             self._attributes.update(vars(FakeTensor(self, tensor, _CPU)))
-        made: Any = torch.Tensor._make_subclass(
-            FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=_CPU
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(self._attributes)
-        wrapped: FakeTensor = made
-        return wrapped
+        return as_fake_tensor(tensor, self._attributes)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._stepping and func is torch.ops.aten._local_scalar_dense.default:

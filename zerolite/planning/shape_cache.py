@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from zerolite.utils.nested import find_tensors
-from zerolite.utils.torch_private import FakeTensor
+from zerolite.utils.torch_private import FakeTensor, as_meta_tensors, call_meta_kernel
 
 if TYPE_CHECKING:
     from zerolite.planning.fake_backend import DryFakeMode
@@ -78,18 +78,13 @@ def cached_call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any],
 
 
 def _view(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call the meta kernel of a view, whose result shares the storage. It is several times as fast as FakeTensorMode.
-
-    This does the same as torch's ``in_kernel_invocation_manager``, whose generator takes as long as the kernel.
-    """
+    """Call the meta kernel of a view, whose result shares the storage."""
     before = mode.in_kernel_invocation
-    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
-        mode.in_kernel_invocation = True
-        torch._C._set_meta_in_tls_dispatch_include(True)  # the guard restores it
-        try:
-            out = func(*args, **kwargs)
-        finally:
-            mode.in_kernel_invocation = before
+    mode.in_kernel_invocation = True
+    try:
+        out = call_meta_kernel(func, args, kwargs)
+    finally:
+        mode.in_kernel_invocation = before
     return out if type(out) is FakeTensor else mode.wrapped(out)
 
 
@@ -179,6 +174,6 @@ def _owns_storage(tensor: Any, mode: DryFakeMode, taken: set[int]) -> bool:
 
 
 def _make(mode: DryFakeMode, spec: _Tensor) -> FakeTensor:
-    with torch._C._DisableTorchDispatch():
+    with as_meta_tensors():
         made = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=_META)
     return mode.wrapped(made)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -20,7 +19,7 @@ from zerolite.planning.training_step import STEP
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, LOCATIONS, OTHER, listeners
 from zerolite.utils.nested import find_tensors
-from zerolite.utils.torch_private import fake_mode
+from zerolite.utils.torch_private import current_node, fake_mode, next_sequence_number, sequence_number
 
 ORIGINAL_MODEL = "original_model"
 """Item of host memory that is not the engine's: the model before the engine takes it over."""
@@ -94,17 +93,17 @@ class RunningModules:
         """Return the current module; "" for the model itself, or if there is none."""
         if self._stack:
             return self._stack[-1]
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None or not self._starts:
             return ""
         leaf = getattr(node, "variable", None)  # the parameter, of a node that accumulates its gradient
         if leaf is not None:
             return self._owners.get(id(leaf), "")
-        change = bisect_right(self._starts, node._sequence_nr()) - 1
+        change = bisect_right(self._starts, sequence_number(node)) - 1
         return self._changed[change] if change >= 0 else ""
 
     def _note(self) -> None:
-        self._starts.append(_get_sequence_nr())
+        self._starts.append(next_sequence_number())
         self._changed.append(self._stack[-1] if self._stack else "")
 
 

@@ -18,8 +18,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorConverter as FakeTensorConverter
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -61,6 +65,10 @@ def sequence_number(node: Any) -> int:
     The nodes of a module's forward have larger ones than those before it. Nothing else tells them apart.
     """
     return int(node._sequence_nr())
+
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Return the node of a graph that this thread runs in a backward; None outside of one. A plan names its module."""
 
 
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
@@ -131,6 +139,28 @@ def fake_mode() -> FakeTensorMode | None:
     """
     mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return mode
+
+
+as_meta_tensors: Any = torch._C._DisableTorchDispatch
+"""Context in which operators see a fake tensor as the meta tensor that it is."""
+
+
+def call_meta_kernel(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call an operator with fake tensors as torch's fake mode does, whose own way takes several times as long."""
+    with as_meta_tensors(), torch._C._PreserveDispatchKeyGuard():
+        torch._C._set_meta_in_tls_dispatch_include(True)  # the guard restores it
+        return function(*args, **kwargs)
+
+
+def as_fake_tensor(meta: torch.Tensor, attributes: dict[str, Any]) -> FakeTensor:
+    """Return a meta tensor as a FakeTensor on the CPU with ``attributes``. Its own constructor takes as long as the
+    rest of an operator."""
+    made: Any = torch.Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=torch.device("cpu")
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(attributes)
+    return cast(FakeTensor, made)
 
 
 # -------------------------------------------------------------------- torch.compile
@@ -273,10 +303,15 @@ NAMES = {
     "current_backward": ("torch._C._current_graph_task_id",),
     "after_backward": ("torch.autograd.Variable._execution_engine",),
     "will_run": ("torch._C._will_engine_execute_node",),
-    "next_sequence_number, sequence_number": ("torch._C._autograd._get_sequence_nr",),
+    "next_sequence_number, sequence_number, current_node": (
+        "torch._C._autograd._get_sequence_nr",
+        "torch._C._current_autograd_node",
+    ),
     "transform_level": ("torch._C._functorch.maybe_current_level",),
-    "as_plain_tensors": ("torch._C.DisableTorchFunctionSubclass",),
-    "without_functions": ("torch._C.DisableTorchFunction",),
+    "as_plain_tensors, without_functions": (
+        "torch._C.DisableTorchFunctionSubclass",
+        "torch._C.DisableTorchFunction",
+    ),
     "storage_users": ("torch._C._storage_Use_Count", "torch.UntypedStorage._cdata"),
     "swap_tensor": ("torch._C._swap_tensor_impl",),
     "foreach_types": ("torch.utils._foreach_utils._foreach_supported_types",),
@@ -289,6 +324,12 @@ NAMES = {
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch._C._get_dispatch_mode",
         "torch._C._TorchDispatchModeKey",
+    ),
+    "as_meta_tensors, call_meta_kernel, as_fake_tensor": (
+        "torch._C._DisableTorchDispatch",
+        "torch._C._PreserveDispatchKeyGuard",
+        "torch._C._set_meta_in_tls_dispatch_include",
+        "torch._C._set_throw_on_mutable_data_ptr",
     ),
     "untraced": ("torch._C._dynamo.eval_frame",),
     "job_store": ("torch.distributed.distributed_c10d._get_default_store",),
