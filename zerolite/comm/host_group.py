@@ -14,7 +14,7 @@ from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.flight_recorder import blocked, collective, wait_for
 from zerolite.comm.objects import broadcast_object, gather_objects, pack, unpack
-from zerolite.comm.process_group import second_group
+from zerolite.comm.process_group import made_once, second_group
 from zerolite.comm.store import StoreBarrier
 from zerolite.utils.accelerator import HostRead
 from zerolite.utils.text import name_ranks
@@ -23,8 +23,6 @@ from zerolite.utils.torch_private import backends_of, job_store
 T = TypeVar("T", int, float)
 
 _MAXIMUM, _OBJECT = "control", 1  # tags of messages
-_made: Counter[tuple[str, int]] = Counter()
-"""Number of HostGroups that this process has made, by purpose and ranks; the same on all their ranks."""
 
 
 @collective
@@ -41,10 +39,14 @@ class HostGroup:
         self._alone = comm.group is None or comm.world_size == 1
         self.global_rank = comm.rank if self._alone else self._members[comm.rank]
         self._group: dist.ProcessGroup | None = None
-        self._barriers = 0
-        ranks = zlib.crc32(repr(self._members).encode())
-        _made[purpose, ranks] += 1
-        self._key = f"zerolite/{purpose}/{ranks}/{_made[purpose, ranks]}"
+        self._barriers, self._key = 0, ""
+        if comm.group is not None and not self._alone:
+            made = made_once(comm.group, "host groups", Counter[str])  # by purpose; equal on all ranks
+            made[purpose] += 1
+            key = f"zerolite/{purpose}/{zlib.crc32(repr(self._members).encode())}/{made[purpose]}"
+            # The launcher's store outlives process groups, so it may have keys of an earlier one. Every rank adds one
+            # for each group: after world_size additions all ranks are in the next round and get fresh keys.
+            self._key = f"{key}/{(job_store().add(f'{key}/made', 1) - 1) // self.world_size}"
 
     @property
     def group(self) -> dist.ProcessGroup | None:

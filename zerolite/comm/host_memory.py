@@ -76,11 +76,13 @@ def _create(name: str, nbytes: int) -> int | None:
 
     Its pages are reserved now: without this, a write to a page that does not fit would kill the process with SIGBUS.
     """
-    descriptor = os.memfd_create(name)
+    descriptor: int | None = None
     try:
+        descriptor = os.memfd_create(name)
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
         return None
     return descriptor
 
