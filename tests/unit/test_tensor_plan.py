@@ -36,7 +36,7 @@ class Plain(nn.Module):
 
 def cut(model: nn.Module, plan: Any = "auto", size: int = 2, rank: int = 0, **others: Any) -> nn.Module:
     comm = dry_communicator("gloo", rank, size)
-    comm.main = True  # a dry run says nothing by itself
+    comm.is_rank0 = True  # a dry run says nothing by itself
     parallelize_module(model, settings(size, plan, **others), comm, CPU)
     return model
 

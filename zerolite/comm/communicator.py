@@ -148,7 +148,7 @@ class Communicator:
         """
         self.transport = DryTransport(0, 1) if transport is None else transport
         self.rank, self.world_size = self.transport.rank, self.transport.world_size
-        self.main = transport is None or transport.main  # this is the job's first rank, which prints for all
+        self.is_rank0 = transport is None or transport.is_rank0  # this is the job's first rank, which prints for all
         # A dry run: the other ranks are taken for copies of this one.
         self.is_dry = transport is not None and transport.is_dry
         self.flight_recorder = FlightRecorder()
@@ -170,9 +170,9 @@ class Communicator:
         if self._second is not None:
             self._second.close()
 
-    def serve(self, dimension: str, main: bool) -> Communicator:
+    def serve(self, dimension: str, is_rank0: bool) -> Communicator:
         """Set the dimension of the grid of ranks that this communicator serves. Returns the communicator."""
-        self.dimension, self.main = dimension, main
+        self.dimension, self.is_rank0 = dimension, is_rank0
         return self
 
     def memory(self) -> Sequence[torch.Tensor]:

@@ -76,7 +76,7 @@ def second_communicator(comm: Communicator, device: torch.device) -> Communicato
     The group is made once for each parent group and lives as long as that. It is closed with ``comm``.
     """
     made = comm.second("none" if comm.group is None else _backend_name(comm.group, device))
-    return made if made is comm else made.serve(comm.dimension, made.main)
+    return made if made is comm else made.serve(comm.dimension, made.is_rank0)
 
 
 @contextlib.contextmanager

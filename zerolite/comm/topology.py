@@ -126,8 +126,8 @@ def with_replicas(topology: Topology, device: torch.device, shard: int, host: in
     else:
         groups = _replica_groups(data.group, shard)
         within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
-    within.serve("shard", data.main)
-    return replace(topology, shard=within, replicate=across.serve("replicate", data.main))
+    within.serve("shard", data.is_rank0)
+    return replace(topology, shard=within, replicate=across.serve("replicate", data.is_rank0))
 
 
 @collective
@@ -169,8 +169,8 @@ def _named(
     """Return the topology of these communicators. A copy of the model has one of its own only if both dimensions
     exist."""
     for name, comm in made.items():
-        comm.serve(name, world.main)  # a communicator of one rank would take itself for the job's first rank
-    world.serve("world", world.main)
+        comm.serve(name, world.is_rank0)  # a communicator of one rank would take itself for the job's first rank
+    world.serve("world", world.is_rank0)
     model = made.get("model") or made["tensor" if pipe == 1 else "pipe"]
     data = made["data"]
     return Topology(world, data, made["tensor"], made["pipe"], model, shard=data, mesh=mesh)
@@ -236,7 +236,7 @@ def stages_communicator(topology: Topology, stages: tuple[int, ...], device: tor
         comm = dry_communicator(_kind_of(topology.pipe), stages.index(topology.pipe.rank), len(stages))
     else:
         comm = create_communicator(device, group_within(topology.pipe.group, _ranks_of(topology.pipe.group, stages)))
-    return comm.serve("pipe", comm.main)
+    return comm.serve("pipe", comm.is_rank0)
 
 
 def make_stage_groups(topology: Topology, several: Sequence[tuple[int, ...]]) -> None:

@@ -39,13 +39,13 @@ class Transport(ABC):
         group: the process group; None if nothing is sent, and once closed.
         serial: number of this transport among those of its group, from 1, the same on all ranks.
         is_dry: nothing is sent, and the other ranks are taken for copies of this one.
-        main: this is the job's first rank, which prints for all. In a dry run no rank prints.
+        is_rank0: this is the job's first rank, which prints for all. In a dry run no rank prints.
     """
 
     group: dist.ProcessGroup | None = None
     serial = 1
     is_dry = False
-    main = False
+    is_rank0 = False
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -181,7 +181,7 @@ class ProcessGroupTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.group = group
-        self.main = dist.get_rank() == 0
+        self.is_rank0 = dist.get_rank() == 0
         self.serial = _made[group] = _made.get(group, 0) + 1
         self._global_ranks = dist.get_process_group_ranks(group)
 

@@ -184,7 +184,7 @@ class SharedWeight:
     is_shard: bool = False
 
 
-def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, main: bool = False) -> Iterator[SharedWeight]:
+def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, warns: bool = False) -> Iterator[SharedWeight]:
     """Yield the weights that several data-parallel ranks hold between two steps.
 
     These are full buckets, frozen parameters, at stage 3 the parameters that stay whole, and with replicas the masters
@@ -194,7 +194,7 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, main: bool =
     Args:
         model: the model.
         buffer: buffer of its trained parameters.
-        main: warn of parameters that require a gradient and are not trained.
+        warns: warn of parameters that require a gradient and are not trained.
     """
     if not isinstance(buffer, PartitionedParameterBuffer):
         for bucket in buffer.buckets:
@@ -207,7 +207,7 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, main: bool =
                 yield SharedWeight(bucket.master, names, is_shard=True)
     trained, untrained = {id(parameter) for parameter in buffer.parameters}, list[str]()
     for name, parameter in model.named_parameters():
-        if main and parameter.requires_grad and id(parameter) not in trained:
+        if warns and parameter.requires_grad and id(parameter) not in trained:
             untrained.append(name)
         handle = sharded_param_of(parameter)
         if handle.persistent if handle is not None else id(parameter) not in trained:

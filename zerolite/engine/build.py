@@ -96,12 +96,12 @@ def build_engine(
     if choice.existing is not None and choice.existing is not optimizer:  # a function has made it just now
         check_made_optimizer(choice.existing, model, comm, device)
     _check_states_on_all_ranks(choice, model, topology, device, not builder.policy.shard_optimizer)
-    if choice.untested and comm.main:
+    if choice.untested and comm.is_rank0:
         logger.warning(
             "zero_allow_untested_optimizer: this optimizer updates flat parts of parameters. If an update depends on "
             "more than the element's own gradient and state (norms, rows and columns), its results are wrong"
         )
-    if comm.main and comm.world_size > 1:
+    if comm.is_rank0 and comm.world_size > 1:
         warn_if_compiled_whole(model, builder.policy.shard_parameters)
     parts = builder.build(choice, groups, trains)
     schedule = LearningRateSchedule(scheduler_of(arguments.lr_scheduler, config, parts.optimizer), parts.pipeline.state)
@@ -182,7 +182,7 @@ def _watch_program(parts: EngineParts) -> None:
     if communicates is not None:
         parts.reducer.program_communicates = communicates
     elif parts.trains and comm.group is not None and comm.world_size > 1:
-        parts.observers.add(ProgramCollectives(parts.reducer, parts.call, logs=comm.main))
+        parts.observers.add(ProgramCollectives(parts.reducer, parts.call, logs=comm.is_rank0))
 
 
 @collective
@@ -200,7 +200,7 @@ def _observe_steps(parts: EngineParts, device_kind: str) -> ScheduleAgreement | 
     agreement = compared = None
     if coordinator is not None:
         schedule, parts_of_model = coordinator.schedule, topology.model
-        agreement = ScheduleAgreement(schedule, parts_of_model.rank, parts_of_model.world_size, data.main)
+        agreement = ScheduleAgreement(schedule, parts_of_model.rank, parts_of_model.world_size, data.is_rank0)
         observers.add(agreement)
         if topology.trivial:  # a tensor shard may be small enough to stay whole on one rank and not on another
             compared = schedule
@@ -214,7 +214,7 @@ def _observe_steps(parts: EngineParts, device_kind: str) -> ScheduleAgreement | 
         most = _most_groups(parts, len(inner.param_groups))
         observers.add(UpdatedWeights(parts.optimizer.method, inner, most, latest))
     if compares:
-        weights = functools.partial(shared_weights, model, parts.buffer, main=data.main)
+        weights = functools.partial(shared_weights, model, parts.buffer, warns=data.is_rank0)
         late = device_kind in SKIPS_ON_DEVICE
         observers.add(ConsistencyCheck(topology, parts.device, latest, weights, interval, late))
     find_removed = functools.partial(_find_removed, model, parts.buffer)

@@ -115,7 +115,7 @@ class PartsBuilder:
         communication = communication_dtypes(model, config, self.precision, comm.world_size)
         self._placements = placements = placements_of(config, self.device, self.device_kind, comm)
         self._transfers = Transfers(placements)
-        if comm.main:
+        if comm.is_rank0:
             warn_of_few_threads(placements, os.environ)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         trained = self._trained(param_groups, trains)
@@ -190,7 +190,7 @@ class PartsBuilder:
         partitioned = PartitionedModel(
             self.model, self._groups, gathers, self.device, self._placements, self._transfers
         )
-        partitioned.plan(stage3_options(self.config, self.model, self._groups.shard.main))
+        partitioned.plan(stage3_options(self.config, self.model, self._groups.shard.is_rank0))
         return partitioned
 
     def _make_buffer(
@@ -203,7 +203,7 @@ class PartsBuilder:
         """Make the buckets, with the parameters' values: shards at stage 3, each bucket in its placement."""
         placements = self._placements
         if partitioned is None:
-            if self.rules.undivided and self._groups.shard.main:
+            if self.rules.undivided and self._groups.shard.is_rank0:
                 _warn_of_padding(layout)
             buffer = ParameterBuffer(layout, trained, memory, placements)
         else:

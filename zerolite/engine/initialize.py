@@ -103,7 +103,7 @@ def initialize(
     uncaught.watch(model, engine.compute_dtype, topology.world.rank, trains=engine.optimizer is not None)
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
-    if resolved.dump_state and topology.data.main:
+    if resolved.dump_state and topology.data.is_rank0:
         print(f"{engine!r}\n{json.dumps(engine.config.model_dump(mode='json'), indent=2, default=str)}", flush=True)
     return engine
 
@@ -144,7 +144,7 @@ def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
 
     With several dimensions an error says that its world size counts data-parallel ranks only.
     """
-    if topology.data.main:
+    if topology.data.is_rank0:
         for path, sentence in config.without_effect:
             logger.warning("%s has no effect: %s", path, sentence)
     try:

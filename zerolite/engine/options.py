@@ -175,7 +175,7 @@ def step_options(config: ZeroliteConfig, update_numel: int, skip_on_device: bool
         max_norm=config.gradient_clipping,
         check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
         max_skipped_in_a_row=config.max_consecutive_skipped_steps,
-        logs=topology.data.main,
+        logs=topology.data.is_rank0,
         skip_on_device=skip_on_device,
         update_numel=update_numel,
         divide_plain_backward=config.divide_plain_backward,

@@ -29,18 +29,18 @@ class Monitoring:
         self.monitor = monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
         self.log = StepLog(monitor, config.train_batch_size, parts.optimizer, parts.scaler)
         self._parts, self._config = parts, config
-        self._main = topology.data.main
+        self._is_rank0 = topology.data.is_rank0
         self._every = config.steps_per_print or DEFAULT_STEPS
         self._profiler: FlopsProfiler | None = None
         if monitor.enabled:
             parts.observers.add(self.log)
-        if config.memory_breakdown and self._main:
+        if config.memory_breakdown and self._is_rank0:
             self._report_every(self._report_memory)
 
     def watch_module(self) -> list[RemovableHandle]:
         """Measure forwards if the config asks for it, and return the hooks on the model."""
         module = self._parts.model
-        if self._config.flops_profiler.enabled and self._main:
+        if self._config.flops_profiler.enabled and self._is_rank0:
 
             def write(step: int, values: Mapping[str, float]) -> None:
                 self.log.write(step, values, "Flops")
@@ -48,7 +48,7 @@ class Monitoring:
             settings, count = self._config.flops_profiler, FlopCount(self._parts.call, module)
             self._profiler = FlopsProfiler(settings, count, self._parts.device, self._every, write)
             self._parts.observers.on_step_end.append(self._profiler.end_step)
-        if not self._config.wall_clock_breakdown or not self._main:
+        if not self._config.wall_clock_breakdown or not self._is_rank0:
             return []
 
         def report(step: int, means: Mapping[str, float]) -> None:

@@ -148,7 +148,7 @@ def _parallelize(
 ) -> list[str]:
     reading = _read(model, settings, settings.plan, comm, stage)
     modules, tp_blocks = reading.modules, [*reading.tp_blocks, *reading.written]
-    if comm.main:
+    if comm.is_rank0:
         for how, names in reading.arrangements.items():
             logger.info("tensor_parallel: %s is sharded in %s", _shortened(names), how)
         if not (stage or reading.layers or any(isinstance(one, TensorParallelLayer) for one in modules.values())):

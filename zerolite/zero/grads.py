@@ -171,7 +171,7 @@ class Gradients:
         if not self._reducer.keeps_shards:
             return part
         index, name = gradient.slot.index, gradient.slot.name
-        if self._shard.world_size > 1 and self._shard.main:
+        if self._shard.world_size > 1 and self._shard.is_rank0:
             warn_of_collective(
                 f"this line needs all values of the gradient of '{name}', of which each rank owns a part: they are "
                 "gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for several "

@@ -376,7 +376,7 @@ def _values_of(sharded_params: Sequence[PartitionedParameter]) -> list[torch.Ten
     for context in contexts:
         members = [sharded_param for sharded_param in missing if sharded_param.context is context]
         copies.update(zip(members, context.gather_copies(members), strict=True))
-    if missing and missing[0].groups.mean.world_size > 1 and missing[0].groups.mean.main:
+    if missing and missing[0].groups.mean.world_size > 1 and missing[0].groups.mean.is_rank0:
         # After the gather: if warnings are errors, this one is raised on one rank alone.
         warn_of_collective(
             f"this line uses the values of parameter '{missing[0].name}', of which each rank owns a part: they are "
