@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,16 @@ def test_squares_follow_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(sums, expected, rtol=1e-15)
     with pytest.raises(ValueError, match="expected every segment"):
         launch.run(sums, [values[0][:9], *values[1:]])
+
+
+def test_launches_keep_no_gradients() -> None:
+    """Their memory is free between two steps."""
+    arguments = _arguments("adamw")
+    launch, squares = _launch("adamw", arguments), SquaresLaunch(arguments["table"])
+    _run(launch, arguments)
+    squares.run(torch.zeros(2, dtype=torch.float64), arguments["grads"])
+    gradients = [weakref.ref(gradient) for gradient in arguments.pop("grads")]
+    assert [gradient() for gradient in gradients] == [None] * len(NUMELS)
 
 
 @UPDATES

@@ -73,6 +73,7 @@ class UpdateLaunch:
         if self._kernels is not None:
             self._kernels.update(call)
             torch.autograd.graph.increment_version(tensors)
+        call.grads = ()  # their memory is free until the next step
 
 
 class SquaresLaunch:
@@ -105,6 +106,7 @@ class SquaresLaunch:
         if self._kernels is not None:
             self._kernels.squares(call)
             torch.autograd.graph.increment_version(sums)
+        call.values = ()  # gradients, whose memory is free until the next step
 
 
 def _check_update(call: UpdateCall) -> None:
