@@ -46,7 +46,7 @@ def assert_bytes(
     names = [name for *_, name in events]
     begin, end = names.index("begin"), names.index("end")
     resident, peak = held[end], max(held[begin : end + 1])
-    assert resident == pytest.approx(wanted, rel=TOLERANCE)
+    assert resident == pytest.approx(wanted, rel=TOLERANCE), (resident, wanted)
     assert resident < peak <= limit * (1 + TOLERANCE), (peak, limit)
 
 

@@ -37,20 +37,18 @@ class UpdatedWeights(StepObserver):
         self._problem = ""  # a sentence about the update that made weights non-finite
 
     def on_update_begin(self) -> None:
-        self._clear_flags()
+        for flags in (self._method.broken or {}).values():
+            flags.zero_()
         self._numbers = self._latest.numbers
         self.slice_size = self._more + len(self._optimizer.param_groups)  # the same on all ranks
 
     def on_weights_written(self, all_of_them: bool) -> None:
         """Forget the flags if the outcome of the last update does not matter any more."""
         if all_of_them or self._problem:
-            self._clear_flags()
+            for flags in (self._method.broken or {}).values():
+                flags.zero_()
         if all_of_them:
             self._problem = ""
-
-    def _clear_flags(self) -> None:
-        for flags in (self._method.broken or {}).values():
-            flags.zero_()
 
     def write_slice(self, numbers: torch.Tensor) -> UpdateNumbers | None:
         for flags in (self._method.broken or {}).values():  # one small tensor for each device where masters are

@@ -139,8 +139,7 @@ class PartsBuilder:
         inputs = InputComparison(self._groups.mean, self.topology.model, self.device) if parallel else None
         if inputs is not None:
             self._observers.add(inputs)
-        if memory.offloads is not None:
-            memory.offloads.connect(collector.note)
+        self._observers.before_offload.append(collector.note)
         self._reducer = reducer = Reducer(self._buffer, self._observers)
         if parallel:
             self.shared_grads = SharedGradReducer(self.topology, self._buffer, self._ties, reducer, self.device)
@@ -235,7 +234,7 @@ class PartsBuilder:
             alone=self.topology.world.world_size == 1,
         )
         is_on_device = placements.is_accessible(placements.optimizer, on_host=False)
-        offloads = None if is_on_device else GradientTransfers(placements.device, self._transfers)
+        offloads = None if is_on_device else GradientTransfers(placements.device, self._transfers, self._observers)
         return GradientMemory(self._groups, options, Backward(options.copy_factor), offloads)
 
     def _make_optimizer(self, choice: OptimizerChoice, param_groups: Groups) -> ShardedOptimizer:

@@ -53,8 +53,8 @@ class Update(Structure):
     def __init__(self, call: UpdateCall, isa: int = 0, threads: Threads | None = None) -> None:
         """isa, threads: of the CPU kernels."""
         count = len(call.params)
-        self._lists = call.params, call.grads, *call.states, call.outs
-        self._arrays = [(c_int64 * len(tensors))() for tensors in self._lists]
+        lists = call.params, call.grads, *call.states, call.outs
+        self._arrays = [(c_int64 * len(tensors))() for tensors in lists]
         self._numels = (c_int64 * count)(*map(torch.Tensor.numel, call.params))
         params, grads, *states, outs = map(ctypes.addressof, self._arrays)
         super().__init__(

@@ -73,7 +73,11 @@ class UpdateLaunch:
         if self._kernels is not None:
             self._kernels.update(call)
             torch.autograd.graph.increment_version(tensors)
-        call.grads = ()  # their memory is free until the next step
+        call.grads = ()  # their memory is not kept until the next step
+
+    def forget(self) -> None:
+        """Drop the tensors, because those of the next step are others."""
+        self._call, self._tensors = None, []
 
 
 class SquaresLaunch:
@@ -106,7 +110,7 @@ class SquaresLaunch:
         if self._kernels is not None:
             self._kernels.squares(call)
             torch.autograd.graph.increment_version(sums)
-        call.values = ()  # gradients, whose memory is free until the next step
+        call.values = ()  # their memory is not kept until the next step
 
 
 def _check_update(call: UpdateCall) -> None:

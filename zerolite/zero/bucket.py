@@ -276,6 +276,16 @@ class Bucket:
         self.is_lent = True
         return self.mean()
 
+    def take_mean(self) -> torch.Tensor:
+        """Return the mean gradient as it is stored, for an update that consumes it. At stage 0 the next backward
+        reuses its memory."""
+        if self._offloaded is not None:
+            self._offloaded.wait()
+        mean = self.reduced
+        assert mean is not None, "it is read after the reducer's finish()"
+        self.release()
+        return mean
+
     def release(self) -> None:
         """Drop the mean gradient after its use. At stage 0 its memory is reused."""
         reduced, self.reduced = self.reduced, None

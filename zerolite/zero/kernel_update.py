@@ -188,6 +188,8 @@ class KernelUpdate(UpdateMethod):
                 inputs.uses if launch.uses else None,
                 None if self.broken is None else self.broken_on(members[0].master.device),
             )
+            if members[0].master is not members[0].span.bucket.master:  # a staging copy, whose memory is freed
+                launch.kernel.forget()
 
     def on_update_skipped(self) -> None:
         """Take back the count of the last update."""

@@ -99,6 +99,14 @@ class StepObserver:
     def on_reduced(self) -> None:
         """Called when the gradients are reduced, maybe several times for the same ones. It may communicate."""
 
+    def before_offload(self, bucket: int, gradient: torch.Tensor) -> None:
+        """Called when the mean gradient of a bucket is about to leave the device.
+
+        Args:
+            bucket: index of the bucket.
+            gradient: the mean gradient, on the device.
+        """
+
     def on_phase_begin(self, phase: str) -> None:
         """Called when a phase begins."""
 
@@ -177,6 +185,7 @@ class Observers:
         self.on_backward_begin: list[Callable[[], None]] = []
         self.on_backward_end: list[Callable[[], None]] = []
         self.on_reduced: list[Callable[[], None]] = []
+        self.before_offload: list[Callable[[int, torch.Tensor], None]] = []
         self.on_phase_begin: list[Callable[[str], None]] = []
         self.on_phase_end: list[Callable[[str], None]] = []
         self.before_update: list[Callable[[UpdateFacts], None]] = []

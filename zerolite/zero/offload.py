@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from zerolite.zero.update import Span, SpanTensors, UpdateInputs, UpdateMethod, 
 if TYPE_CHECKING:
     from zerolite.zero.bucket import Bucket
     from zerolite.zero.buffer import ParameterBuffer
+    from zerolite.zero.observers import Observers
     from zerolite.zero.param_gatherer import ParamGatherer
 
 _MAX_WRITES = 2  # buckets under way; each of them holds its gradient on the device
@@ -43,16 +44,11 @@ _MIN_NUMEL = 1 << 22
 class GradientTransfers:
     """Copies of the mean gradients of one rank, of all buckets. Nothing here is a collective."""
 
-    def __init__(self, device: torch.device, transfers: Transfers) -> None:
-        self.device, self.transfers = device, transfers
+    def __init__(self, device: torch.device, transfers: Transfers, observers: Observers) -> None:
+        self.device, self.transfers, self._observers = device, transfers, observers
         self.max_nbytes = 0  # of a bucket's gradient: staging buffers have this length, so each fits all
-        self._before_write: Callable[[int, torch.Tensor], None] = lambda bucket, gradient: None
         self._writes: list[OffloadedGradient] = []  # under way
         self._last_read: Transfer = DONE
-
-    def connect(self, before_write: Callable[[int, torch.Tensor], None]) -> None:
-        """before_write: called with a bucket's index and its mean gradient while the gradient is on the device."""
-        self._before_write = before_write
 
     def set_max_nbytes(self, nbytes: int) -> None:
         """Set the bytes of the longest gradient of a bucket."""
@@ -60,7 +56,8 @@ class GradientTransfers:
 
     def begin_write(self, offloaded: OffloadedGradient, gradient: torch.Tensor) -> None:
         """Prepare to write a gradient: wait until few are under way."""
-        self._before_write(offloaded.bucket, gradient)
+        for notify in self._observers.before_offload:
+            notify(offloaded.bucket, gradient)
         tag_memory(gradient, BUCKETS)
         for earlier in self._writes:
             earlier.advance()
@@ -280,15 +277,12 @@ class OffloadUpdate:
         limit = min(self._placements.options.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
         self.groups = [group for side in buckets.values() for group in sub_groups(side, limit, alignment)]
 
-    def run(
-        self, gather: bool, inputs: UpdateInputs, on_updated: Callable[[Sequence[SpanTensors], bool], None]
-    ) -> None:
+    def run(self, gather: bool, inputs: UpdateInputs) -> None:
         """Update all sub-groups.
 
         Args:
             gather: the update all-gathers the updated parameters.
             inputs: see the class.
-            on_updated: called with each sub-group and ``gather`` when its results are being written back.
 
         Raises:
             OSError: the disk failed. Then some masters are ahead of others.
@@ -317,7 +311,11 @@ class OffloadUpdate:
                 # One buffer is updated and one is staged in, so the others may be written back.
                 while len(outgoing) > max(0, count - 2):
                     outgoing.popleft().finish()
-                on_updated(current.spans, gather)
+                for tensors in current.spans:
+                    if tensors.span.last:
+                        tensors.span.bucket.release()
+                        if gather:
+                            self._param_gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
             while outgoing:
                 outgoing.popleft().finish()
         except BaseException:

@@ -421,7 +421,7 @@ class Reducer:
         buckets in ``without``."""
         shards: list[torch.Tensor | None] = []
         for bucket in self.buffer.buckets:
-            value = None if bucket.index in without else bucket.fetch()
+            value = None if bucket.index in without else bucket.fetch() if bucket.is_offloaded else bucket.reduced
             shards.append(value if value is None or self.keeps_shards else self.groups.shard.shard(value))
         return shards
 
@@ -447,7 +447,8 @@ class Reducer:
             self.end_backward(complete=False)
         self._wait_for_all()
         for bucket in self.buffer.buckets:
-            bucket.clear()
+            if bucket.reduced is not None or bucket.local.flat is not None or bucket.local.held:
+                bucket.clear()
         if self.keeps_shards:
             self._memory.clear()  # stages 1 to 3 promise that no rank holds more than its shard between steps
         self.current.on_all_reduced(consumed=True)

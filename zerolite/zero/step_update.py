@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -15,7 +15,7 @@ from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stats import StatsVector
 from zerolite.zero.step_state import StepState
-from zerolite.zero.update import Span, SpanTensors, UpdateInputs, UpdateMethod, sub_groups
+from zerolite.zero.update import SpanTensors, UpdateInputs, UpdateMethod, sub_groups
 
 
 class StepUpdate:
@@ -139,27 +139,23 @@ class StepUpdate:
             if not syncs:
                 for span in spans:
                     span.bucket.sync_master_from_param()
-            sub_group = [self._stored_tensors(span, syncs) for span in spans]
+            sub_group = [
+                SpanTensors(
+                    span,
+                    span.bucket.take_mean(),
+                    span.bucket.master,
+                    span.bucket.states,
+                    span.bucket.owned if syncs and span.bucket.separate else None,
+                )
+                for span in spans
+            ]
             self._method.update(sub_group, inputs)
-            self._on_updated(sub_group, gather)
+            for tensors in sub_group if gather else ():
+                gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
         if self._offload.groups:
-            self._offload.run(gather, inputs, self._on_updated)
+            self._offload.run(gather, inputs)
         if gather:
             gatherer.end_step()
-
-    def _stored_tensors(self, span: Span, writes: bool) -> SpanTensors:
-        """Return the stored tensors of a whole bucket. writes: the update rounds into the compute parameters."""
-        bucket = span.bucket
-        out = bucket.owned if writes and bucket.separate else None
-        return SpanTensors(span, bucket.mean(), bucket.master, bucket.states, out)
-
-    def _on_updated(self, sub_group: Sequence[SpanTensors], gather: bool) -> None:
-        """Release the gradients of the buckets that end in this sub-group, and launch their all-gathers."""
-        for tensors in sub_group:
-            if tensors.span.last:
-                tensors.span.bucket.release()
-                if gather:
-                    self.param_gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
 
     def on_params_gathered(self) -> None:
         """Note that the parameters of all ranks have the masters' values, or that their all-gathers are launched."""
