@@ -62,8 +62,8 @@ class TensorParallelConfig(Block):
     of the model itself (`base_model_tp_plan`, `_tp_plan`); with `"*": "auto"` in the object, for all modules that its
     other patterns do not match."""
     sequence_parallel: Bool = False
-    """Keep only a part of the sequence on each rank between the sharded layers: less memory for activations, the same
-    traffic."""
+    """Keep only a part of the sequence on each rank between the sharded layers: less memory for activations, as much
+    traffic in a forward, and half as much again in a backward."""
     divide: Texts | Literal["auto"] = "auto"
     """Numbers in modules that must be divided by `size`, such as the number of heads: patterns of `module.attribute`.
     `"auto"`: known names in modules with sharded layers."""

@@ -15,7 +15,6 @@ from zerolite.config import ZeroliteConfig
 from zerolite.engine.arguments import OptimizerChoice, check_parameters
 from zerolite.engine.model_parallel import (
     InputComparison,
-    ModelParallelStats,
     SharedGradReducer,
     counts_once,
 )
@@ -28,7 +27,6 @@ from zerolite.engine.options import (
     stage3_options,
     step_options,
 )
-from zerolite.engine.special_engines import EvaluationPipeline
 from zerolite.engine.trained_params import LayoutRules, fill_buckets, launch_by_groups, synchronize_untrained
 from zerolite.offload.from_config import check_optimizer, placements_of, warn_of_few_threads
 from zerolite.offload.transfers import Transfers
@@ -49,7 +47,7 @@ from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel
 from zerolite.zero.stages import STAGES
-from zerolite.zero.stats import StatsCollector
+from zerolite.zero.stats import ModelTotals, StatsCollector
 from zerolite.zero.step import StepPipeline
 from zerolite.zero.step_state import StepState
 from zerolite.zero.step_update import StepUpdate
@@ -217,7 +215,8 @@ class PartsBuilder:
         if not parallel:
             return StatsCollector(self._groups, self.device, self._observers)
         counts = counts_once(self.topology, self._buffer, self._ties)
-        return ModelParallelStats(self._groups, self.device, self._observers, self.topology.model, counts)
+        totals = ModelTotals(self.topology.model, counts)
+        return StatsCollector(self._groups, self.device, self._observers, totals)
 
     def _make_gradient_memory(
         self, accumulation: GradAccumulation, communication: Callable[[torch.nn.Parameter], torch.dtype | None]
@@ -265,8 +264,7 @@ class PartsBuilder:
         state = StepState(accumulation, self._scaler, buffer, method, self._observers, options)
         offload = OffloadUpdate(buffer, method, gatherer, self._transfers)
         update = StepUpdate(buffer, reducer, method, gatherer, offload, state)
-        make = StepPipeline if trains else EvaluationPipeline
-        return make(reducer, optimizer, update, collector, state)
+        return StepPipeline(reducer, optimizer, update, collector, state)
 
     def _connect_backward(self, pipeline: StepPipeline, gatherer: ParamGatherer) -> GraphBoundary:
         """Install the hooks through which a backward reaches the pipeline, and return the edge of the model's graph."""

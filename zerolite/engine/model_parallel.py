@@ -21,11 +21,10 @@ from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import Fragment
-from zerolite.zero.observers import Observers, StepObserver
+from zerolite.zero.observers import StepObserver
 from zerolite.zero.reducer import Reducer
-from zerolite.zero.stats import LOCAL, SAME_BATCH, StatsCollector
+from zerolite.zero.stats import SAME_BATCH
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import TiedParam
@@ -45,43 +44,6 @@ class SharedParams:
 
     comm: Communicator
     indices: tuple[int, ...]
-
-
-class ModelParallelStats(StatsCollector):
-    """Statistics over all ranks, those that hold other parts of the model included."""
-
-    def __init__(
-        self,
-        groups: RankGroups,
-        device: torch.device,
-        observers: Observers,
-        model: Communicator,
-        counts: Callable[[int], bool],
-    ) -> None:
-        """
-        Args:
-            model: the ranks of one copy of the model, all stages and tensor shards.
-            counts: True for the index of a parameter whose square is in the norm on this rank. Of a parameter that
-                several ranks of ``model`` hold, one rank's square counts.
-        """
-        super().__init__(groups, device, observers)
-        self._model, self._counts = model, counts
-
-    def use(self, buffer: ParameterBuffer) -> None:
-        super().use(buffer)
-        masks = [[float(self._counts(slot.index)), float(slot.numel > 0)] for slot in buffer.layout.slots]
-        made = torch.tensor(masks, dtype=torch.float64, device="cpu").to(self._device)
-        self._counted, self._not_empty = made[:, 0], made[:, 1]  # 1 for the parameters that are
-
-    def _reduce(self, vector: torch.Tensor) -> None:
-        layout = self._layout
-        self._groups.mean.all_reduce(vector[: LOCAL.start], tag="stats").wait()
-        total = (vector[layout.squares] * self._counted).sum().reshape(1)
-        unused = ((vector[layout.uses] == 0) * self._not_empty).sum().reshape(1)
-        over = torch.cat([total, unused, vector[layout.slices]])
-        self._model.all_reduce(over, tag="stats").wait()
-        vector[layout.slices] = over[2:]
-        vector[LOCAL] = torch.cat([over[1:2] - unused, over[:1]])
 
 
 class InputComparison(StepObserver):

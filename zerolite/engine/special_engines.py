@@ -16,23 +16,12 @@ from zerolite.comm import collective
 from zerolite.engine.engine import Engine
 from zerolite.utils.accelerator import HostRead
 from zerolite.utils.module_hook import ModuleHook
-from zerolite.zero.step import StepPipeline
 from zerolite.zero.step_observers import ScheduleAgreement
 
 if TYPE_CHECKING:
     from zerolite.pipe.runner import PipelineRunner
 
 _REMEDY = 'To train it, give zerolite.initialize a config with an "optimizer" block, or optimizer=...'
-
-
-class EvaluationPipeline(StepPipeline):
-    """A pipeline that never steps. A backward may pass through the model to its inputs."""
-
-    def begin_backward(self, engine_scaled: bool | None = None, weight: float | None = None) -> None:
-        """Check that no parameter has been unfrozen. There is nothing to begin."""
-        self.check_available()
-        for notify in self._observers.before_backward:
-            notify()
 
 
 def check_frozen(model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +25,8 @@ from zerolite.tensor_parallel.plan import linear_shape
 from zerolite.tensor_parallel.regions import Region, full_tensor
 from zerolite.tensor_parallel.shard_spec import ShardSpec, mark_partial, set_shard_spec, shard_parameter, shard_spec_of
 
-
-class SequenceState(Protocol):
-    """Sharded sequence of consecutive blocks: see :mod:`zerolite.tensor_parallel.sequence`.
-
-    Attributes:
-        is_sharded: the sequence has been sharded in a forward.
-        batch_size: batch size of the hidden states.
-    """
-
-    is_sharded: bool
-    batch_size: int
-
+if TYPE_CHECKING:
+    from zerolite.tensor_parallel.sequence import SequenceShards
 
 _NOT_SHARDED = (
     "tensor_parallel.sequence_parallel: expected a call of the first block with sharded layers, where the sequence is "
@@ -56,13 +46,13 @@ class TensorParallelLayer(nn.Module):
 
     comm: Communicator
     region: Region | None = None
-    sequence: SequenceState | None = None
+    sequence: SequenceShards | None = None
     sequence_dim: int | None = None
 
     def set_region(self, region: Region) -> None:
         self.region = region
 
-    def set_sequence(self, dim: int, sequence: SequenceState) -> None:
+    def set_sequence(self, dim: int, sequence: SequenceShards) -> None:
         """Shard the layer's inputs or outputs outside of its region along ``dim``, the sequence."""
         self.sequence_dim, self.sequence = dim, sequence
 
@@ -205,7 +195,7 @@ class RowParallelLinear(TensorParallelLayer, nn.Linear):
         _broadcast_first_rank(self, comm)
         shard_row(self, comm, input_is_parallel)
 
-    def set_sequence(self, dim: int, sequence: SequenceState) -> None:
+    def set_sequence(self, dim: int, sequence: SequenceShards) -> None:
         super().set_sequence(dim, sequence)
         # The bias is added after the reduce-scatter, to this rank's part of the sequence only.
         if self._parameters["bias"] is not None:

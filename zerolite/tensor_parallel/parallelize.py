@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into, synchronize_tensors
+from zerolite.config.parallelism import TensorParallelConfig
 from zerolite.tensor_parallel import fused, matching, parallel_blocks, sequence
 from zerolite.tensor_parallel.layers import (
     TensorParallelLayer,
@@ -43,21 +44,8 @@ from zerolite.utils.nested import map_tensors
 logger = logging.getLogger("zerolite")
 
 
-class Settings(Protocol):
-    """Settings of the config's block tensor_parallel."""
-
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def plan(self) -> str | Mapping[str, object]: ...
-    @property
-    def sequence_parallel(self) -> bool: ...
-    @property
-    def divide(self) -> str | Sequence[str]: ...
-
-
 def parallelize_module(
-    model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, *, stage: bool = False
+    model: nn.Module, settings: TensorParallelConfig, comm: Communicator, device: torch.device, *, stage: bool = False
 ) -> list[str]:
     """Reduce ``model`` to this rank's shard in place: modules and Parameters stay the same objects.
 
@@ -124,7 +112,7 @@ class _Reading:
 
 
 def _read(
-    model: nn.Module, settings: Settings, plan: str | Mapping[str, object], comm: Communicator, stage: bool
+    model: nn.Module, settings: TensorParallelConfig, plan: str | Mapping[str, object], comm: Communicator, stage: bool
 ) -> _Reading:
     """Match ``plan`` to the model. Raises TensorPlanError if they do not fit each other."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -144,7 +132,7 @@ def _read(
 
 
 def _parallelize(
-    model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, stage: bool
+    model: nn.Module, settings: TensorParallelConfig, comm: Communicator, device: torch.device, stage: bool
 ) -> list[str]:
     reading = _read(model, settings, settings.plan, comm, stage)
     modules, tp_blocks = reading.modules, [*reading.tp_blocks, *reading.written]

@@ -157,7 +157,12 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
 
 
 class SequenceShards:
-    """Hooks that shard the sequence before a run of blocks and gather it after them."""
+    """Hooks that shard the sequence before a run of blocks and gather it after them.
+
+    Attributes:
+        is_sharded: the sequence has been sharded in a forward.
+        batch_size: batch size of the hidden states.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zerolite.comm import collective
+from zerolite.comm import Communicator, collective
 from zerolite.ops.launches import SquaresLaunch
 from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grads import Factor
 from zerolite.zero.groups import RankGroups
+from zerolite.zero.layout import Slot
 from zerolite.zero.observers import Observers, WrittenSlice
 from zerolite.zero.update import Span, full_span, group_equal, segments
 
@@ -248,6 +249,35 @@ class SquaresPlan:
         self._plans.clear()
 
 
+class ModelTotals:
+    """Sums of the statistics over ranks that hold other parts of the model: tensor shards and pipeline stages."""
+
+    def __init__(self, model: Communicator, counts: Callable[[int], bool]) -> None:
+        """
+        Args:
+            model: the ranks of one copy of the model.
+            counts: True for the index of a parameter whose square is in the norm on this rank. Of a parameter that
+                several ranks of ``model`` hold, one rank's square counts.
+        """
+        self._model, self._counts = model, counts
+
+    def use(self, slots: Sequence[Slot], device: torch.device) -> None:
+        """Sum for these parameters."""
+        masks = [[float(self._counts(slot.index)), float(slot.numel > 0)] for slot in slots]
+        made = torch.tensor(masks, dtype=torch.float64, device="cpu").to(device)
+        self._counted, self._not_empty = made[:, 0], made[:, 1]  # 1 for the parameters that are
+
+    @collective
+    def add(self, vector: torch.Tensor, layout: StatsLayout) -> None:
+        """Add the observers' slices and fill in LOCAL, after the data ranks have added the vector."""
+        total = (vector[layout.squares] * self._counted).sum().reshape(1)
+        unused = ((vector[layout.uses] == 0) * self._not_empty).sum().reshape(1)
+        over = torch.cat([total, unused, vector[layout.slices]])
+        self._model.all_reduce(over, tag="stats").wait()
+        vector[layout.slices] = over[2:]
+        vector[LOCAL] = torch.cat([over[1:2] - unused, over[:1]])
+
+
 class StatsCollector:
     """Collects the statistics of a step: sums the squares of what this rank owns, and adds all numbers over ranks.
 
@@ -259,8 +289,14 @@ class StatsCollector:
             changed.
     """
 
-    def __init__(self, groups: RankGroups, device: torch.device, observers: Observers) -> None:
-        self._groups, self._device, self._observers = groups, device, observers
+    def __init__(
+        self, groups: RankGroups, device: torch.device, observers: Observers, totals: ModelTotals | None = None
+    ) -> None:
+        """
+        Args:
+            totals: sums over other parts of the model; None if every rank has the full model.
+        """
+        self._groups, self._device, self._observers, self._totals = groups, device, observers, totals
         self._is_counted = groups.is_first_replica  # the others have the same shards, and squares count once
         self.latest: StatsVector | None = None
 
@@ -275,6 +311,8 @@ class StatsCollector:
             self._owned[fragment.slot.bucket].append(part)
         self._spans = tuple(full_span(bucket, bucket.layout.numel) for bucket in buffer.buckets)
         self._plan = SquaresPlan(lambda bucket: self._owned[bucket.index])
+        if self._totals is not None:
+            self._totals.use(layout.slots, self._device)
         self.noted: set[int] = set()
         self._squares: torch.Tensor | None = None  # of the noted buckets, by parameter; each is in one bucket
         self._slots: dict[int, torch.Tensor] = {}
@@ -366,6 +404,9 @@ class StatsCollector:
     def _reduce(self, vector: torch.Tensor) -> None:
         """Add the numbers over ranks, and fill in the sum of all squares."""
         self._groups.mean.all_reduce(vector[: LOCAL.start], tag="stats").wait()
+        if self._totals is not None:
+            self._totals.add(vector, self._layout)
+            return
         # Sum once, on the device. A second sum on the host could add in another order and give two ranks different
         # clip factors.
         vector[TOTAL] = vector[self._layout.squares].sum()

@@ -180,6 +180,11 @@ class StepPipeline:
         """
         if self._reducer.current.open:
             return
+        if not self._buffer.parameters:  # nothing is trained: the backward passes through the model to its inputs
+            self.check_available()
+            for notify in self._observers.before_backward:
+                notify()
+            return
         if self._updated:  # an update without zero_grad() has used the gradients: nothing is added to them
             self.zero_grad()
         scaled, weighted = bool(engine_scaled), weight is not None
