@@ -37,6 +37,8 @@ def train(given: dict[str, Any], way: str, on_device: bool) -> dict[str, Tensor]
     with skipping_on_device(on_device):
         engine = zerolite.initialize(models.build(Checkpointed if way == "checkpointing" else Layers), given)
     seen: dict[str, Tensor] = {}
+    last = engine.module.last.weight
+    views: dict[str, Tensor] = {"last.weight": last.data[0]} if way == "views" else {}
     for step in range(3):
         for micro in range(engine.gradient_accumulation_steps):
             x, y = models.float_batch(step, micro, engine.rank)
@@ -47,6 +49,9 @@ def train(given: dict[str, Any], way: str, on_device: bool) -> dict[str, Tensor]
         if way == "clipping":
             seen[f"norm {step}"] = nn.utils.clip_grad_norm_(engine.parameters(), 0.3)
         engine.step()
+        if way == "views":
+            seen |= {f"{name} {step}": view.clone() for name, view in views.items()}
+            views["first.weight"] = engine.module.first.weight.detach().view(-1)  # of what was in flight a moment ago
         if way == "between":
             seen[f"norm {step}"] = engine.module.layers[1].weight.detach().norm()
             seen |= {f"{name} {step}": value.clone() for name, value in engine.module.state_dict().items()}
@@ -62,13 +67,15 @@ def train(given: dict[str, Any], way: str, on_device: bool) -> dict[str, Tensor]
     return seen | snapshot(engine)
 
 
-WAYS = ["plain", "checkpointing", "unused", "clipping", "between"]
+WAYS = ["plain", "checkpointing", "unused", "clipping", "between", "views"]
 
 
 @pytest.mark.fast(every=4)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("precision", "accumulation", "overlap"), [("fp32", 1, None), ("bf16", 2, True)])
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "overlap"), [("fp32", 1, None), ("bf16", 2, None), ("fp32", 2, False)]
+)
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 tight", "3 defaults"])
 @on_ranks(2)
 def test_every_wait(

@@ -112,9 +112,12 @@ def out_and_back(engine: Any, offload: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (3, "fp32")])
 @on_ranks(1, 2)
 def test_states_go_and_come_back(stage: int, precision: str) -> None:
-    plain = four_windows(settings(stage, precision), None)
+    given = settings(stage, precision)
+    if stage < 3:
+        given["zero_optimization"]["overlap_comm"] = False  # the time at which a gather arrives moves its copies
+    plain = four_windows(given, None)
     for offload in ({}, {"include": ["optim_states", "hp_params"], "non_blocking": True}):
-        found = four_windows(settings(stage, precision), offload)
+        found = four_windows(given, offload)
         assert (found["losses"], found["copies"]) == (plain["losses"], plain["copies"])
         assert_same_bits(plain["values"], found["values"], str(offload))
 

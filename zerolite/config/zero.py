@@ -44,11 +44,10 @@ class ZeroConfig(Block):
     """Elements that one all-gather gathers. Both collectives use the same buckets, so the smaller of the two sizes
     counts. null or `"auto"`: `reduce_bucket_size`."""
     overlap_comm: Bool | None = None
-    """true: (1) buckets are reduced while backward still runs; (2) at stages 1 and 2, a module of the next forward
-    waits only for its own updated parameters. null: only (1). false: neither. The results are the same. With (2),
-    PyTorch's functions that read a parameter earlier wait for it. C++ extensions, constructors (`torch.tensor(p)`,
-    `nn.Parameter(p)`), scripted functions, CUDA graphs and views taken before the step do not wait: access
-    `engine.module` first, which waits for all parameters."""
+    """Buckets are reduced while backward still runs, and at stages 1 and 2 a module of the next forward waits only for
+    its own updated parameters. What reads a parameter earlier waits for it (see
+    [drop-in](drop-in.md#values-of-parameters-at-stages-1-and-2)). The results are the same. null: true. false: neither
+    overlaps."""
     contiguous_gradients: Bool = True
     """Move each gradient into its bucket as soon as it is ready."""
     reduce_scatter: Bool = True

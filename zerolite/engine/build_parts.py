@@ -244,7 +244,7 @@ class PartsBuilder:
         return optimizer
 
     def _make_gatherer(self) -> ParamGatherer:
-        overlaps = self.config.zero_optimization.overlap_comm is True and not self.policy.shard_parameters
+        overlaps = self.config.zero_optimization.overlap_comm is not False and not self.policy.shard_parameters
         return ParamGatherer(self._buffer, overlaps, self._observers)
 
     def _make_pipeline(
@@ -276,9 +276,8 @@ class PartsBuilder:
         self._reducer.hooks.attach(
             pipeline.begin_backward,
             boundary.check_scaled if scales else None,
-            gatherer.on_gradient if gatherer.overlaps else None,
         )
-        gatherer.install_hooks(self.model)
+        gatherer.use_layout()
         return boundary
 
 

@@ -265,7 +265,7 @@ class UnfrozenParams:
         parts.reducer.hooks.attach_new()
         parts.optimizer.add_buckets(parts.buffer.buckets[first:])
         parts.pipeline.use_layout()
-        parts.param_gatherer.install_hooks(parts.model)
+        parts.param_gatherer.use_layout()
         for parameter in parameters:
             OWNERS[parameter] = OWNERS[parts.owned[0]]
         if parts.partitioned is not None:

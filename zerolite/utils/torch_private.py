@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -92,6 +93,14 @@ def storage_users(storage: torch.UntypedStorage) -> int:
     Values that another tensor or a graph still reads must not be freed, nor still be in flight.
     """
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def refuse_pointers(tensor: torch.Tensor) -> None:
+    """Let everything raise that asks for a pointer to write to ``tensor``, as C++ extensions do also to read.
+
+    The stand-in of values that are not here has one element, whatever its shape: such code would go beyond it.
+    """
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
 
 
 def swap_tensor(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -190,6 +199,16 @@ def untraced(function: Function) -> Function:
         _eval_frame.skip_code(excluded.__code__)
     excluded._torchdynamo_disable = True  # excludes it also when a caller is traced
     return cast(Function, excluded)
+
+
+def compiler_is_used() -> bool:
+    """Return True if the program has called torch.compile, in any form.
+
+    Its guards compare the classes of parameters. Only the compiler itself knows of what is compiled after
+    ``initialize``, around a model or a function that uses it.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and any(map(callable, compiler.cached_backends.values()))
 
 
 # -------------------------------------------------------------------- process groups
@@ -312,7 +331,11 @@ NAMES = {
         "torch._C.DisableTorchFunctionSubclass",
         "torch._C.DisableTorchFunction",
     ),
-    "storage_users": ("torch._C._storage_Use_Count", "torch.UntypedStorage._cdata"),
+    "storage_users, refuse_pointers": (
+        "torch._C._storage_Use_Count",
+        "torch.UntypedStorage._cdata",
+        "torch._C._set_throw_on_mutable_data_ptr",
+    ),
     "swap_tensor": ("torch._C._swap_tensor_impl",),
     "foreach_types": ("torch.utils._foreach_utils._foreach_supported_types",),
     "CALL, COMPILED_CALL": ("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl"),
@@ -331,7 +354,7 @@ NAMES = {
         "torch._C._set_meta_in_tls_dispatch_include",
         "torch._C._set_throw_on_mutable_data_ptr",
     ),
-    "untraced": ("torch._C._dynamo.eval_frame",),
+    "untraced, compiler_is_used": ("torch._C._dynamo.eval_frame", "torch._dynamo.eval_frame.cached_backends"),
     "job_store": ("torch.distributed.distributed_c10d._get_default_store",),
     "process_groups": ("torch.distributed.distributed_c10d._world.pg_names",),
     "backends_of": ("torch.distributed.ProcessGroup._device_types", "torch.distributed.ProcessGroup._get_backend"),

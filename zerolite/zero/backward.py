@@ -144,20 +144,14 @@ class GradientHooks:
         self._hook_dicts: list[dict[int, Any]] = []  # of each parameter: all its hooks of this kind, in their order
         self._seen_gradient = False  # this backward has brought a gradient
 
-    def attach(
-        self,
-        begin: Callable[[], None],
-        check_first: Callable[[str], None] | None,
-        on_gradient: Callable[[int], None] | None,
-    ) -> None:
+    def attach(self, begin: Callable[[], None], check_first: Callable[[str], None] | None) -> None:
         """Install one hook per parameter.
 
         Args:
             begin: begins a backward whose first sign is a gradient, because it has passed no other hook of the engine.
             check_first: called with the parameter's name before the first gradient of every backward is moved.
-            on_gradient: called with the parameter's index before each gradient is moved.
         """
-        self._begin, self._check_first, self._on_gradient = begin, check_first, on_gradient
+        self._begin, self._check_first = begin, check_first
         self.attach_new()
 
     def attach_new(self) -> None:
@@ -186,8 +180,6 @@ class GradientHooks:
         first = not (self._seen_gradient and self._current.open)
         if first or isinstance(gradient, ShardedGradient):
             gradient = self._process_first(slot, parameter, gradient)
-        if self._on_gradient is not None:
-            self._on_gradient(slot.index)
         if gradient is None:
             return
         bucket = reducer.bucket_of[slot.index]
@@ -257,8 +249,8 @@ class GradientHooks:
     def _open_directly(self) -> None:
         """Let hooks put small gradients into their buckets without another call, unless each must be looked at."""
         current = self._current
-        # Such a hook drops no gradient, calls no `on_gradient`, tags no memory and detaches nothing.
-        if current.discards_gradients or self._on_gradient is not None or listeners or torch.is_grad_enabled():
+        # Such a hook drops no gradient, tags no memory and detaches nothing.
+        if current.discards_gradients or listeners or torch.is_grad_enabled():
             return
         for bucket in self._reducer.order:
             if bucket.state is BucketState.FILL:  # a gradient for one that has been launched is late

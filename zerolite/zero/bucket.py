@@ -27,11 +27,13 @@ from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import sync_master_from_param_
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, GRADIENTS, MASTERS, tag_memory
+from zerolite.utils.torch_private import as_plain_tensors, refuse_pointers, storage_users
 from zerolite.zero.flat import copy_assigned_data, dense_strides
 from zerolite.zero.gradient_memory import GradientDtypes
 from zerolite.zero.layout import BucketLayout, Fragment, Slot
 from zerolite.zero.local_sum import LocalSum
 from zerolite.zero.offload import OffloadedGradient
+from zerolite.zero.stage3.absent_parameter import AbsentParameter, not_a_number
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ class Bucket:
             [numel / ranks] at stages 1 to 3. None before the first reduction.
         is_offloaded: ``reduced`` is stored off the device.
         gathering: the all-gather of updated values in flight; the gatherer ends it.
+        is_hidden: the parameters have no values meanwhile, and :attr:`absent_class` is their class.
         is_lent: the user may have views of ``reduced``.
     """
 
@@ -127,6 +130,11 @@ class Bucket:
         self.shards: list[OptimParamShard] = []
         self.states: dict[str, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # each parameter's view of `compute`; none at stage 3
+        self._storage = compute.untyped_storage()
+        self._own_users, self._has_readers = 0, True
+        self._stand_ins: list[torch.Tensor] = []  # of hidden parameters
+        self.is_hidden = False
+        self.absent_class: type = AbsentParameter
         self._memory = memory
         self.dtypes = GradientDtypes(compute.dtype, memory.options.communication_dtype(parameters[0]), memory.options)
         self.local = LocalSum(layout, self.strides, self.device, self.dtypes, memory)
@@ -324,6 +332,38 @@ class Bucket:
             parameter.data = self.compute.as_strided(parameter.shape, dense_strides(parameter.data), start)
             self._views.append(parameter.data)
 
+    def count_own_views(self) -> None:
+        """Count the tensors over the memory of ``compute``. Called when the engine has made all of its own, and the
+        user can have none yet."""
+        self._own_users = storage_users(self._storage)
+
+    def hide_parameters(self) -> bool:
+        """Take the values out of the parameters, because a gather writes them: see :class:`AbsentParameter`.
+
+        Return False, and do nothing, if something read them at the launch but through the ``Parameter`` objects: a view
+        that was taken before, a graph that has saved one, another process, a class of the user.
+        """
+        if self._has_readers or any(type(parameter) is not torch.nn.Parameter for parameter in self.parameters):
+            return False
+        if not self._stand_ins:
+            element = not_a_number(self.compute.dtype, self.device)
+            refuse_pointers(element)
+            self._stand_ins = [element.expand(parameter.shape) for parameter in self.parameters]
+        for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
+            parameter.data = stand_in
+            parameter.__class__ = self.absent_class
+        self.is_hidden = True
+        return True
+
+    def reveal_parameters(self) -> None:
+        """Undo :meth:`hide_parameters`, after the gather. Other threads find the class only after the values."""
+        with as_plain_tensors():
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                if isinstance(parameter, self.absent_class):
+                    parameter.data = view
+                    parameter.__class__ = torch.nn.Parameter
+        self.is_hidden = False
+
     def collect_assigned_data(self) -> None:
         """Copy tensors that the user has assigned (``p.data = values``) into ``compute``, and restore the views.
 
@@ -346,8 +386,8 @@ class Bucket:
         """
         if not self.keeps_shape(fragment.slot):
             return flat.narrow(0, fragment.shard_start, fragment.numel)
-        like = self._parameter_of[fragment.slot.index].data
-        return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + fragment.shard_start)
+        index, start = fragment.slot.index, flat.storage_offset() + fragment.shard_start
+        return flat.as_strided(self._parameter_of[index].shape, self.strides[index], start)
 
     def master_view(self, fragment: Fragment) -> torch.Tensor:
         """Return the fragment's elements of the master, as :meth:`view_of` does."""
@@ -368,6 +408,9 @@ class Bucket:
         # backward would silently use the new weights.
         torch.autograd.graph.increment_version(self.parameters)
         if self.is_sharded and not self.layout.rows:
+            if self._own_users:  # asked before the launch, because collectives have views of their own
+                is_shared = self.device.type == "cpu" and self._storage.is_shared()
+                self._has_readers = is_shared or storage_users(self._storage) != self._own_users
             self.gathering = self._memory.groups.shard.all_gather(self.compute, "parameters", self.index + 1)
 
     @torch.no_grad()

@@ -1,80 +1,104 @@
-"""All-gather of updated parameters, overlapped with the step and optionally with the next forward."""
+"""All-gathers of updated parameters, overlapped with the step and with the next forward."""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import collective
-from zerolite.utils.module_hook import WeakHook, is_compiled
 from zerolite.utils.nested import Arguments, Function, Keywords
-from zerolite.utils.torch_private import untraced
+from zerolite.utils.torch_private import compiler_is_used, transform_level, undispatched, untraced
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import GATHER, Observers
 from zerolite.zero.stage3.absent_parameter import AbsentParameter
 
-# These modules of torch read weights of their children, and their classes, before the children run.
-_READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
+# These modules read weights of others, and their classes, before or without calling those.
+_READ_CHILDREN = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.TransformerEncoder,
+    torch.jit.ScriptModule,
+)
 
-
-_overlapping: weakref.WeakSet[ParamGatherer] = weakref.WeakSet()
+# Any thread may read a parameter in flight. The lock is held during a wait, so that each gather is ended once.
+_lock = threading.RLock()
+_in_flight: list[ParamGatherer] = []  # those with gathers that have outlived their step
+_hook: list[RemovableHandle] = []  # while there are such
+_has_captured = False  # the program has captured a CUDA graph, whose replays may read parameters
 
 
 def _end_all_gathers() -> None:
-    """Wait for all gathers before this process forks. The child (a worker of a DataLoader, for example) does not
-    inherit the threads that gather, so it would wait for ever."""
-    for param_gatherer in list(_overlapping):
+    for param_gatherer in list(_in_flight):
         param_gatherer.wait_all()
 
 
+# A forked process (a worker of a DataLoader, for example) does not inherit the threads that gather, so it would wait
+# for ever.
 os.register_at_fork(before=_end_all_gathers)
+
+
+@functools.cache
+def _watch_captures() -> None:
+    """Note the first capture of a CUDA graph, and end all gathers before it: no code of Python sees what a replay
+    reads."""
+    graph: Any = torch.cuda.CUDAGraph
+    begin = graph.capture_begin
+
+    @functools.wraps(begin)
+    def capture_begin(*args: Any, **kwargs: Any) -> Any:
+        global _has_captured
+        _has_captured = True
+        _end_all_gathers()
+        return begin(*args, **kwargs)
+
+    graph.capture_begin = capture_begin
 
 
 class ParamGatherer:
     """All-gathers of updated parameters, one for each bucket, which is launched as soon as the bucket is updated.
 
-    With ``overlap_forward`` the gathers stay in flight after the step. A hook before each module's forward waits for
-    the buckets of that module's own parameters. Other code can read parameters, too: a tied head called as a function,
-    a ``state_dict()``, an average of weights. So a parameter in flight is an :class:`AbsentParameter`, which waits when
-    it is read.
+    Where there are several ranks they stay in flight after the step, in the order in which the next forward uses the
+    parameters. Meanwhile the parameters are :class:`AbsentParameter`: a function of torch that reads one waits, and so
+    does the call of a module that has one. A bucket whose memory has other users than its parameters is waited for in
+    the step, and all are once the program uses ``torch.compile`` or captures CUDA graphs. All of this differs between
+    ranks, and moves no launch.
 
     Attributes:
         pending: buckets whose gathers are in flight, in the order of their launches.
-        overlaps: gathers stay in flight after the step.
-        handles: handles of the installed hooks.
+        overlaps: gathers may stay in flight after the step.
     """
 
-    def __init__(
-        self,
-        buffer: ParameterBuffer,
-        overlap_forward: bool,
-        observers: Observers,
-    ) -> None:
+    def __init__(self, buffer: ParameterBuffer, overlaps: bool, observers: Observers) -> None:
         """
         Args:
             buffer: buffer of the parameters.
-            overlap_forward: let the gathers stay in flight during the next forward.
+            overlaps: see the attribute.
             observers: observers of the phase GATHER.
         """
-        self._buffer = buffer
-        self.overlaps = overlap_forward and buffer.shard and buffer.gradient_memory.groups.shard.world_size > 1
+        self._buffer, self._observers = buffer, observers
+        self.overlaps = overlaps and buffer.shard and buffer.gradient_memory.groups.shard.world_size > 1
         self.pending: list[Bucket] = []
-        # Any thread may read a parameter in flight. The lock is held during a wait, so that each gather is ended once.
-        self._lock = threading.RLock()
-        self._not_overlapped: set[Bucket] = set()  # those whose gathers do not overlap the forward
         self._update_stream: torch.cuda.Stream | None = None
-        self.handles: list[RemovableHandle] = []
-        self._observers = observers
-        self._in_flight_class: type[nn.Parameter] = type("InFlight", (AbsentParameter,), {"source": _InFlight(self)})
-        if self.overlaps:
-            _overlapping.add(self)
+        if self.overlaps and buffer.placements.device.type == "cuda":
+            _watch_captures()
+
+    def use_layout(self) -> None:
+        """Prepare the buckets that are new. Called when the optimizer has its views of them, and the user has none."""
+        for bucket in self._buffer.buckets if self.overlaps else ():
+            if bucket.absent_class is AbsentParameter:
+                bucket.absent_class = type("InFlight", (AbsentParameter,), {"source": _Gathered(self, bucket)})
+                bucket.count_own_views()
 
     @collective
     def gather_bucket(self, bucket: Bucket, rounded: bool = False) -> None:
@@ -91,145 +115,106 @@ class ParamGatherer:
             self.pending.append(bucket)
 
     def end_step(self) -> None:
-        """End the step's gathers, after the last bucket. Without ``overlap_forward`` this waits for all of them."""
-        if self.overlaps:
-            with self._lock:
-                self._leave_in_flight()
-        elif self.pending:
-            self.wait(list(self.pending))
+        """Leave the step's gathers in flight, after the last bucket, or end them."""
+        if self.pending:
+            with _lock:
+                in_flight = [b for b in self.pending if self.overlaps and b.gathering and not b.gathering.arrived()]
+                if in_flight and (_has_captured or compiler_is_used()):
+                    self.overlaps, in_flight = False, []
+                if self._buffer.placements.device.type == "cuda":
+                    self._update_stream = torch.cuda.current_stream(self._buffer.placements.device)
+                for bucket in list(self.pending):
+                    if bucket not in in_flight or not bucket.hide_parameters():
+                        self._end_gather(bucket)
+                if self.pending:
+                    self._outlive_step()
         for notify in self._observers.on_parameters_updated:
             notify()
 
-    def _leave_in_flight(self) -> None:
-        self.wait(bucket for bucket in self._buffer.buckets if bucket in self._not_overlapped)
-        for bucket in list(self.pending):
-            if any(type(member) is not nn.Parameter for member in bucket.parameters):
-                self.wait([bucket])  # the user has given them another class
-                continue
-            # No hook runs when a parameter is read as a tensor. A class whose functions wait first is the only way to
-            # notice such a read.
-            for parameter in bucket.parameters:
-                parameter.__class__ = self._in_flight_class
-        if self._buffer.buckets[0].compute.device.type == "cuda":
-            self._update_stream = torch.cuda.current_stream(self._buffer.buckets[0].compute.device)
+    def _outlive_step(self) -> None:
+        if self not in _in_flight:
+            _in_flight.append(self)
+        if not _hook:
+            # Installed only while there is something to wait for: hooks on the modules would cost every forward, turn
+            # off the fast path of torch's transformer layers, and show in copies.
+            _hook.append(register_module_forward_pre_hook(_before_forward))
 
     @untraced
     def wait(self, buckets: Iterable[Bucket]) -> None:
         """Wait for the gathers of these buckets. A forward must not read parameters that a gather still writes, and an
         update must not write parameters that a gather still sends."""
         for bucket in buckets:
-            if bucket.gathering is not None:
-                with self._lock:
-                    self._wait_for_bucket(bucket)
+            if bucket.gathering is None:
+                continue
+            if transform_level() is None:
+                self._wait_undispatched(bucket)
+            else:  # inside of torch.func's transforms, which are a thread's own, nothing else may be written
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(self._wait_undispatched, bucket).result()
+        if self._update_stream is not None:
+            current = torch.cuda.current_stream(self._update_stream.device)
+            if current != self._update_stream:
+                current.wait_stream(self._update_stream)
 
-    def _wait_for_bucket(self, bucket: Bucket) -> None:
+    def _wait_undispatched(self, bucket: Bucket) -> None:
+        with _lock, torch.no_grad(), undispatched():
+            self._end_gather(bucket)
+
+    def _end_gather(self, bucket: Bucket) -> None:
         gathering = bucket.gathering
         if gathering is None:  # another thread has waited for it meanwhile
             return
         for begins in self._observers.on_phase_begin:
             begins(GATHER)
         try:
-            if self._update_stream is None:
+            # The next update runs on its stream without another wait, so that stream waits. So does the caller's then.
+            with torch.cuda.stream(self._update_stream):
                 gathering.wait()
-            else:
-                # The next update runs on its stream without another wait, so that stream waits, and the caller's too.
-                current = torch.cuda.current_stream(self._update_stream.device)
-                with torch.cuda.stream(self._update_stream):
-                    gathering.wait()
-                if current != self._update_stream:
-                    current.wait_stream(self._update_stream)
         finally:
             for ended in self._observers.on_phase_end:
                 ended(GATHER)
-        if self.overlaps:
-            for parameter in bucket.parameters:
-                if type(parameter) is self._in_flight_class:
-                    parameter.__class__ = nn.Parameter
+        if bucket.is_hidden:
+            bucket.reveal_parameters()
         # Last, because other threads look there first to see if they must wait. A failed gather does not end, so every
         # read of its parameters raises.
         self.pending.remove(bucket)
         bucket.gathering = None
+        if not self.pending and self in _in_flight:
+            _in_flight.remove(self)
+            if not _in_flight:
+                _hook.pop().remove()
 
     def wait_all(self) -> None:
         self.wait(list(self.pending))
 
-    def wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Wait for the gathers of these parameters. If the list is empty it is not known which parameters are read, so
-        wait for all."""
-        wanted = {id(parameter) for parameter in parameters}
-        if not wanted:
-            self.wait_all()
-        for bucket in list(self.pending):
-            if any(id(member) in wanted for member in bucket.parameters):
-                self.wait([bucket])
 
-    def install_hooks(self, root: nn.Module) -> None:
-        """Install the forward pre-hooks that wait for gathers, instead of those of an earlier call. Without
-        ``overlap_forward`` there are none."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        if not self.overlaps:
-            return
-        bucket_of = {id(p): bucket for bucket in self._buffer.buckets for p in bucket.parameters}
+class _Gathered:
+    """Source of a bucket's parameters while its gather is in flight: it waits."""
 
-        def buckets(module: nn.Module, recurse: bool) -> list[Bucket]:
-            return list(dict.fromkeys(bucket_of[id(p)] for p in module.parameters(recurse) if id(p) in bucket_of))
+    def __init__(self, param_gatherer: ParamGatherer, bucket: Bucket) -> None:
+        self._param_gatherer, self._bucket = param_gatherer, bucket
 
-        self._not_overlapped = {bucket_of[id(p)] for p in self._buffer.parameters if type(p) is not nn.Parameter}
-        for module in root.modules():
-            if is_compiled(module):  # its guards compare the classes of parameters, so another class would recompile it
-                self._not_overlapped.update(buckets(module, recurse=True))
-        for module in root.modules():
-            waited = [b for b in buckets(module, isinstance(module, _READ_CHILDREN)) if b not in self._not_overlapped]
-            if waited:
-                self.handles.append(_ForwardHook(self, waited).install(module.register_forward_pre_hook, prepend=True))
-
-    def on_gradient(self, index: int) -> None:
-        """Check a parameter that has got a gradient.
-
-        Raises:
-            RuntimeError: its gather is in flight, so code has read it that bypasses PyTorch's functions.
-        """
-        slot = self._buffer.layout.slots[index]
-        if self._buffer.buckets[slot.bucket].gathering is not None:
-            raise RuntimeError(
-                f"overlap_comm: parameter '{slot.name}' got a gradient while its updated values were still being "
-                "gathered, so its old values may have been used. Code that is no PyTorch function (a C++ extension) "
-                "was given it outside the forward of the module that owns it, or this is the backward of a forward "
-                "before the step. Set zero_optimization.overlap_comm to false (or leave it out) for loops that do this."
-            )
-
-
-class _InFlight:
-    """Source of parameters in flight, which waits for their gathers. References the gatherer weakly."""
-
-    def __init__(self, param_gatherer: ParamGatherer) -> None:
-        self._owner = weakref.ref(param_gatherer)
+    def wait(self) -> None:
+        self._param_gatherer.wait([self._bucket])
 
     def run(self, function: Function, args: Arguments, kwargs: Keywords, absent: Sequence[torch.Tensor]) -> object:
         """Return the result of ``function`` after a wait for ``absent``."""
-        param_gatherer = self._owner()
-        if param_gatherer is not None:
-            param_gatherer.wait_for(absent)
-        late = [parameter for parameter in absent if getattr(type(parameter), "source", None) is self]
-        if late:
-            raise RuntimeError(
-                f"the updated values of a parameter of shape {tuple(late[0].shape)} never came: the engine that "
-                "gathers them ended in the middle of a step. Call zerolite.destroy() before the engine goes out of use"
-            )
+        for parameter in absent:
+            _wait_for(parameter)
         return function(*args, **kwargs)
 
 
-class _ForwardHook(WeakHook[ParamGatherer]):
-    """Forward pre-hook that waits for the gathers of some buckets. It is a class, so that a list of hooks shows its
-    name."""
+def _wait_for(parameter: torch.Tensor | None) -> None:
+    source = getattr(type(parameter), "source", None)
+    if isinstance(source, _Gathered):
+        source.wait()
 
-    def __init__(self, param_gatherer: ParamGatherer, buckets: list[Bucket]) -> None:
-        super().__init__(param_gatherer)
-        self._buckets = buckets
 
-    def __call__(self, module: nn.Module, args: object) -> None:
-        param_gatherer = self.owner()
-        if param_gatherer is not None and param_gatherer.pending:
-            param_gatherer.wait(self._buckets)
+def _before_forward(module: nn.Module, args: object) -> None:
+    """Wait for the parameters of a module that is called. Its forward may give them to code that goes past torch's
+    functions."""
+    if "_orig_mod" in module._modules:  # what is compiled in this call must meet neither such parameters nor this hook
+        _end_all_gathers()
+    reads_children = isinstance(module, _READ_CHILDREN)
+    for parameter in module.parameters() if reads_children else module._parameters.values():
+        _wait_for(parameter)

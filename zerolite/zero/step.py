@@ -325,6 +325,7 @@ class StepPipeline:
         self._step_update.forget_failed_update()
         self.zero_grad()
         self.all_gather_params()
+        self._param_gatherer.wait_all()  # what is compiled in the first forward must find parameters of their own class
 
     # ---------------------------------------------------------------- checkpoints
 

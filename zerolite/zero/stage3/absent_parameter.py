@@ -4,7 +4,7 @@ The object stays the same and keeps its dtype, device and full shape, so that au
 ``p.shape`` need nothing. A function of torch that touches values brings them: it waits for values in flight, and
 gathers released ones (zero/stage3/live_view.py).
 
-A released parameter has the memory of one element, which is not a number. Code that goes past torch's functions
+Its ``data`` has the memory of one element, which is not a number. Code that goes past torch's functions
 (``torch.tensor(p)``, a C++ extension) therefore computes NaN, and torch refuses to write there.
 """
 
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 
 class Source(Protocol):
-    """Source of the values of absent parameters: a sharded parameter, or the gathers of an update."""
+    """Source of the values of absent parameters: a sharded parameter, or the gather of an updated bucket."""
 
     def run(self, function: Function, args: Arguments, kwargs: Keywords, absent: Sequence[Tensor]) -> Any:
         """Return the result of ``function``, which touches the values of ``absent``, with the values."""
@@ -34,7 +34,7 @@ class Source(Protocol):
 class AbsentParameter(torch.nn.Parameter):
     """Class of a parameter whose values are not here; see the module.
 
-    A gatherer of updates has a subclass of it with its ``source``. Released parameters have a source each.
+    Each bucket has a subclass of it with its ``source``. Released parameters have a source each.
     """
 
     source: Source | None = None
@@ -97,6 +97,11 @@ def no_values_error(name: str, why: str) -> RuntimeError:
         "modifier_rank=0), both on all ranks. Casts, moves and parametrizations of a module are for before "
         "zerolite.initialize"
     )
+
+
+def not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a 0-dim tensor of which all bits are 1: NaN in every floating dtype. Absent values are it, expanded."""
+    return torch.full((dtype.itemsize,), 255, dtype=torch.uint8, device=device).view(dtype).reshape(())
 
 
 # ---------------------------------------------------------------- classes

@@ -41,7 +41,7 @@ from zerolite.utils.torch_private import as_plain_tensors, without_functions
 from zerolite.zero.flat import dense_strides, flattened
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import shard_numel
-from zerolite.zero.stage3.absent_parameter import present_class, restore_class, set_absent_class
+from zerolite.zero.stage3.absent_parameter import not_a_number, present_class, restore_class, set_absent_class
 from zerolite.zero.stage3.live_view import no_gather_error, run_released
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class PartitionedParameter:
             self.context.reader.drop_reads()  # it may have read the old shard ahead
         self.shard = tag_memory(shard, COMPUTE, placement.location)
         self.placement = placement
-        self.absent = _not_a_number(shard.dtype, self.context.device).expand(self.shape)
+        self.absent = not_a_number(shard.dtype, self.context.device).expand(self.shape)
         self._create_full()
         restore_class(parameter)  # an absent one would refuse the assignment
         parameter.data = self.absent if self.storage is not None else self.view
@@ -444,11 +444,6 @@ class PartitionedParameter:
 
 def _no_parameter() -> None:
     """Stand in for the weak reference to a parameter that has got another record."""
-
-
-def _not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a 0-dim tensor of which all bits are 1: NaN in every floating dtype."""
-    return torch.full((dtype.itemsize,), 255, dtype=torch.uint8, device=device).view(dtype).reshape(())
 
 
 def _version_of(parameter: torch.nn.Parameter) -> int:
