@@ -16,11 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import zerolite
 from tests.toolkit import models
 from tests.toolkit.configs import at, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, Parts, batch, loss_of, tokens
-from tests.toolkit.training import KINDS, make_engine, run_steps
+from tests.toolkit.training import KINDS, make_engine, raises, run_steps
 from zerolite import zero
 
 CASES = Cases()
@@ -114,6 +115,37 @@ class HiddenOutputs(Case):
     @staticmethod
     def step(engine: Any, step: int) -> Tensor:
         return loss_of(engine(batch(step))())
+
+
+_HIDDEN: list[Tensor] = []
+
+
+class HidesOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((13,), 0.5))
+
+    def forward(self, x: Tensor) -> None:
+        _HIDDEN.append(x * self.scale)
+
+
+class UsesHidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hides, self.last = nn.Linear(7, 13), HidesOutput(), nn.Linear(13, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hides(torch.tanh(self.first(x)))
+        return self.last(torch.tanh(_HIDDEN.pop()))
+
+
+@on_ranks(2)
+def test_an_output_that_no_hook_finds_raises() -> None:
+    """Its module's values are not there in the backward."""
+    engine = zerolite.initialize(models.build(UsesHidden), at("3 moving", zero={"reduce_bucket_size": 10}))
+    loss = models.square_loss(engine, models.float_batch(0, 0, 0))
+    with raises(RuntimeError, "module 'hides': expected the tensors that it computes in what its forward returns"):
+        engine.backward(loss)
 
 
 @CASES.add

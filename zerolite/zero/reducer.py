@@ -285,7 +285,8 @@ class Reducer:
         over when to launch buckets from now on. Called at the end of a backward, on all ranks.
 
         Raises:
-            RuntimeError: a gradient has come late at stage 3, and no backward of its group has ended after that.
+            RuntimeError: at stage 3, a gradient has come late, and no backward of its group has ended after that; or
+                one has come, and no backward of a group has gathered the values.
         """
         if not self.by_group:
             if self._learning or self._new_buckets:
@@ -299,6 +300,20 @@ class Reducer:
                     bucket.late_name,
                     "A parameter that is used where no hook sees it, outside the module that owns it, does this: put "
                     "that module and its users in one parameter group (zero_optimization.leaf_modules).",
+                )
+            if bucket.groups and not (bucket.ends_last or any(group.is_entered for group in bucket.groups)):
+                self._check_unused(bucket)
+
+    def _check_unused(self, bucket: Bucket) -> None:
+        """Raise RuntimeError if a bucket whose values no backward has gathered has got a gradient on this rank."""
+        for slot in bucket.layout.slots:
+            if slot.index in self.used:
+                self.current.on_gradient_lost()
+                raise RuntimeError(
+                    f"module '{bucket.groups[0].name}': expected the tensors that it computes in what its forward "
+                    f"returns, got a gradient of parameter '{slot.name}' in a backward that reached none of them, so "
+                    "its values were not there; return them, or put the module and the one that uses them in one "
+                    "parameter group (zero_optimization.leaf_modules)"
                 )
 
     def _agree_on_late(self) -> None:

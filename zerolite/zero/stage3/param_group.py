@@ -54,6 +54,7 @@ class ParamGroup:
         is_embedding: True if the module is an embedding and nothing else, whose backward needs no values of the weight.
         buckets: buckets of the gradients of its parameters, and of those that its forward uses of other groups.
         unfinished: forwards since the last update whose backward has not ended; equal on all ranks.
+        is_entered: a backward has gathered its values since the last update, or graphs use parameters anywhere.
         without_graph: those of them that had no graph inside a forward with one. Reentrant checkpointing runs such a
             forward, and repeats it in the backward.
         open_executions: executions under way that need the values. Counted in place: a method would cost host time.
@@ -68,6 +69,7 @@ class ParamGroup:
         "called_inside",
         "hidden",
         "index",
+        "is_entered",
         "is_embedding",
         "name",
         "open_executions",
@@ -97,6 +99,7 @@ class ParamGroup:
         self.is_embedding = _is_embedding(module, parameters)
         self.buckets: list[Bucket] = []
         self.unfinished = self.without_graph = self.open_executions = 0
+        self.is_entered = False
         self._is_recomputed = True  # until a step has shown a forward without a graph that was not repeated
         self.called_inside: torch.nn.Module | None = None
         self.hidden = False

@@ -290,6 +290,7 @@ class PartitionedParameterCoordinator:
                 self._end_backward(last)
         backward.insert(place, execution)
         group = execution.group
+        group.is_entered = True
         if group.is_embedding:
             return  # its backward needs the shape of the weight and not the values
         group.open_executions += 1
@@ -315,6 +316,8 @@ class PartitionedParameterCoordinator:
     def on_use_outside_groups(self) -> None:
         """Note that a graph uses a parameter outside of all groups, so that its gradient may come at any time."""
         self._used_outside = True
+        for group in self.groups:
+            group.is_entered = True
 
     def _begin_task(self, task: int) -> None:
         """Begin a backward, which may run inside another one (reentrant checkpointing)."""
@@ -365,7 +368,7 @@ class PartitionedParameterCoordinator:
             execution.group.reset()
         self._round += 1
         for group in self.groups:
-            group.unfinished = 0
+            group.unfinished, group.is_entered = 0, False
             if group.without_graph:
                 group.on_not_recomputed()
         self._forward.clear()
@@ -388,7 +391,7 @@ class PartitionedParameterCoordinator:
         self._used_outside = False
         self._round += 1
         for group in self.groups:
-            group.unfinished = 0
+            group.unfinished, group.is_entered = 0, False
             if group.without_graph:
                 group.on_not_recomputed()
         if self._step_open or self._pinned_for_step:
