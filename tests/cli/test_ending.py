@@ -360,18 +360,3 @@ def test_the_other_node_ends_when_the_first_one_is_gone(start, tmp_path: Path) -
     assert max(part.ended_at for part in parts) - since < LIMIT_S
     assert [part.left() for part in parts] == [[], []]
     assert "zerolite: the first node, 127.0.0.1, has gone" in parts[1].stderr
-
-
-@pytest.mark.slow
-def test_an_elastic_job_goes_on_with_one_node_fewer(start, tmp_path: Path) -> None:
-    """All of the second node vanishes without a word."""
-    parts = start_parts(start, tmp_path, "none", "1:2", "--max-restarts", "1")
-    for node, part in enumerate(parts):
-        part.wait_up(node)
-    parts[1].process.kill()
-    parts[1].finish()
-    subprocess.run(["kill", "-9", *find_processes(parts[1].token, pids=True)], check=False)
-    assert parts[0].finish() == 0, parts[0].stderr
-    assert "attempt 1 starts: 1 rank on 1 node, because" in parts[0].stderr
-    assert (tmp_path / "0" / "sum").read_text() == "1.0 of 1 in 1"
-    assert parts[0].left() == []

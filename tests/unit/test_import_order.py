@@ -55,7 +55,7 @@ WITHOUT_TORCH = (
 
 # The agent is torch's own, in a process of its own: these modules run there, and nothing else of the launcher imports
 # them.
-AGENT = tuple(f"zerolite.launcher.{name}" for name in ("agent", "failure_store", "logs", "node_rendezvous"))
+AGENT = tuple(f"zerolite.launcher.{name}" for name in ("agent", "logs", "rendezvous"))
 AGENT_NAMES = ("torch.distributed.elastic", "torch.distributed.PrefixStore", "torch.distributed.TCPStore")
 
 STORAGE = "torch.distributed.checkpoint"  # what zerolite.checkpoint is built on; its process group comes from comm

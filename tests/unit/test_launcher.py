@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from zerolite.launcher import cli, failures, memory_kills, options, rank, supervisor
-from zerolite.launcher.failures import Failure, NodeOutcome
+from zerolite.launcher import failures, options, plan, rank, supervisor
+from zerolite.launcher.failures import Failure
+from zerolite.launcher.hosts import HostsError
 from zerolite.launcher.job import NodeJob
 from zerolite.launcher.processes import JobProcesses
-from zerolite.launcher.rank_start import threads_per_rank
 from zerolite.utils.failure_record import FailureRecord
 
 
@@ -23,14 +23,14 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr("zerolite.utils.resources.count_cores", lambda: 8)
     for nproc, threads in ((1, 8), (3, 2), (16, 1)):
         job = NodeJob(["t.py"], job_id="1", nproc=nproc)
-        assert threads_per_rank(job, {}) == threads
+        assert job.threads_per_rank({}) == threads
         supervisor.print_threads_per_rank(job)
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and "8 cores" in line
         supervisor.print_threads_per_rank(dataclasses.replace(job, node_rank=1))
         assert capsys.readouterr().err == "", "said once for the job, not on each node"
     users = {"OMP_NUM_THREADS": "5"}
-    assert threads_per_rank(job, users) is threads_per_rank(dataclasses.replace(job, env=users), {}) is None
+    assert job.threads_per_rank(users) is dataclasses.replace(job, env=users).threads_per_rank({}) is None
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_every_option_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "vars").write_text("A=1\n")
     line = (
-        "--nproc 3 --num-nodes 2:4 --node-rank 1 --master-addr n0 --master-port 29511 --hostfile h --include a "
-        "--launcher slurm --launcher-args '-F file' --ssh-port 22 --max-restarts 2 --log-dir logs "
+        "--nproc 3 --num-nodes 4 --node-rank 1 --master-addr n0 --master-port 29511 --hostfile h --include a "
+        "--launcher-args '-F file' --ssh-port 22 --max-restarts 2 --log-dir logs "
         "--tee 1,3-4 --env-file vars --bind-cores --dry-run t.py --nproc x"
     )
     given: dict[str, Any] = {
-        "nproc": 3, "num_nodes": (2, 4), "node_rank": 1, "master_addr": "n0", "master_port": 29511, "hostfile": "h",
-        "include": "a", "launcher": "slurm", "launcher_args": ["-F", "file"], "ssh_port": 22, "no_ssh": True,
+        "nproc": 3, "num_nodes": 4, "node_rank": 1, "master_addr": "n0", "master_port": 29511, "hostfile": "h",
+        "include": "a", "launcher_args": ["-F", "file"], "ssh_port": 22, "no_ssh": True,
         "max_restarts": 2, "log_dir": str(tmp_path / "logs"), "tee": [1, 3, 4], "env": {"A": "1"}, "bind_cores": True,
         "dry_run": True,
     }  # fmt: skip
@@ -76,7 +76,7 @@ def test_names_of_deepspeed_and_torchrun() -> None:
     assert theirs == request_of("--nproc", "2", "--num-nodes", "3", "--no-ssh", "-m", "a.b", "x")
     theirs = request_of("--enable_each_rank_log", "d", "--bind_cores_to_rank", "-H", "h", "-e", "f", "--no_python", "c")
     assert theirs == request_of("--log-dir=d", "--bind-cores", "--hostfile=h", "--exclude=f", "--no-python", "c")
-    assert request_of("--nproc_per_node", "2", "--nnodes", "1:2", "t.py").num_nodes == (1, 2)
+    assert request_of("--nproc_per_node", "2", "--nnodes", "2", "t.py").num_nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,8 @@ def test_names_of_deepspeed_and_torchrun() -> None:
      ("--save_pid", ["--save-pid is not supported", "$!"]), ("--num-nodes 0", ["--num-nodes", "'0'"]),
      ("--tee some", ["--tee", "'some'"]), ("--include a --exclude b", ["--include and --exclude"]),
      ("--no-python -m", ["--no-python and a module"]), ("--env-file nowhere", ["nowhere"]),
-     ("--launcher telnet", ["--launcher", "telnet", "slurm"])],
+     ("--launcher pdsh", ["--launcher is not supported", "srun", "mpirun"]),
+     ("--nnodes 2:4", ["--num-nodes 2:4 is not supported", "torchrun --nnodes 2:4"])],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], line: str, parts: list[str]) -> None:
     """An abbreviation is none of the options: --master."""
@@ -104,8 +105,10 @@ def test_what_a_node_must_be_told() -> None:
         ("--node-rank 1 --master-addr a", "needs --num-nodes"),
         ("--no-ssh --include h", "--hostfile"),
     ):
-        assert part in str(cli.find_node_problem(request_of(*line.split(), "t.py")))
-    assert cli.find_node_problem(request_of("--no-ssh", "t.py")) is None
+        with pytest.raises(HostsError, match=part):
+            plan.make_plan(request_of(*line.split(), "t.py"))
+    job = plan.make_plan(request_of("--no-ssh", "t.py"))
+    assert (job.here, len(job.nodes), job.by_ssh) == (0, 1, False)
 
 
 def test_the_env_file_is_found_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +194,7 @@ def test_the_reason_and_the_exit_status() -> None:
 def test_the_last_lines_name_rank_host_and_cause() -> None:
     record = FailureRecord("ValueError: x\ny", "Traceback\n  here\nValueError: x\ny\n", 1.0)
     first = failure_of(2, 1.0, record=record, output=["/l/rank_2.out", "/l/rank_2.err"])
-    lines = failures.describe(NodeOutcome([first, failure_of(3, 2.0, exitcode=-6)], attempt=1), "node7")
+    lines = failures.describe([first, failure_of(3, 2.0, exitcode=-6)], 1, "node7")
     assert lines == [
         "zerolite: rank 2 of 4 on host node7 (process 4711) failed in attempt 1: exit status 1, ValueError: x",
         *("Traceback", "  here", "ValueError: x", "y"),
@@ -199,7 +202,7 @@ def test_the_last_lines_name_rank_host_and_cause() -> None:
         "zerolite: after that, rank 3 of 4 on host node7 (process 4711) failed: ended by signal 6 (SIGABRT)",
         "zerolite: the other 2 ranks were ended, if still running",
     ]
-    silent = failures.describe(NodeOutcome([failure_of(1, 1.0, tail="a\nb")]), "node7")
+    silent = failures.describe([failure_of(1, 1.0, tail="a\nb")], 0, "node7")
     assert silent[1:4] == ["zerolite: the last lines of rank 1's standard error:", "a", "b"]
 
 
@@ -208,7 +211,7 @@ def test_a_kill_for_memory_is_counted(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     events = tmp_path / "a" / "b" / "memory.events"
     events.write_text("low 0\noom 1\noom_kill 2\noom_group_kill 7\n")
-    watch = memory_kills.MemoryKills(tmp_path, tmp_path / "membership")
+    watch = failures.MemoryKills(tmp_path, tmp_path / "membership")
     assert not watch.happened()
     events.write_text("low 0\noom 2\noom_kill 3\n")
     assert watch.happened()

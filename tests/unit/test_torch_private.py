@@ -30,8 +30,6 @@ DOCUMENTED = re.compile(
 PYTHON = set("_replace _asdict _fields _exit _getframe _current_frames _lru_cache_wrapper _actions".split())
 PYTHON |= set("_NamedFuncPointer _ArgumentGroup _run_module_as_main".split())
 
-EXTENSIONS = ("launcher/",)  # torch's agent
-
 
 @pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
 def test_torch_has_the_name(name: str) -> None:
@@ -84,7 +82,7 @@ def test_no_other_file_uses_private_names() -> None:
     found = [
         f"zerolite/{path}:{line} {name}"
         for path, tree in trees()
-        if path != HOME and not path.startswith(EXTENSIONS)
+        if path != HOME
         for line, name in private_names(tree)
         if name not in own | PYTHON and not DOCUMENTED.fullmatch(name)
     ]

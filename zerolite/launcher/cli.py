@@ -5,15 +5,15 @@ It does not import torch, so that `--help` and mistakes are answered at once.
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
-from zerolite.launcher.job import NodeJob, find_port_problem, find_target_problem
+from zerolite.launcher.job import find_port_problem, find_target_problem
 from zerolite.launcher.options import LaunchRequest, build_parser, read_options
-from zerolite.utils.resources import default_nproc, find_nproc_problem
+from zerolite.utils.resources import find_nproc_problem
 
 COMMANDS = {
     "plan": "zerolite.planning.command",
@@ -24,74 +24,25 @@ COMMANDS = {
 }
 """Subcommands, which start no ranks, and the modules of their `main(argv)`, imported only when needed."""
 
-DEFAULT_PORT = 29500
-"""Default port if every node has a command of its own: all nodes must use the same one."""
 
+def run_job(request: LaunchRequest, parser: argparse.ArgumentParser) -> int:
+    """Run a job, or this node's part of it, and return its exit status. Mistakes end the process with status 2."""
+    from zerolite.launcher import plan, remote, supervisor  # not needed for --help
+    from zerolite.launcher.hosts import HostsError
 
-def parse_command_line(argv: Sequence[str]) -> LaunchRequest:
-    """Parse and check the command line. A mistake prints a sentence and exits with status 2."""
-    parser = build_parser()
-    request = read_options(argv, parser)
-    problem = find_target_problem(request.target, request.python)
-    if problem is None and request.nproc is not None:
-        problem = find_nproc_problem(request.nproc)
-    problem = problem or find_node_problem(request)
-    if problem is None and not is_remote(request) and (request.node_rank or 0) == 0:
-        problem = find_port_problem(request.master_port)
-    if problem is not None:
+    try:
+        job = plan.make_plan(request)
+    except HostsError as error:
+        parser.error(str(error))
+    if job.here == 0 and (problem := find_port_problem(request.master_port)) is not None:
         parser.error(problem)
-    return request
-
-
-def is_remote(request: LaunchRequest) -> bool:
-    """Return True if this command starts the nodes of other hosts too, or has to find the hosts first."""
-    asks = (request.hostfile, request.include, request.exclude)
-    several = request.num_nodes is not None and request.num_nodes[1] > 1
-    return not request.no_ssh and (several or request.launcher != "ssh" or any(ask is not None for ask in asks))
-
-
-def find_node_problem(request: LaunchRequest) -> str | None:
-    """Say which option this node's part of a job on several nodes lacks, or return None."""
-    if not request.no_ssh:
-        return None
-    if request.hostfile is not None:
-        return None  # it names the nodes
-    if request.include is not None or request.exclude is not None:
-        return "with --no-ssh, --include and --exclude need --hostfile"
-    if request.num_nodes is None or request.num_nodes[1] == 1:
-        if (request.node_rank or 0) != 0:
-            return f"--node-rank {request.node_rank} needs --num-nodes too, the number of nodes of the job"
-        return None
-    if request.node_rank is None:
-        return "--no-ssh with several nodes needs --node-rank: 0 on the node at --master-addr, then 1, 2, ..."
-    if not 0 <= request.node_rank < request.num_nodes[1]:
-        return f"--node-rank expects 0 to {request.num_nodes[1] - 1} with --num-nodes, and got {request.node_rank}"
-    if request.master_addr is None:
-        return "--no-ssh with several nodes needs --master-addr: the first node's name or address, the same everywhere"
-    return None
-
-
-def make_local_job(request: LaunchRequest) -> NodeJob:
-    """Return this host's part: the whole job, or one node of it if every node has a command of its own.
-
-    Raises:
-        ValueError: the hostfile does not say which part this is; the message is a sentence for the user.
-    """
-    if request.hostfile is not None:
-        from zerolite.launcher.plan import own_node_job
-
-        return own_node_job(request, DEFAULT_PORT)
-    fewest, most = request.num_nodes or (1, 1)
-    nproc = default_nproc({**os.environ, **request.env}) if request.nproc is None else request.nproc
-    job = NodeJob.of(request, nproc=nproc, min_nodes=fewest, max_nodes=most)
-    if most == 1:
-        return dataclasses.replace(job, master_port=request.master_port or 0)
-    return dataclasses.replace(
-        job,
-        node_rank=request.node_rank or 0,
-        master_addr=request.master_addr or job.master_addr,
-        master_port=request.master_port or DEFAULT_PORT,
-    )
+    if job.by_ssh:
+        return remote.run(request, job)
+    assert job.here is not None
+    if request.dry_run:
+        supervisor.print_dry_run(job.nodes[job.here])
+        return 0
+    return supervisor.run_node(job.nodes[job.here])
 
 
 def open_closed_streams() -> None:
@@ -121,22 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in COMMANDS and not os.path.isfile(command):
         status: int = importlib.import_module(COMMANDS[command]).main(arguments[1:])
         return status
-    request = parse_command_line(arguments)
+    parser = build_parser()
+    request = read_options(arguments, parser)
+    problem = find_target_problem(request.target, request.python)
+    if problem is None and request.nproc is not None:
+        problem = find_nproc_problem(request.nproc)
+    if problem is not None:
+        parser.error(problem)
     try:
-        if is_remote(request):
-            from zerolite.launcher import remote
-
-            return remote.run(request)
-        from zerolite.launcher.supervisor import print_dry_run, run_node  # not needed for --help
-
-        try:
-            job = make_local_job(request)
-        except ValueError as error:
-            build_parser().error(str(error))
-        if request.dry_run:
-            print_dry_run(job)
-            return 0
-        return run_node(job)
+        return run_job(request, parser)
     except KeyboardInterrupt:  # pressed before the supervisor handles signals
         return 130
 

@@ -1,12 +1,14 @@
-"""Report of a failed job: the rank that failed first, and its reason. Needs no torch."""
+"""Failures of a job, which of them came first, and the report of it. Needs no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from zerolite.utils.failure_record import FailureRecord
@@ -67,30 +69,6 @@ class Failure:
     def from_json(cls, fields: dict[str, Any]) -> Failure:
         record = fields.pop("record")
         return cls(**fields, record=None if record is None else FailureRecord(**record))
-
-
-@dataclass(frozen=True)
-class NodeOutcome:
-    """Outcome of a job as a node's agent reports it to its supervisor.
-
-    Attributes:
-        failures: known failures of all nodes; none means success.
-        prints_summary: this node's supervisor prints the last lines. One node does.
-        attempt: number of the last attempt, 0 for the first.
-    """
-
-    failures: list[Failure] = field(default_factory=list)
-    prints_summary: bool = True
-    attempt: int = 0
-
-    def to_json(self) -> str:
-        return json.dumps({**dataclasses.asdict(self), "failures": [f.to_json() for f in self.failures]})
-
-    @classmethod
-    def from_json(cls, text: str) -> NodeOutcome:
-        fields = json.loads(text)
-        failures = [Failure.from_json(one) for one in fields.pop("failures")]
-        return cls(failures=failures, **fields)
 
 
 def causes_first(failures: Sequence[Failure]) -> list[Failure]:
@@ -164,18 +142,20 @@ def headline(failure: Failure, attempt: int = 0) -> str:
     return f"{where} failed{f' in attempt {attempt}' if attempt else ''}: {reason(failure)}"
 
 
-def describe(outcome: NodeOutcome, host: str) -> list[str]:
+def describe(failures: Sequence[Failure], attempt: int, host: str) -> list[str]:
     """Return the last lines for the terminal after a failed job, of which the first names the first failure.
 
     A message or traceback that rank 0 has written to the terminal itself is not repeated.
 
     Args:
+        failures: all that are known; at least one.
+        attempt: number of the attempt, 0 for the first.
         host: the host of the terminal; files on another host are named with theirs.
     """
-    first, *others = causes_first(outcome.failures)
+    first, *others = causes_first(failures)
     message = recorded_message(first)
     same = [other for other in others if message and recorded_message(other) == message]
-    lines = [f"zerolite: {headline(first, outcome.attempt)}"]
+    lines = [f"zerolite: {headline(first, attempt)}"]
     if any(failure.rank == 0 and not failure.output for failure in (first, *same)):
         lines[0] += " (see above)" if detail_lines(first) else ""
     else:
@@ -217,3 +197,35 @@ def count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
+
+
+class MemoryKills:
+    """Kills by the kernel for lack of memory in this process's control group, counted since the object was made.
+
+    Control groups of both versions are read. In a container only the file at the root exists, which is the container's.
+
+    Args:
+        root: directory in which the control groups are mounted.
+        membership: file that says which group this process is in.
+    """
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> None:
+        self._files: list[Path] = []
+        with contextlib.suppress(OSError):
+            for line in membership.read_text(encoding="utf-8").splitlines():
+                _, controllers, path = line.split(":", 2)
+                place, name = (root / "memory", "memory.oom_control") if controllers else (root, "memory.events")
+                if not controllers or "memory" in controllers.split(","):
+                    self._files += [place / path.lstrip("/") / name, place / name]
+        self._at_start = self._count()
+
+    def _count(self) -> int:
+        for file in self._files:
+            with contextlib.suppress(OSError, UnicodeError):
+                found = re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+                return int(found[1]) if found else 0
+        return 0
+
+    def happened(self) -> bool:
+        """Return True if the kernel has killed a process of the group since the start."""
+        return self._count() > self._at_start

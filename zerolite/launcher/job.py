@@ -10,7 +10,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,115 @@ def module_arguments(module: str) -> list[str]:
         "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
         f"from {module} import main; sys.exit(main(sys.argv[1:]))",
     ]
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Settings of a job that the command line gives and that are equal on all nodes.
+
+    Attributes:
+        target: `["script.py"]` or `["-m", "module"]` for Python; a command if ``python`` is False.
+        script_args: arguments of the script, unchanged.
+        python: ``target`` is run by this Python.
+        max_restarts: number of times that all ranks are started again after a failure.
+        log_dir: absolute path of the directory for the ranks' output; None for a temporary one, which is removed if the
+            job succeeds.
+        tee: ranks, besides rank 0, whose lines also go to the terminal, each with its rank in front; None for all.
+        env: variables to set in the ranks' environment.
+        bind_cores: each rank is bound to cores of its own.
+    """
+
+    target: list[str]
+    script_args: list[str] = field(default_factory=list)
+    python: bool = True
+    max_restarts: int = 0
+    log_dir: str | None = None
+    tee: list[int] | None = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    bind_cores: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJob(JobSpec):
+    """One node's part of a job.
+
+    Attributes:
+        job_id: hexadecimal number of the job.
+        nproc: number of ranks on this node, 1 or more.
+        num_nodes: number of nodes.
+        node_rank: number of this node, 0 or more.
+        master_addr: host name or address at which the others reach the first node.
+        other_addresses: addresses to try if ``master_addr`` does not work.
+        master_port: TCP port on the first node; 0 for a free one, possible with one node.
+        join_s: seconds within which all nodes must come.
+        devices: indices of the CUDA devices to use on this node; None for all visible ones.
+        watch_stdin: signals come through standard input, and the node's part ends if it closes.
+        cwd: the working directory; None if the node was started by a command of its own.
+        versions: versions of Python, torch and zerolite, which must be the same on all hosts.
+    """
+
+    job_id: str
+    nproc: int = 1
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    other_addresses: list[str] = field(default_factory=list)
+    master_port: int = 0
+    join_s: float = 300.0
+    devices: list[int] | None = None
+    watch_stdin: bool = False
+    cwd: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spec: JobSpec, **fields: Any) -> NodeJob:
+        """Return a node's part of a job; ``fields`` are the fields of NodeJob itself."""
+        shared = {one.name: getattr(spec, one.name) for one in dataclasses.fields(JobSpec)}
+        return cls(**{"job_id": secrets.token_hex(8), **shared, **fields})
+
+    def to_json(self) -> str:
+        """Return the part as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> NodeJob:
+        """Inverse of :meth:`to_json`. Raises TypeError for fields of another version of zerolite."""
+        return cls(**json.loads(text))
+
+    def rank_command(self) -> list[str]:
+        """Return the command of each rank."""
+        what = ["--script" if self.python else "--command", *self.target]
+        if self.python and self.target[0] == "-m":
+            what = ["--module", *self.target[1:]]
+        return [sys.executable, *module_arguments("zerolite.launcher.rank"), *what, *self.script_args]
+
+    def threads_per_rank(self, environ: Mapping[str, str]) -> int | None:
+        """Return OMP_NUM_THREADS of each rank, an equal share of the cores; None if the user has set it."""
+        if "OMP_NUM_THREADS" in environ or "OMP_NUM_THREADS" in self.env:
+            return None
+        from zerolite.utils.resources import count_cores
+
+        return max(1, count_cores() // self.nproc)
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that all ranks of the node get besides ``environ``: env file, threads, devices."""
+        variables = dict(self.env)
+        threads = self.threads_per_rank(environ)
+        if threads is not None:
+            variables["OMP_NUM_THREADS"] = str(threads)
+        if self.devices is not None:
+            from zerolite.utils.resources import visible_devices
+
+            variables["CUDA_VISIBLE_DEVICES"] = visible_devices({**environ, **self.env}, self.devices)
+        return variables
+
+    def bound_cpus(self) -> dict[int, str]:
+        """Return the logical CPUs of each local rank, such as `0,1,8`; nothing without core binding."""
+        if not self.bind_cores:
+            return {}
+        from zerolite.utils.resources import core_sets
+
+        return {rank: ",".join(map(str, cpus)) for rank, cpus in enumerate(core_sets(self.nproc))}
 
 
 def find_target_problem(target: Sequence[str], python: bool) -> str | None:
@@ -70,87 +179,6 @@ def find_port_problem(port: int | None) -> str | None:
     except OSError as error:
         return f"--master-port {port} cannot be used ({error.strerror}); leave it out to have a free one chosen"
     return None
-
-
-@dataclass(frozen=True)
-class JobSpec:
-    """Settings of a job that the command line gives and that are equal on all nodes.
-
-    Attributes:
-        target: `["script.py"]` or `["-m", "module"]` for Python; a command if ``python`` is False.
-        script_args: arguments of the script, unchanged.
-        python: ``target`` is run by this Python.
-        max_restarts: number of times that all ranks are started again after a failure.
-        log_dir: absolute path of the directory for the ranks' output; None for a temporary one, which is removed if the
-            job succeeds.
-        tee: ranks, besides rank 0, whose lines also go to the terminal, each with its rank in front; None for all.
-        env: variables to set in the ranks' environment.
-        bind_cores: each rank is bound to cores of its own.
-    """
-
-    target: list[str]
-    script_args: list[str] = field(default_factory=list)
-    python: bool = True
-    max_restarts: int = 0
-    log_dir: str | None = None
-    tee: list[int] | None = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    bind_cores: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeJob(JobSpec):
-    """One node's part of a job.
-
-    Attributes:
-        job_id: hexadecimal number of the job.
-        nproc: number of ranks on this node, 1 or more.
-        min_nodes: smallest number of nodes with which the job runs.
-        max_nodes: largest number of nodes; equal to ``min_nodes`` unless the job is elastic.
-        node_rank: number of this node, 0 or more.
-        master_addr: host name or address at which the others reach the first node.
-        other_addresses: addresses to try if ``master_addr`` does not work.
-        master_port: TCP port on the first node; 0 for a free one, possible with one node.
-        join_s: seconds within which all nodes must come.
-        devices: indices of the CUDA devices to use on this node; None for all visible ones.
-        watch_stdin: signals come through standard input, and the node's part ends if it closes.
-        cwd: the working directory; None if the node was started by a command of its own.
-        versions: versions of Python, torch and zerolite, which must be the same on all hosts.
-    """
-
-    job_id: str
-    nproc: int = 1
-    min_nodes: int = 1
-    max_nodes: int = 1
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    other_addresses: list[str] = field(default_factory=list)
-    master_port: int = 0
-    join_s: float = 300.0
-    devices: list[int] | None = None
-    watch_stdin: bool = False
-    cwd: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def is_elastic(self) -> bool:
-        """True if the job may go on with fewer nodes when some are lost."""
-        return self.min_nodes < self.max_nodes
-
-    @classmethod
-    def of(cls, spec: JobSpec, **fields: Any) -> NodeJob:
-        """Return a node's part of a job; ``fields`` are the fields of NodeJob itself."""
-        shared = {one.name: getattr(spec, one.name) for one in dataclasses.fields(JobSpec)}
-        return cls(**{"job_id": secrets.token_hex(8), **shared, **fields})
-
-    def to_json(self) -> str:
-        """Return the part as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> NodeJob:
-        """Inverse of :meth:`to_json`. Raises TypeError for fields of another version of zerolite."""
-        return cls(**json.loads(text))
 
 
 def read_line(descriptor: int) -> str:

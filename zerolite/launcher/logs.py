@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -34,58 +34,47 @@ class RankLogs(LogsSpecs):
     def __init__(
         self, directory: str, keep_all: bool, tee: Collection[int] | None, extra: dict[int, dict[str, str]]
     ) -> None:
-        super().__init__(directory)
+        super().__init__()
+        self._directory = directory
         self._keep_all = keep_all
         self._tee_ranks = tee
         self._extra = extra
-        self._attempt = 0
         self.outputs: dict[int, list[str]] = {}
         self.error_files: dict[int, str] = {}
         self._tails: list[LogTail] = []
 
-    def begin_attempt(self, number: int) -> None:
-        """Use the files of attempt ``number`` from the next :meth:`reify` on."""
-        self._attempt = number
-
     @property
     def root_log_dir(self) -> str:
-        return str(self._root_log_dir)
+        return self._directory
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the files of the coming attempt, and complete the ranks' environments ``envs``, by local rank."""
-        directory = os.path.join(self.root_log_dir, f"attempt_{self._attempt}")
-        os.makedirs(directory, exist_ok=True)
         destination = LogsDest()
         self.outputs, self.error_files = {}, {}
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
-            start = os.path.join(directory, f"rank_{rank}")
-            to_file = rank != 0 or self._keep_all
-            destination.stdouts[local_rank] = f"{start}.out" if to_file else ""
-            destination.stderrs[local_rank] = f"{start}.err" if to_file else ""
-            destination.error_files[local_rank] = f"{start}.json"
+            directory = os.path.join(self.root_log_dir, f"attempt_{env['TORCHELASTIC_RESTART_COUNT']}")
+            os.makedirs(directory, exist_ok=True)
+            paths = [os.path.join(directory, f"rank_{rank}.{kind}") for kind in ("out", "err", "json")]
+            self.outputs[rank] = paths[:2] if rank != 0 or self._keep_all else []
+            self.error_files[rank] = paths[2]
             with contextlib.suppress(FileNotFoundError):
-                os.remove(f"{start}.json")
-            self.outputs[rank] = [f"{start}.out", f"{start}.err"] if to_file else []
-            self.error_files[rank] = f"{start}.json"
-            env["TORCHELASTIC_ERROR_FILE"] = f"{start}.json"
-            env["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
-            env.update(self._extra.get(local_rank, {}))
+                os.remove(paths[2])
+            destination.stdouts[local_rank], destination.stderrs[local_rank] = self.outputs[rank] or ["", ""]
+            destination.error_files[local_rank] = paths[2]
+            env.update(TORCHELASTIC_ERROR_FILE=paths[2], **self._extra[local_rank])
         return destination
 
     def start_tee(self) -> None:
         """Start to copy lines to the terminal. Called once the ranks have been started."""
-        chosen = {
-            rank: paths
-            for rank, paths in self.outputs.items()
-            if paths and (rank == 0 or self._tee_ranks is None or rank in self._tee_ranks)
-        }
-        prefixes = {rank: "" if rank == 0 else f"[rank {rank}] " for rank in chosen}
         for stream, place in ((sys.stdout, 0), (sys.stderr, 1)):
-            if stream is None or not chosen:  # closed when the job was started, or nothing to show
-                continue
-            files = {rank: paths[place] for rank, paths in chosen.items()}
-            self._tails.append(LogTail(files, stream.buffer, prefixes))
+            files = [
+                _TailedFile(paths[place], f"[rank {rank}] " if rank else "")
+                for rank, paths in self.outputs.items()
+                if paths and (rank == 0 or self._tee_ranks is None or rank in self._tee_ranks)
+            ]
+            if stream is not None and files:  # it may have been closed when the job was started
+                self._tails.append(LogTail(files, stream.buffer))
 
     def stop_tee(self) -> None:
         """Copy the rest, and stop. Called when the ranks have ended."""
@@ -95,16 +84,22 @@ class RankLogs(LogsSpecs):
 
     def tail(self, rank: int) -> str:
         """Return the last lines of a rank's standard error; "" if it goes to the terminal."""
-        last = read_tail(self.outputs[rank][1]) if self.outputs.get(rank) else ""
-        with contextlib.suppress(OSError):  # the directory has been removed
+        last = b""
+        with contextlib.suppress(OSError):  # the directory may have been removed
+            if self.outputs[rank]:
+                with open(self.outputs[rank][1], "rb") as file:
+                    file.seek(max(0, os.path.getsize(file.name) - _TAIL_BYTES))
+                    last = b"\n".join(file.read().rstrip().splitlines()[-TAIL_LINES:])
             free = shutil.disk_usage(self.root_log_dir).free
             if free < _TAIL_BYTES:
-                last += f"\n(what is missing could not be written: {free} bytes are free in {self.root_log_dir})"
-        return last.strip()
+                last += (
+                    f"\n(what is missing could not be written: {free} bytes are free in {self.root_log_dir})".encode()
+                )
+        return last.decode(errors="replace").strip()
 
 
 class _TailedFile:
-    """One file whose lines are copied to the terminal."""
+    """One file, which may not exist yet, whose lines are copied to the terminal behind a prefix."""
 
     def __init__(self, path: str, prefix: str) -> None:
         self._path, self._prefix = path, prefix.encode()
@@ -139,13 +134,12 @@ class LogTail:
     progress bar for the end of a line.
 
     Args:
-        files: paths by rank; a file may not exist yet.
+        files: what is copied.
         stream: the terminal.
-        prefixes: text before each line, by rank; "" for none.
     """
 
-    def __init__(self, files: Mapping[int, str], stream: BinaryIO, prefixes: Mapping[int, str]) -> None:
-        self._files = [_TailedFile(path, prefixes[rank]) for rank, path in files.items()]
+    def __init__(self, files: Sequence[_TailedFile], stream: BinaryIO) -> None:
+        self._files = files
         self._stream = stream
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zerolite output", daemon=True)
@@ -171,15 +165,3 @@ class LogTail:
                 self._stream.write(text)
                 self._stream.flush()
         return bool(text)
-
-
-def read_tail(path: str) -> str:
-    """Return the last lines of a file, fewer if they are very long; "" if it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])

@@ -1,44 +1,75 @@
-"""Processes of the nodes as the starting host sees them: output, signals, end."""
+"""Processes of the nodes as the starting host sees them: command, output, signals, end."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO
 
 from zerolite.launcher.job import module_arguments
-from zerolite.launcher.node_main import GO, MARK
-from zerolite.launcher.remote_commands import Invocation
+from zerolite.launcher.node import GO, MARK
+from zerolite.launcher.options import LaunchRequest
+from zerolite.launcher.plan import JobPlan
 
-BYTE_OF_SIGNAL = {signal.SIGINT: b"\x03", signal.SIGTERM: b"\x14", signal.SIGHUP: b"\x01"}
+NODE = module_arguments("zerolite.launcher.node")
+
+CONNECT_TIMEOUT_S = 10
+KEEPALIVE_S, KEEPALIVES = 5, 4
+"""A connection without an answer for KEEPALIVE_S x KEEPALIVES seconds is lost."""
+
+SSH_OPTIONS = {
+    "BatchMode": "yes",  # no question for a password, which would wait for ever
+    "ConnectTimeout": str(CONNECT_TIMEOUT_S),
+    "ServerAliveInterval": str(KEEPALIVE_S),
+    "ServerAliveCountMax": str(KEEPALIVES),
+}
 
 _terminal = threading.Lock()
 
 
+def node_commands(request: LaunchRequest, job: JobPlan, environ: Mapping[str, str]) -> list[list[str]]:
+    """Return the command of each node: this host's needs no ssh, and the others get `ssh` as their only argument.
+
+    They start in this working directory, by the same Python, with Python's own variables, such as PYTHONPATH, as here.
+    `cd` and Python are joined by `;`, not `&&`: if the directory is missing, the node starts elsewhere and reports it.
+    """
+    settings = [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith("PYTHON")]
+    words = [*(["env", *settings] if settings else []), sys.executable, *NODE, "ssh"]
+    line = f"cd {shlex.quote(os.getcwd())}; exec {shlex.join(words)}"
+    options = [word for key, value in SSH_OPTIONS.items() for word in ("-o", f"{key}={value}")]
+    if request.ssh_port is not None:
+        options += ["-p", str(request.ssh_port)]
+    commands = [["ssh", *request.launcher_args, *options, host.login, line] for host in job.hosts]
+    if job.here is not None:
+        commands[job.here] = [sys.executable, *NODE]
+    return commands
+
+
 class NodeProcess:
-    """Process on this host through which one node runs, or all nodes with mpirun, srun or pdsh.
+    """Process on this host through which one node runs: a client of ssh, or the node itself if it runs here.
 
     Attributes:
-        name: name of the host, or of the tool.
+        name: name of the host.
         status: exit status, 128 + n if signal n ended it; None while it runs.
         closed_here: this host has closed the input, and so ended the node.
         answer: report of the host before the start; None until it has come.
         errors: output on stderr until then.
     """
 
-    def __init__(self, name: str, command: Invocation, first_line: str | None, here: bool = False) -> None:
+    def __init__(self, name: str, command: Sequence[str], job_line: str, here: bool = False) -> None:
         """Start the process.
 
         Args:
-            name: name of the host, or of the tool.
+            name: name of the host.
             command: the command to start.
-            first_line: first line for its standard input, through which it later gets signals; None for a tool, which
-                takes no input.
+            job_line: first line for its standard input, through which it later gets signals.
             here: the node runs on this host without a connection, and writes to the terminal itself.
         """
         self.name = name
@@ -46,26 +77,19 @@ class NodeProcess:
         self.closed_here = False
         self.answer: dict[str, Any] | None = None
         self.errors = b""
-        self._ended_by_itself = here or first_line is None
-        self._takes_input = first_line is not None
-        # mpirun, srun and pdsh do not notice when this process ends.
-        guard = [] if self._takes_input else [sys.executable, *module_arguments("zerolite.launcher.process_guard")]
+        self._ended_by_itself = here
+        output = None if here else subprocess.PIPE
         self._process = subprocess.Popen(
-            [*guard, *command.argv],
-            stdin=subprocess.PIPE,
-            stdout=None if here else subprocess.PIPE,
-            stderr=None if here else subprocess.PIPE,
-            env={**os.environ, **command.env},
-            start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )
-        self._forwarders: list[threading.Thread] = []
-        for source, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
-            if source is not None:
-                thread = threading.Thread(target=self._forward, args=(source, target.buffer), daemon=True)
-                thread.start()
-                self._forwarders.append(thread)
-        if first_line is not None:
-            self._write(first_line.encode() + b"\n")
+        self._forwarders = [
+            threading.Thread(target=self._forward, args=(source, target.buffer), daemon=True)
+            for source, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+            if source is not None
+        ]
+        for thread in self._forwarders:
+            thread.start()
+        self._write(job_line.encode() + b"\n")
 
     def poll(self) -> bool:
         """Return True if the process has ended, and set its status."""
@@ -86,11 +110,7 @@ class NodeProcess:
         self._write(GO)
 
     def forward_signal(self, number: signal.Signals) -> None:
-        """Pass a signal to the node. mpirun, srun and pdsh cannot pass it on, so they are ended."""
-        if self._takes_input and self.status is None:
-            self._write(BYTE_OF_SIGNAL[number])
-        else:
-            self.close_input()
+        self._write(bytes([number]))
 
     def close_input(self) -> None:
         """End the node by closing its input."""
@@ -120,7 +140,7 @@ class NodeProcess:
                     self._ended_by_itself = True
                 else:
                     self.answer = message
-            elif self._takes_input and self.answer is None:
+            elif self.answer is None:
                 self.errors += line  # a greeting of the login shell, or the reason why no answer comes
             elif not (self.closed_here and line.startswith(b"zerolite: ")):  # reports of an end from here
                 with _terminal, suppress(OSError, ValueError):

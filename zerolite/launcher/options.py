@@ -11,10 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zerolite.launcher.hosts import read_numbers
 from zerolite.launcher.job import JobSpec
 from zerolite.version import __version__
-
-LAUNCHERS = ("ssh", "pdsh", "openmpi", "slurm")
 
 
 @dataclass(frozen=True)
@@ -22,22 +21,20 @@ class LaunchRequest(JobSpec):
     """Checked command line. Attributes have the names of the options; None means not given.
 
     Attributes:
-        num_nodes: (fewest, most) nodes.
         include: filter such as `host1:0,2@host2`, as given.
         exclude: filter likewise; not both.
-        launcher_args: words, split as a shell does.
+        launcher_args: further arguments of ssh, split as a shell does.
         no_ssh: every node is started by a command of its own.
     """
 
     nproc: int | None = None
-    num_nodes: tuple[int, int] | None = None
+    num_nodes: int | None = None
     node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
     hostfile: str | None = None
     include: str | None = None
     exclude: str | None = None
-    launcher: str = "ssh"
     launcher_args: list[str] = field(default_factory=list)
     ssh_port: int | None = None
     no_ssh: bool = False
@@ -87,17 +84,22 @@ OF_EACH_RANK = (
 )
 """Variables of a rank that an env file cannot set."""
 
+_ELASTIC = "for hosts that come and go start the script by `torchrun --nnodes 2:4 --max-restarts 3` on each host"
+
 _REFUSED = {
     "--save-pid": "the launcher writes no file with process ids; its own id is `$!` in a shell",
     "--bind-core-list": "cores are shared out evenly among the ranks: use --bind-cores, under taskset to restrict them",
     "--autotuning": "there is no autotuner",
-    "--elastic-training": "give a range, as in `--num-nodes 2:4 --max-restarts 3`",
-    "--min-elastic-nodes": "give a range, as in `--num-nodes 2:4`",
-    "--max-elastic-nodes": "give a range, as in `--num-nodes 2:4`",
+    "--launcher": "other hosts are reached by ssh (leave it out); in a SLURM or MPI job let `srun` or `mpirun` start "
+    "the script, one process per device: `srun --ntasks-per-node 8 python train.py`",
+    "--elastic-training": _ELASTIC,
+    "--min-elastic-nodes": _ELASTIC,
+    "--max-elastic-nodes": _ELASTIC,
+    "--num-nodes MIN:MAX": _ELASTIC,
     "--venv-script": "the other nodes run the same Python interpreter by its path; a script for it is not needed",
     "--standalone": "this is the default on one machine: leave it out",
 }
-"""Options of DeepSpeed's launcher and of torchrun without a meaning here, and what to do instead."""
+"""Options of DeepSpeed's launcher and of torchrun that are not supported, and what to do instead."""
 
 _IGNORED = ("--no-local-rank", "--force-multi")  # zerolite always does what these ask for
 
@@ -168,10 +170,8 @@ def _add_nodes(group: argparse._ArgumentGroup) -> None:
     add("--hostfile", "-H", metavar="FILE", help="the nodes, one a line: `host slots=8`; # begins a comment")
     add("--include", "-i", metavar="FILTER", help="use only these hosts or slots: host1:0,2@host2")
     add("--exclude", "-e", metavar="FILTER", help="use all but these hosts or slots: host1:0,2@host2")
-    add("--num-nodes", "--nnodes", metavar="N|MIN:MAX",
-        help="number of nodes; a range for a job that goes on with fewer when nodes are lost")  # fmt: skip
-    add("--launcher", choices=LAUNCHERS, default="ssh", help="how the other nodes are reached (default: ssh)")
-    add("--launcher-args", metavar="ARGS", default="", help="further arguments for the launcher's own command")
+    add("--num-nodes", "--nnodes", metavar="N", help="number of nodes; with a hostfile, its first N (default: all)")
+    add("--launcher-args", metavar="ARGS", default="", help="further arguments of ssh, as in '-F my_ssh_config'")
     add("--ssh-port", type=int, metavar="PORT", help="port of the other nodes' ssh servers")
     add("--no-ssh", action="store_true", help="start this node's part alone; every node gets a command of its own")
     add("--node-rank", type=int, metavar="N", help="this node's number, with --no-ssh; 0 for the node at --master-addr")
@@ -206,33 +206,26 @@ def split_command_line(argv: Sequence[str], parser: _Parser) -> tuple[list[str],
     return own, list(argv[i:])
 
 
-def parse_num_nodes(text: str) -> tuple[int, int]:
-    """Return (fewest, most) of `"4"` or `"2:4"`. Raises ValueError with a sentence for the user."""
-    fewest, colon, most = text.partition(":")
-    try:
-        numbers = (int(fewest), int(most if colon else fewest))
-    except ValueError:
-        numbers = (0, 0)
-    if not 1 <= numbers[0] <= numbers[1]:
-        raise ValueError(f"--num-nodes expects a number of nodes, 1 or more, or a range such as 2:4, and got {text!r}")
-    return numbers
+def parse_num_nodes(text: str | None) -> int | None:
+    """Return the number in the text; None without one. Raises ValueError with a sentence for the user."""
+    if text is None:
+        return None
+    fewest, _, most = text.partition(":")
+    if fewest.isascii() and fewest.isdigit() and int(fewest) > 0 and most in ("", fewest):
+        return int(fewest)
+    if most:
+        raise ValueError(f"--num-nodes {text} is not supported: {_REFUSED['--num-nodes MIN:MAX']}")
+    raise ValueError(f"--num-nodes expects a number of nodes, 1 or more, and got {text!r}")
 
 
 def parse_ranks(text: str) -> list[int] | None:
     """Return the ranks of a list such as `"1,3-5"`; None for `"all"`. Raises ValueError with a sentence."""
     if text in ("all", ""):
         return None if text else []
-    ranks: list[int] = []
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            start, stop = int(first), int(last or first) + 1
-            if start >= stop:
-                raise ValueError(part)
-            ranks.extend(range(start, stop))
-    except ValueError:
-        raise ValueError(f"--tee expects ranks such as 1,3 or 0-3, or `all`, and got {text!r}") from None
-    return ranks
+    ranks = read_numbers(text)
+    if ranks is None:
+        raise ValueError(f"--tee expects ranks such as 1,3 or 0-3, or `all`, and got {text!r}")
+    return list(ranks)
 
 
 def read_env_file(path: str) -> dict[str, str]:
@@ -319,7 +312,7 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
             env |= variables({**os.environ, **env})
         own.update(
             python=not options.no_python,
-            num_nodes=None if options.num_nodes is None else parse_num_nodes(options.num_nodes),
+            num_nodes=parse_num_nodes(options.num_nodes),
             master_addr=None if options.master_addr is None else options.master_addr.strip("[]"),
             launcher_args=shlex.split(options.launcher_args),
             no_ssh=options.no_ssh or options.node_rank is not None,

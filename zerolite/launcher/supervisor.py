@@ -18,11 +18,10 @@ import tempfile
 import time
 from types import FrameType
 
-from zerolite.launcher.failures import NodeOutcome, count, describe, exit_status, signal_name
+from zerolite.launcher.failures import count, signal_name
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, module_arguments
 from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
 from zerolite.launcher.rank import BIND_VARIABLE
-from zerolite.launcher.rank_start import bound_cpus, node_environment, rank_command, threads_per_rank
 from zerolite.utils.listening import SECRET_VARIABLE
 
 INTERRUPT_GRACE_S = 20.0
@@ -37,15 +36,12 @@ LEFTOVER_TIMEOUT_S = 10.0
 INTERRUPT, STAND_BACK = b"I", b"P"
 """Letters to the agent: pass Ctrl-C on to the ranks; start no more ranks, since the supervisor ends them."""
 
-READY = "ready"
-"""The agent's line once it has started the ranks. Its last line is the outcome."""
+READY, DONE = b"R", b"D"
+"""Letters of the agent: it has started the ranks; they have ended, and it has printed why."""
 
 CPP_LOG_VARIABLE, QUIET = "TORCH_CPP_LOG_LEVEL", "quiet"
 """The variable silences torch's warnings about lost connections in the agent. With the agent's last argument, the agent
 drops it, so that the ranks are not silenced."""
-
-SIGNAL_BYTES = {3: signal.SIGINT, 20: signal.SIGTERM, 1: signal.SIGHUP}
-"""Signals by the bytes that stand for them in a watched standard input."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -68,7 +64,7 @@ class Supervisor:
         self._marker = f"{job.job_id}-{job.node_rank}"
         self._processes = JobProcesses(self._marker)
         self._signals: list[int] = []
-        self._text = b""
+        self._progress = b""
         self._stdin_open = job.watch_stdin
         self._interrupted_at: float | None = None
         self._woken, self._waker = os.pipe()
@@ -85,22 +81,22 @@ class Supervisor:
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note_signal)
         lifeline, self._lifeline = os.pipe()
-        self._outcome, outcome = os.pipe()
-        environ = {**os.environ, **node_environment(self._job, os.environ), JOB_ID_VARIABLE: self._marker}
-        if self._job.max_nodes == 1:
+        self._news, news = os.pipe()
+        environ = {**os.environ, **self._job.environment(os.environ), JOB_ID_VARIABLE: self._marker}
+        if self._job.num_nodes == 1:
             environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
         quiet = [] if CPP_LOG_VARIABLE in environ else [QUIET]
         command = [sys.executable, *module_arguments("zerolite.launcher.agent")]
         agent = subprocess.Popen(
-            [*command, str(lifeline), str(outcome), self._log_dir, *quiet],
+            [*command, str(lifeline), str(news), self._log_dir, *quiet],
             env={CPP_LOG_VARIABLE: "ERROR", **environ},
             stdin=subprocess.DEVNULL if self._job.watch_stdin else None,
-            pass_fds=(lifeline, outcome),
+            pass_fds=(lifeline, news),
             start_new_session=True,
         )
         os.close(lifeline)
-        os.close(outcome)
-        os.set_blocking(self._outcome, False)
+        os.close(news)
+        os.set_blocking(self._news, False)
         self._send_to_agent(self._job.to_json().encode() + b"\n")
         return agent
 
@@ -119,51 +115,45 @@ class Supervisor:
             status = self._react()
             if status is not None:
                 return status
-        self._read_outcome()
+        self._read_news()
         if self._interrupted_at is not None:
             self._end_all()
             self._print_log_dir(only_if_filled=True)
             return 128 + signal.SIGINT
-        lines = self._text.decode().splitlines()
-        if not lines or lines[-1] == READY:
+        if not self._progress.endswith(DONE):
             return self._agent_died()
-        outcome = NodeOutcome.from_json(lines[-1])
-        if not outcome.failures:
+        if self._agent.returncode == 0:
             self._end_leftovers()
-            return 0
-        self._end_all(LATE_GRACE_S)
-        for line in describe(outcome, os.uname().nodename) if outcome.prints_summary else []:
-            write(line)
-        self._print_log_dir()
-        return exit_status(outcome.failures)
+        else:
+            self._end_all(LATE_GRACE_S)
+            self._print_log_dir()
+        return self._agent.returncode
 
     def _wait(self) -> None:
         """Wait until something happens, at most half a second, and read what has come."""
-        descriptors = [self._woken, self._outcome]
+        descriptors = [self._woken, self._news]
         if self._stdin_open:
             descriptors.append(0)
         readable = select.select(descriptors, [], [], 0.5)[0]
         if self._woken in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
-        if self._outcome in readable:
-            self._read_outcome()
+        if self._news in readable:
+            self._read_news()
         if 0 in readable:
             self._read_stdin()
         self._reap()
 
-    def _read_outcome(self) -> None:
+    def _read_news(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._outcome, 65536):
-                self._text += part
+            self._progress += os.read(self._news, 4096)
 
     def _read_stdin(self) -> None:
-        try:
-            letters = os.read(0, 4096)
-        except OSError:
-            letters = b""
-        self._stdin_open = bool(letters)
-        self._signals.extend(SIGNAL_BYTES[letter] for letter in letters if letter in SIGNAL_BYTES)
+        numbers = b""
+        with contextlib.suppress(OSError):
+            numbers = os.read(0, 4096)
+        self._stdin_open = bool(numbers)
+        self._signals.extend(number for number in numbers if number in _SIGNALS)
 
     def _reap(self) -> None:
         """Collect children that have ended: the agent, and orphans of the ranks."""
@@ -203,7 +193,7 @@ class Supervisor:
         return 128 + (signal.SIGINT if self._interrupted_at is not None else number)
 
     def _ranks_have_started(self) -> bool:
-        return self._text.startswith(READY.encode())
+        return self._progress.startswith(READY)
 
     def _agent_died(self) -> int:
         code = self._agent.returncode
@@ -288,7 +278,7 @@ def has_output(directory: str) -> bool:
 
 def print_threads_per_rank(job: NodeJob) -> None:
     """Print the number of threads if the launcher has chosen it, once per job: on the first node."""
-    threads = threads_per_rank(job, os.environ)
+    threads = job.threads_per_rank(os.environ)
     if threads is None or job.node_rank != 0:
         return
     from zerolite.utils.resources import count_cores
@@ -305,18 +295,17 @@ def print_dry_run(job: NodeJob) -> None:
     Two things are decided at the start only, and left out: a free port, and the ranks' numbers on several nodes.
     """
     print(f"cd {shlex.quote(os.getcwd())}")
-    cpus = bound_cpus(job)
+    cpus = job.bound_cpus()
     for local_rank in range(job.nproc):
-        variables = node_environment(job, os.environ)
-        variables.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(job.nproc), MASTER_ADDR=job.master_addr)
-        if job.max_nodes == 1:
-            variables.update(RANK=str(local_rank), WORLD_SIZE=str(job.nproc))
+        rank = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": job.nproc, "MASTER_ADDR": job.master_addr}
+        if job.num_nodes == 1:
+            rank |= {"RANK": local_rank, "WORLD_SIZE": job.nproc}
         if job.master_port:
-            variables["MASTER_PORT"] = str(job.master_port)
+            rank["MASTER_PORT"] = job.master_port
         if local_rank in cpus:
-            variables[BIND_VARIABLE] = cpus[local_rank]
-        settings = [f"{name}={value}" for name, value in sorted(variables.items())]
-        print(shlex.join(["env", *settings, *rank_command(job)]))
+            rank[BIND_VARIABLE] = cpus[local_rank]
+        settings = [f"{name}={value}" for name, value in sorted({**job.environment(os.environ), **rank}.items())]
+        print(shlex.join(["env", *settings, *job.rank_command()]))
 
 
 def say(sentence: str) -> None:

@@ -1,0 +1,94 @@
+"""Entry point of a node that another host's command has started: check this host and run its part of a job.
+
+The job is the first line of the standard input, which then carries signals, as bytes with their numbers. With the
+argument `ssh` this host first reports on stderr whether it can take part, and waits for the byte `GO`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from zerolite.launcher.job import NodeJob, find_target_problem, read_line
+from zerolite.launcher.plan import own_versions
+from zerolite.launcher.supervisor import run_node, say
+from zerolite.utils.resources import count_cuda_devices
+
+MARK = b"zerolite-node "
+"""Start of the lines on stderr that are for the launcher: whether this host can take part, and that its part has ended.
+If the connection ends without the second, it was lost."""
+
+GO = b"g"
+
+
+def check(job: NodeJob) -> dict[str, Any]:
+    """Return the problems of this host and its number of CUDA devices, for the launcher before the start."""
+    devices = count_cuda_devices({**os.environ, **job.env})
+    problems = find_problems(job)
+    return {"problems": problems + (find_device_problems(job, devices) if devices else []), "devices": devices}
+
+
+def find_problems(job: NodeJob) -> list[str]:
+    """Return a sentence for each reason why this host cannot run its part: expected, found, and what to do."""
+    problems = []
+    for what, found in own_versions().items():
+        expected = job.versions.get(what, found)
+        if found != expected:
+            problems.append(
+                f"has {f'{what} {found}' if found else f'no {what}'}, and the job was started with {what} {expected}: "
+                f"install the same version for {sys.executable!r}"
+            )
+    if job.cwd is not None and not is_here(job.cwd):
+        problems.append(f"has no working directory {job.cwd!r}: start where all hosts have the same one, or share it")
+    elif (problem := find_target_problem(job.target, job.python)) is not None:
+        problems.append(f"cannot run the job: {problem}; copy or share what is to run")
+    return problems
+
+
+def find_device_problems(job: NodeJob, found: int) -> list[str]:
+    """Return a sentence if a host has fewer CUDA devices than its part needs."""
+    needed = job.nproc if job.devices is None else max(job.devices) + 1
+    if found >= needed:
+        return []
+    asked = "slots in the hostfile" if job.devices is None else "devices up to the last that is asked for"
+    return [
+        f"has {found} CUDA device{'s' if found != 1 else ''} and {needed} {asked}: correct the hostfile or the filter "
+        f"(CUDA_VISIBLE_DEVICES counts, where it is set)"
+    ]
+
+
+def is_here(directory: str) -> bool:
+    """Return True if ``directory`` is the working directory."""
+    try:
+        return os.path.samefile(directory, ".")
+    except OSError:
+        return False
+
+
+def send_to_launcher(**content: Any) -> None:
+    """Write a line for the launcher; do nothing if it has gone."""
+    with suppress(OSError):
+        sys.stderr.flush()
+        os.write(2, MARK + json.dumps(content).encode() + b"\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run this node's part and return its exit status, 2 if this host cannot take part."""
+    try:
+        job = NodeJob.from_json(read_line(0))
+    except (ValueError, TypeError) as error:
+        say(f"this node's part of the job cannot be read ({error}): install the same version of zerolite on all hosts")
+        return 2
+    if list(argv) != ["ssh"]:
+        return run_node(job)
+    send_to_launcher(**check(job))
+    if os.read(0, 1) != GO:
+        return 2
+    try:
+        return run_node(job)
+    finally:
+        send_to_launcher(ended=True)
