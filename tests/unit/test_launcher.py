@@ -181,6 +181,8 @@ def test_the_reason_and_the_exit_status() -> None:
     ):
         failure = failure_of(2, 1.0, **fields)
         assert failures.reason(failure).startswith(reason) and failures.exit_status([failure]) == status
+    hanging = failure_of(2, 1.0, by_itself=False, record=record_of("PeerLost", 1.0, True))
+    assert failures.exit_status([hanging, failure_of(1, 1.0, exitcode=0)]) == 1
     for message in (
         "MemoryError",
         "torch.OutOfMemoryError: CUDA out of memory.",

@@ -139,9 +139,6 @@ class NodeAgent(LocalElasticAgent):
                 "would look for the host's own name, which often means 127.0.1.1; set it yourself to choose another"
             )
 
-    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        self._shutdown()
-
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         """End the ranks and every process that they started. After success, the supervisor ends what is left."""
         if self.pids:

@@ -86,12 +86,12 @@ def causes_first(failures: Sequence[Failure]) -> list[Failure]:
 
 
 def exit_status(failures: Sequence[Failure]) -> int:
-    """Return the job's exit status: that of the first rank that ended by itself; 0 if none failed.
+    """Return the job's exit status: that of the first rank that failed and ended by itself, else 1; 0 if none failed.
 
     A rank that signal n ended gives 128 + n, as in a shell.
     """
     for failure in causes_first(failures):
-        if failure.by_itself:
+        if failure.by_itself and failure.exitcode:
             return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     return 1 if failures else 0
 

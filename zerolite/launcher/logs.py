@@ -92,27 +92,22 @@ class RankLogs(LogsSpecs):
                     last = b"\n".join(file.read().rstrip().splitlines()[-TAIL_LINES:])
             free = shutil.disk_usage(self.root_log_dir).free
             if free < _TAIL_BYTES:
-                last += (
-                    f"\n(what is missing could not be written: {free} bytes are free in {self.root_log_dir})".encode()
-                )
+                why = f"what is missing could not be written: {free} bytes are free in {self.root_log_dir}"
+                last += f"\n({why})".encode()
         return last.decode(errors="replace").strip()
 
 
 class _TailedFile:
-    """One file, which may not exist yet, whose lines are copied to the terminal behind a prefix."""
+    """One file whose lines are copied to the terminal behind a prefix."""
 
     def __init__(self, path: str, prefix: str) -> None:
-        self._path, self._prefix = path, prefix.encode()
-        self._file: BinaryIO | None = None
+        self._file, self._prefix = open(path, "rb"), prefix.encode()
         self._partial_line = b""  # a line without an end so far
         self._read_at = 0.0
 
     def read_lines(self, last: bool = False) -> bytes:
         """Return the new whole lines. ``last``: the file is complete, so a partial last line counts too."""
-        if self._file is None:
-            with contextlib.suppress(FileNotFoundError):
-                self._file = open(self._path, "rb")
-        data = self._file.read(_CHUNK) if self._file is not None else b""
+        data = self._file.read(_CHUNK)
         if data:
             self._read_at = time.monotonic()
         text = self._partial_line + data

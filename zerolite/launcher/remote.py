@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from zerolite.launcher.job import NodeJob
 from zerolite.launcher.node import check, find_device_problems
 from zerolite.launcher.node_process import NodeProcess, node_commands
 from zerolite.launcher.options import LaunchRequest
@@ -111,20 +110,20 @@ def start_nodes(
 
 def check_answers(request: LaunchRequest, job: JobPlan, processes: dict[str, NodeProcess]) -> None:
     """Raise CannotStart with the problems of all hosts, if any."""
-    problems: dict[str, list[str]] = {host.name: [] for host in job.hosts}
-    without_devices: list[tuple[str, NodeJob]] = []
-    for i, (host, node) in enumerate(zip(job.hosts, job.nodes, strict=True)):
-        answer = check(node) if i == job.here else processes[host.name].answer
+    answers = {
+        host.name: check(job.nodes[i]) if i == job.here else processes[host.name].answer
+        for i, host in enumerate(job.hosts)
+    }
+    devices_found = any(answer["devices"] for answer in answers.values() if answer is not None)
+    problems: dict[str, list[str]] = {}
+    for host, node in zip(job.hosts, job.nodes, strict=True):
+        answer = answers[host.name]
         if answer is None:
-            problems[host.name].append(describe_no_answer(request, processes[host.name], host.login))
+            problems[host.name] = [describe_no_answer(request, processes[host.name], host.login)]
             continue
-        problems[host.name] += answer["problems"]
-        if not answer["devices"]:
-            without_devices.append((host.name, node))
-    answered = [host.name for i, host in enumerate(job.hosts) if i == job.here or processes[host.name].answer]
-    if len(without_devices) < len(answered):  # hosts without devices are wrong only if others have some
-        for name, node in without_devices:
-            problems[name] += find_device_problems(node, 0)
+        problems[host.name] = list(answer["problems"])
+        if devices_found and not answer["devices"]:  # a host without devices is wrong only if others have some
+            problems[host.name] += find_device_problems(node, 0)
     bad = [name for name, found in problems.items() if found]
     if not bad:
         return

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob
@@ -41,10 +42,10 @@ class NodeRendezvousError(RuntimeError):
     """The nodes of a job did not meet; the message names them and says what to do."""
 
 
-class NodeRendezvous(RendezvousHandler):
-    """Static rendezvous of the nodes: all take part, with the numbers that the job gives them.
+class NodeRendezvous(StaticTCPRendezvous):
+    """torch's static rendezvous that names the nodes which do not come.
 
-    torch's own listens on all addresses, takes one address of the first node, and does not say which node is missing.
+    It also listens on one address alone, and tries several addresses of the first node.
 
     Attributes:
         store: this node's connection to the store, which the ranks use too. torch and zerolite put the number of the
@@ -54,19 +55,16 @@ class NodeRendezvous(RendezvousHandler):
         board: what the nodes of the current attempt tell each other; None before the first.
     """
 
-    use_agent_store = True  # it outlives the ranks
-
     def __init__(self, job: NodeJob, host: str) -> None:
+        super().__init__(
+            job.master_addr, job.master_port, job.node_rank, job.num_nodes, job.job_id, timeout=int(job.join_s)
+        )
         self._job = job
         self._host = host
-        self._run_id = job.job_id
         self.store: Any = None
         self.address = job.master_addr
         self.attempt = -1
         self.board: FailureBoard | None = None
-
-    def get_backend(self) -> str:
-        return "zerolite"
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all nodes have come to the next attempt.
@@ -77,8 +75,8 @@ class NodeRendezvous(RendezvousHandler):
         if self.store is None:
             self.store, self.address = open_store(self._job)
             if self._job.node_rank == 0:
-                self.store.set("zerolite/run_id", self._run_id)
-            self._run_id = self.store.get("zerolite/run_id").decode()
+                self.store.set("zerolite/run_id", self.run_id)
+            self.run_id = self.store.get("zerolite/run_id").decode()
         self.attempt += 1
         store = PrefixStore(f"zerolite/attempt_{self.attempt}", self.store)
         hosts = self._await_nodes(store)
@@ -107,21 +105,6 @@ class NodeRendezvous(RendezvousHandler):
                 "Start `zerolite` on every node with the same --num-nodes, --master-addr and --master-port."
             ) from error
         return [store.get(key).decode() for key in keys]
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: when the job ends its store ends too, so that no node can come later."""
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class FailureBoard:

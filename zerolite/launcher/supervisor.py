@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from types import FrameType
 
 from zerolite.launcher.failures import count, signal_name
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, module_arguments
@@ -26,6 +25,9 @@ from zerolite.utils.listening import SECRET_VARIABLE
 
 INTERRUPT_GRACE_S = 20.0
 """Seconds that the ranks get to finish after Ctrl-C."""
+
+WAIT_S = 0.05
+"""A signal, or the end of the agent, is noticed after so many seconds."""
 
 LATE_GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL for processes that are left after the agent has given the ranks `GRACE_S`."""
@@ -67,19 +69,14 @@ class Supervisor:
         self._progress = b""
         self._stdin_open = job.watch_stdin
         self._interrupted_at: float | None = None
-        self._woken, self._waker = os.pipe()
         self._agent = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         adopt_orphans()
-        for descriptor in (self._woken, self._waker):
-            os.set_blocking(descriptor, False)
-        # Python writes a byte here for every signal, which ends the select of _wait.
-        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        for number in (*_SIGNALS, signal.SIGCHLD):
+        for number in _SIGNALS:
             # A signal that is ignored from the start stays ignored: SIGHUP under nohup, for instance.
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._note_signal)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self._signals.append(number))
         lifeline, self._lifeline = os.pipe()
         self._news, news = os.pipe()
         environ = {**os.environ, **self._job.environment(os.environ), JOB_ID_VARIABLE: self._marker}
@@ -100,10 +97,6 @@ class Supervisor:
         self._send_to_agent(self._job.to_json().encode() + b"\n")
         return agent
 
-    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGCHLD:
-            self._signals.append(number)
-
     def _send_to_agent(self, text: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._lifeline, text)
@@ -115,7 +108,9 @@ class Supervisor:
             status = self._react()
             if status is not None:
                 return status
-        self._read_news()
+        with contextlib.suppress(BlockingIOError):
+            while news := os.read(self._news, 4096):
+                self._progress += news
         if self._interrupted_at is not None:
             self._end_all()
             self._print_log_dir(only_if_filled=True)
@@ -130,30 +125,17 @@ class Supervisor:
         return self._agent.returncode
 
     def _wait(self) -> None:
-        """Wait until something happens, at most half a second, and read what has come."""
-        descriptors = [self._woken, self._news]
-        if self._stdin_open:
-            descriptors.append(0)
-        readable = select.select(descriptors, [], [], 0.5)[0]
-        if self._woken in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._woken, 4096)
+        """Wait a moment, and take what has come: letters of the agent, signals through standard input, ends."""
+        readable = select.select([self._news, *([0] if self._stdin_open else [])], [], [], WAIT_S)[0]
         if self._news in readable:
-            self._read_news()
-        if 0 in readable:
-            self._read_stdin()
-        self._reap()
-
-    def _read_news(self) -> None:
-        with contextlib.suppress(BlockingIOError):
             self._progress += os.read(self._news, 4096)
-
-    def _read_stdin(self) -> None:
-        numbers = b""
-        with contextlib.suppress(OSError):
-            numbers = os.read(0, 4096)
-        self._stdin_open = bool(numbers)
-        self._signals.extend(number for number in numbers if number in _SIGNALS)
+        if 0 in readable:
+            numbers = b""
+            with contextlib.suppress(OSError):
+                numbers = os.read(0, 4096)
+            self._stdin_open = bool(numbers)
+            self._signals.extend(number for number in numbers if number in _SIGNALS)
+        self._reap()
 
     def _reap(self) -> None:
         """Collect children that have ended: the agent, and orphans of the ranks."""
@@ -182,7 +164,7 @@ class Supervisor:
         return None
 
     def _take_signal(self, number: int) -> int | None:
-        if number == signal.SIGINT and self._interrupted_at is None and self._ranks_have_started():
+        if number == signal.SIGINT and self._interrupted_at is None and self._progress.startswith(READY):
             say(f"Ctrl-C: the ranks have {INTERRUPT_GRACE_S:.0f} s to finish; press it again to end them at once")
             self._interrupted_at = time.monotonic()
             self._send_to_agent(INTERRUPT)
@@ -191,9 +173,6 @@ class Supervisor:
         say(f"received {signal_name(number)} and ended {count(self._job.nproc, 'rank')}")
         self._print_log_dir(only_if_filled=True)
         return 128 + (signal.SIGINT if self._interrupted_at is not None else number)
-
-    def _ranks_have_started(self) -> bool:
-        return self._progress.startswith(READY)
 
     def _agent_died(self) -> int:
         code = self._agent.returncode
