@@ -182,7 +182,7 @@ class NodeAgent(LocalElasticAgent):
 
     def _announce_exits(self, codes: dict[int, int | None]) -> None:
         """Tell all ranks which of them have exited with status 0, so that a rank that waits for one of them raises."""
-        store = self.rendezvous.store
+        store = self.rendezvous.rank_store
         for worker in self.get_worker_group().workers:
             if codes[worker.local_rank] == 0 and worker.local_rank not in self._announced:
                 self._announced.add(worker.local_rank)

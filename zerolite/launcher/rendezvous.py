@@ -7,7 +7,7 @@ import functools
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob
 from zerolite.utils import network
-from zerolite.utils.failure_record import EXIT_COUNT
 from zerolite.utils.listening import keep_store
 
 CONNECT_TIMEOUT_S = 5.0
@@ -48,8 +47,8 @@ class NodeRendezvous(StaticTCPRendezvous):
     It also listens on one address alone, and tries several addresses of the first node.
 
     Attributes:
-        store: this node's connection to the store, which the ranks use too. torch and zerolite put the number of the
-            attempt before their keys.
+        store: this node's connection to the store.
+        rank_store: the same of the store that the ranks of the current attempt use.
         address: address of the first node, as this node reaches it.
         attempt: number of the current attempt, 0 for the first; the same on all nodes.
         board: what the nodes of the current attempt tell each other; None before the first.
@@ -62,6 +61,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         self._job = job
         self._host = host
         self.store: Any = None
+        self.rank_store: Any = None
         self.address = job.master_addr
         self.attempt = -1
         self.board: FailureBoard | None = None
@@ -77,13 +77,14 @@ class NodeRendezvous(StaticTCPRendezvous):
             if self._job.node_rank == 0:
                 self.store.set("zerolite/run_id", self.run_id)
             self.run_id = self.store.get("zerolite/run_id").decode()
+            self.rank_store = self.store
         self.attempt += 1
         store = PrefixStore(f"zerolite/attempt_{self.attempt}", self.store)
         hosts = self._await_nodes(store)
-        if self._job.node_rank == 0:  # before the ranks of any node start
-            self.store.delete_key(EXIT_COUNT)
+        if self.attempt:
+            self.rank_store = self._open_empty_store(store)
         self.board = FailureBoard(store, self._job.node_rank, hosts)
-        store_info = RendezvousStoreInfo(self.address, int(self.store.port))
+        store_info = RendezvousStoreInfo(self.address, int(self.rank_store.port))
         return RendezvousInfo(store, self._job.node_rank, len(hosts), store_info)
 
     def _await_nodes(self, store: PrefixStore) -> list[str]:
@@ -105,6 +106,15 @@ class NodeRendezvous(StaticTCPRendezvous):
                 "Start `zerolite` on every node with the same --num-nodes, --master-addr and --master-port."
             ) from error
         return [store.get(key).decode() for key in keys]
+
+    def _open_empty_store(self, store: PrefixStore) -> TCPStore:
+        """Host another store on the first node, or connect to it: torch would read the old ranks' keys in theirs."""
+        make = store_maker(self._job)
+        if self._job.node_rank:
+            return make(self.address, int(store.get("port")), is_master=False)
+        empty = keep_store(make, self.address, 0, torch.__version__)
+        store.set("port", str(empty.port))
+        return empty
 
 
 class FailureBoard:
@@ -194,6 +204,10 @@ class FailureBoard:
                 self.post([Failure(host=host, seen=time.time() - SILENCE_S, node_failure=sentence)], node)
 
 
+def store_maker(job: NodeJob) -> Callable[..., TCPStore]:
+    return functools.partial(TCPStore, timeout=timedelta(seconds=job.join_s), wait_for_workers=False)
+
+
 def open_store(job: NodeJob) -> tuple[Any, str]:
     """Host the job's store on the first node, or connect to it from another one.
 
@@ -203,7 +217,7 @@ def open_store(job: NodeJob) -> tuple[Any, str]:
     Raises:
         NodeRendezvousError: the store cannot be hosted or reached.
     """
-    make = functools.partial(TCPStore, timeout=timedelta(seconds=job.join_s), wait_for_workers=False)
+    make = store_maker(job)
     if job.node_rank:
         address, reached = find_first_node(job)
         store = make(address, job.master_port, is_master=False)
