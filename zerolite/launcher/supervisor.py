@@ -73,6 +73,7 @@ class Supervisor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         adopt_orphans()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel forgets how children have ended
         for number in _SIGNALS:
             # A signal that is ignored from the start stays ignored: SIGHUP under nohup, for instance.
             if signal.getsignal(number) != signal.SIG_IGN:
