@@ -64,10 +64,11 @@ class NodeAgent(LocalElasticAgent):
         self.rendezvous = NodeRendezvous(job, self.host)
         self.logs = RankLogs(log_dir, job.log_dir is not None, job.tee, rank_variables(job))
         self.processes = JobProcesses(os.environ[JOB_ID_VARIABLE], spare=[os.getppid()])
-        self.failures: list[Failure] = []
+        self.failures: list[Failure] = []  # of this node and its ranks in the current attempt
         self.pids: dict[int, int] = {}  # by local rank; each leads a process group of its own
         self._progress = progress
         self._stopping = False
+        self._restart_reason = ""
         self._memory_kills = MemoryKills()
         self._ended_at: dict[int, float] = {}
         self._reported_at: dict[int, float] = {}
@@ -97,7 +98,7 @@ class NodeAgent(LocalElasticAgent):
             if self.pids and self.board.silence_s > SILENCE_S:  # no other node can be told
                 sentence = f"host {self.host} had no answer from the first node, {self.rendezvous.address}, for "
                 self.board.disconnected = True
-                self.report([Failure(host=self.host, node_failure=f"{sentence}{SILENCE_S:.0f} s")])
+                self._report([Failure(host=self.host, node_failure=f"{sentence}{SILENCE_S:.0f} s")])
                 self._end_everything()
 
     def _end_everything(self) -> NoReturn:
@@ -109,8 +110,8 @@ class NodeAgent(LocalElasticAgent):
         attempt = self.rendezvous.attempt
         if attempt and self.job.node_rank == 0:
             ranks = count(worker_group.workers[0].world_size, "rank")
-            why = headline(self.failures[0])
-            say(f"attempt {attempt} starts: {ranks} on {count(self.job.num_nodes, 'node')}, because {why}")
+            nodes = count(self.job.num_nodes, "node")
+            say(f"attempt {attempt} starts: {ranks} on {nodes}, because {self._restart_reason}")
         self.failures, self._ended_at, self._reported_at, self._announced = [], {}, {}, set()
         self._choose_interface()
         if self._stopping:
@@ -205,7 +206,7 @@ class NodeAgent(LocalElasticAgent):
         """
         board = self.board
         self._wait_for_cause()
-        own = self._own_failures()
+        self.failures = own = self._rank_failures()
         if board.disconnected and not board.failures:
             sentence = f"the first node, {self.rendezvous.address}, has gone: its agent has ended or cannot be reached"
             own.append(Failure(host=self.host, seen=time.time(), node_failure=sentence))
@@ -217,28 +218,28 @@ class NodeAgent(LocalElasticAgent):
             board.post(own)
         self.processes.end()
         board.poll(at_once=True)
-        self.failures = causes_first([*own, *board.failures])
-        lost = any(failure.node_failure for failure in self.failures)
-        if lost or self.rendezvous.attempt >= self.job.max_restarts:
+        known = causes_first([*own, *board.failures])
+        if self.rendezvous.attempt >= self.job.max_restarts or any(failure.node_failure for failure in known):
             raise JobEnded
+        self._restart_reason = headline(known[0])
 
     def _wait_for_cause(self) -> None:
         """Wait a little for the cause, and for ranks that have reported an error and are about to end."""
         start = time.monotonic()
-        while not self.board.failures:
+        while True:
             codes = self._exit_codes()
             records = {worker.local_rank: self._record(worker) for worker in self.get_worker_group().workers}
             failed = [records[rank] for rank, code in codes.items() if code]
             about_to_end = {rank for rank, record in records.items() if record and codes[rank] is None}
             limit = REPORTED_WAIT_S if about_to_end.difference(self._hanging(codes)) else 0.0
-            if failed and all(record is not None and record.consequence for record in failed):
+            if failed and not self.board.failures and all(record and record.consequence for record in failed):
                 limit = CAUSE_WAIT_S
             if time.monotonic() - start >= limit:
                 return
             time.sleep(MONITOR_INTERVAL_S)
             self.board.poll()
 
-    def _own_failures(self) -> list[Failure]:
+    def _rank_failures(self) -> list[Failure]:
         """Return the failures of this node's ranks: those that have ended with an error, or have reported one."""
         codes = self._exit_codes()
         workers = self.get_worker_group().workers
@@ -263,8 +264,18 @@ class NodeAgent(LocalElasticAgent):
             by_itself=code is not None,
         )
 
-    def report(self, failures: list[Failure]) -> None:
-        """Print the last lines of a failed job, on one node of it, and tell the supervisor that the part has ended."""
+    def leave(self) -> int:
+        """Leave the job: print its last lines on one node, and return its exit status."""
+        failures, board = list(self.failures), self.rendezvous.board
+        if board is not None:
+            board.leave()
+            failures = causes_first([*failures, *board.failures])
+        if self._stopping:
+            failures = []  # of no interest: the supervisor has ended the ranks
+        self._report(failures)
+        return exit_status(failures)
+
+    def _report(self, failures: list[Failure]) -> None:
         board = self.rendezvous.board
         if failures and (self.job.node_rank == 0 or board is None or board.disconnected):
             for line in describe(failures, self.rendezvous.attempt, self.host):
@@ -315,7 +326,4 @@ def main(argv: list[str]) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    agent.report(agent.failures)
-    if agent.rendezvous.board is not None:
-        agent.rendezvous.board.leave()
-    os._exit(exit_status(agent.failures))
+    os._exit(agent.leave())

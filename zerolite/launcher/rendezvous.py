@@ -51,7 +51,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         rank_store: the same of the store that the ranks of the current attempt use.
         address: address of the first node, as this node reaches it.
         attempt: number of the current attempt, 0 for the first; the same on all nodes.
-        board: what the nodes of the current attempt tell each other; None before the first.
+        board: what the nodes of the current attempt tell each other; None until they have come.
     """
 
     def __init__(self, job: NodeJob, host: str) -> None:
@@ -79,6 +79,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             self.run_id = self.store.get("zerolite/run_id").decode()
             self.rank_store = self.store
         self.attempt += 1
+        self.board = None
         store = PrefixStore(f"zerolite/attempt_{self.attempt}", self.store)
         hosts = self._await_nodes(store)
         if self.attempt:
@@ -184,11 +185,13 @@ class FailureBoard:
             self.poll(at_once=True)
 
     def leave(self) -> None:
-        """Leave the job. The first node, which keeps the store, waits until the others have left."""
+        """Leave the job. The first node, which keeps the store, waits for the others and then knows their failures."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self._node}", "")
             if self._node == 0:
-                self._store.wait([f"left/{node}" for node in range(len(self.hosts))], timedelta(seconds=LEAVE_S))
+                with contextlib.suppress(RuntimeError):  # a node is lost
+                    self._store.wait([f"left/{node}" for node in range(len(self.hosts))], timedelta(seconds=LEAVE_S))
+                self.poll(at_once=True)
 
     def _find_lost_nodes(self, now: float) -> None:
         for node, host in enumerate(self.hosts):
