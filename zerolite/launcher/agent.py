@@ -77,7 +77,7 @@ class NodeAgent(LocalElasticAgent):
 
     @property
     def board(self) -> FailureBoard:
-        """What the nodes of the current attempt tell each other."""
+        """Failures and successes of the nodes in the current attempt."""
         assert self.rendezvous.board is not None
         return self.rendezvous.board
 
