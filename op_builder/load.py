@@ -55,10 +55,10 @@ def load(name: str, *, capability: tuple[int, int] | None = None, torch_cuda: st
         OpUnavailable: the library cannot be built or loaded; `cause` and `remedy` say why and what to do.
     """
     _check_enabled(name)
-    found = _load(name, capability, torch_cuda)
-    if isinstance(found, ctypes.CDLL):
-        return found
-    raise OpUnavailable(*found)
+    library = _load(name, capability, torch_cuda)
+    if isinstance(library, ctypes.CDLL):
+        return library
+    raise OpUnavailable(*library)
 
 
 def status(name: str, *, capability: tuple[int, int] | None = None, torch_cuda: str | None = None) -> OpStatus:

@@ -80,21 +80,21 @@ def find_nvrtc(torch_cuda: str | None) -> Command:
     from importlib.util import find_spec  # a slow import, needed only for CUDA
 
     major = (torch_cuda or "").partition(".")[0]
-    spec, found = find_spec("nvidia"), []
+    spec, candidates = find_spec("nvidia"), []
     for root in map(Path, (spec and spec.submodule_search_locations) or ()):
         for library in root.glob(f"*/lib/libnvrtc.so.{major or '[1-9][0-9]'}"):
             for include in (library.parents[1] / "include", root / "cuda_runtime" / "include"):
                 if (include / "cuda_fp16.h").is_file():
-                    found.append((library.name, str(library), f"-I{include}"))
+                    candidates.append((library.name, str(library), f"-I{include}"))
                     break
-    if not found:
+    if not candidates:
         raise OpUnavailable(
             f"There is no NVRTC{f' of CUDA {major}' if major else ''} with its headers in this Python environment "
             "(nvidia/cuda_nvrtc and nvidia/cuda_runtime, or nvidia/cu13).",
             "Install the packages that torch's wheels for CUDA depend on (nvidia-cuda-nvrtc and nvidia-cuda-runtime), "
             + WITHOUT_KERNELS,
         )
-    return (sys.executable, str(Path(__file__).resolve().with_name("nvrtc.py")), *max(found)[1:])
+    return (sys.executable, str(Path(__file__).resolve().with_name("nvrtc.py")), *max(candidates)[1:])
 
 
 def find_ninja() -> str:
@@ -130,11 +130,11 @@ def describe_tools() -> dict[str, str]:
         "NVRTC": lambda: find_nvrtc(None),
         "ninja": lambda: (find_ninja(),),
     }
-    found = {}
+    versions = {}
     for name, find in tools.items():
         try:
             command = find()
-            found[name] = f"{ask_version(command)}, {shlex.join(command)}"
+            versions[name] = f"{ask_version(command)}, {shlex.join(command)}"
         except OpUnavailable as error:
-            found[name] = f"none. {error.cause}"
-    return found
+            versions[name] = f"none. {error.cause}"
+    return versions

@@ -138,11 +138,11 @@ class Norm(Structure):
         self.partials, self.partial, self.sums = partials, self._partial.data_ptr(), call.sums.data_ptr()
 
 
-def check_abi(library: ctypes.CDLL, kind: str) -> None:
+def check_abi(library: ctypes.CDLL, name: str) -> None:
     """Raise RuntimeError if a library has another version of the interface."""
     version = declare(library.zl_abi, c_int32)()
     if version != ABI:
         raise RuntimeError(
-            f"the {kind} kernels have interface {version}, expected {ABI}; rebuild them: delete the cache "
+            f"the {name} kernels have interface {version}, expected {ABI}; rebuild them: delete the cache "
             "directory that `zerolite report` names"
         )

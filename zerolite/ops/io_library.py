@@ -95,8 +95,8 @@ class LibraryIO:
 
 def unavailable_reason() -> str | None:
     """Return None if the library is loaded or can be built now; else a sentence with the cause and the remedy."""
-    found = _load()
-    return found if isinstance(found, str) else None
+    reason = _load()
+    return reason if isinstance(reason, str) else None
 
 
 @functools.cache

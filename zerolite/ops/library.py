@@ -22,14 +22,14 @@ class Kernels(Protocol):
 
 def kernels_for(device: torch.device) -> Kernels | None:
     """Return the compiled kernels for a device, built on first use; None if they cannot be built."""
-    found = _load(device.type, _capability(device))
-    return found if not isinstance(found, str) else None
+    kernels = _load(device.type, _capability(device))
+    return None if isinstance(kernels, str) else kernels
 
 
 def unavailable_reason(device: torch.device) -> str | None:
     """Return None if there are kernels for the device; else a sentence with the cause and the remedy."""
-    found = _load(device.type, _capability(device))
-    return found if isinstance(found, str) else None
+    reason = _load(device.type, _capability(device))
+    return reason if isinstance(reason, str) else None
 
 
 @functools.cache

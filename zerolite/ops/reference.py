@@ -48,9 +48,9 @@ def update(call: UpdateCall) -> None:
                     call.factor * torch.tensor(rows[row][0], dtype=torch.float32, device="cpu")
                 ).to(grad.device)
             rule(rows[row], exact, scaled, exact_states)
-            for kept, value in zip([param, *states], [exact, *exact_states], strict=True):
-                if kept.data_ptr() != value.data_ptr():
-                    kept.copy_(value)
+            for stored, value in zip([param, *states], [exact, *exact_states], strict=True):
+                if stored.data_ptr() != value.data_ptr():
+                    stored.copy_(value)
             if call.outs:
                 _flat(call.outs[tensor])[part].copy_(exact)
             if call.broken is not None and call.groups is not None:

@@ -41,11 +41,11 @@ def check_updates(kernels: Kernels, device: torch.device) -> None:
         for dtypes in _DTYPES:
             for skip in (0.0, 1.0):
                 wanted = _call(rule, dtypes, skip, torch.device("cpu"))
-                found = _call(rule, dtypes, skip, device)
-                kernels.update(found)
+                result = _call(rule, dtypes, skip, device)
+                kernels.update(result)
                 if not skip:
                     reference.update(wanted)
-                _compare(found, wanted, rule)
+                _compare(result, wanted, rule)
     table = torch.tensor([[i, 0, numel, i] for i, numel in enumerate(_NUMELS)], dtype=torch.int64, device="cpu")
     for dtype in FLOATS:
         values = _tensors(dtype, 9, torch.device("cpu"))
@@ -62,14 +62,18 @@ _WRONG = (
 )
 
 
-def _compare(found: UpdateCall, wanted: UpdateCall, rule: int) -> None:
-    pairs = [(found.params, wanted.params), (found.outs, wanted.outs), *zip(found.states, wanted.states, strict=True)]
-    for here, there in pairs:
-        for one, other in zip(here, there, strict=True):
+def _compare(result: UpdateCall, wanted: UpdateCall, rule: int) -> None:
+    pairs = [
+        (result.params, wanted.params),
+        (result.outs, wanted.outs),
+        *zip(result.states, wanted.states, strict=True),
+    ]
+    for results, expected in pairs:
+        for one, other in zip(results, expected, strict=True):
             close = _CLOSE[one.dtype]
             if not torch.allclose(one.cpu().float(), other.float(), rtol=close, atol=close * 1e-2):
                 raise RuntimeError(
-                    _WRONG.format(f"an update by rule {rule} of {one.dtype} with {found.grads[0].dtype}")
+                    _WRONG.format(f"an update by rule {rule} of {one.dtype} with {result.grads[0].dtype}")
                 )
 
 
