@@ -322,6 +322,25 @@ def test_a_module_may_give_its_weight_to_an_extension() -> None:
     assert model(torch.ones(1, 8)).isfinite().all()
 
 
+class Weight(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize("reason", ["class", "process"])
+def test_a_weight_of_a_class_of_the_users_or_that_other_processes_read_is_waited_for(reason: str) -> None:
+    model = stack(4)
+    if reason == "class":
+        model[2].weight = Weight(model[2].weight.detach())
+    comm, engine = overlapping(model)
+    train(engine)
+    if reason == "process":
+        assert not comm.of("wait")
+        model.share_memory()
+        comm.events.clear()
+        train(engine)
+    assert comm.of("wait") == ([1] if reason == "class" else [3, 2, 1, 0])
+
+
 def test_after_a_load_nothing_is_in_flight() -> None:
     """What the first forward compiles finds parameters of their own class."""
     comm, engine = overlapping(stack(4))
@@ -355,7 +374,7 @@ def test_what_goes_past_functions_of_torch_finds_no_old_values() -> None:
         with pytest.raises(RuntimeError):
             before.data.add_(1.0)
     assert torch.tensor(before).isnan().all()
-    assert engine.module[2].weight.isfinite().all()
+    assert type(engine.module[2].weight) is nn.Parameter and before.isfinite().all()
 
 
 def test_after_torch_compile_gathers_end_with_the_step() -> None:
