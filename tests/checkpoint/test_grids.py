@@ -91,7 +91,7 @@ def check_padding(engine: Any) -> None:
             continue
         padding = cut.of(torch.ones(cut.full_shape)).flatten() == 0
         here = padding[piece.fragment.param_start :][: piece.fragment.numel]
-        values = [buffer.view_of(piece.fragment, piece.bucket.master)]
+        values = [piece.bucket.master_view(piece.fragment)]
         values += [v for v in engine.optimizer.method.state_of(piece).values() if torch.is_tensor(v) and v.dim()]
         for value in values:
             assert value.numel() == len(here) and not value.flatten()[here].any(), (cut, value)

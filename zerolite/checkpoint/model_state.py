@@ -227,7 +227,7 @@ class ModelState:
 
     def shape_of(self, param_shard: OptimParamShard) -> torch.Size:
         """Return the shape of the states that have a value for each element."""
-        if not self.parts.buffer.keeps_shape(param_shard.fragment.slot):
+        if not param_shard.keeps_shape:
             return torch.Size((param_shard.fragment.numel,))
         return unpartitioned_shape(self.parts.buffer.parameters[param_shard.index])
 
@@ -245,10 +245,10 @@ class ModelState:
                 f"{type(value).__name__}, which cannot be saved"
             )
         if value.shape == self.shape_of(param_shard):
-            index, keeps = param_shard.index, self.parts.buffer.keeps_shape(param_shard.fragment.slot)
+            index, keeps = param_shard.index, param_shard.keeps_shape
             flat = flattened(value, self._strides(self.parts.buffer.parameters[index])) if keeps else value
             return self.range(key, index, param_shard.fragment.param_start, flat)
-        if not self.parts.buffer.keeps_shape(param_shard.fragment.slot):
+        if not param_shard.keeps_shape:
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each of this rank's "
                 f"{param_shard.fragment.numel} elements, got shape {tuple(value.shape)}; it can be saved at stage 0, "
@@ -317,7 +317,7 @@ class ModelState:
             numbers = {kind: values[stored] for kind, values in scalars.items() if stored in values}
             tensors = {kind: of_names[stored] for kind, of_names in kinds.items() if stored in of_names}
             parameter = self.parts.buffer.parameters[index]
-            shape, keeps = _full_shape(parameter), self.parts.buffer.keeps_shape(param_shard.fragment.slot)
+            shape, keeps = _full_shape(parameter), param_shard.keeps_shape
             wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
             for kind, (size, dtype) in tensors.items():
                 if size != shape and (not keeps or shard_spec_of(parameter) is not None):

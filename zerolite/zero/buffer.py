@@ -15,7 +15,7 @@ from zerolite.utils.memory_tags import COMPUTE, tag_memory
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.flat import flattened
 from zerolite.zero.gradient_memory import GradientMemory
-from zerolite.zero.layout import BucketLayout, Fragment, PartitionLayout, Slot
+from zerolite.zero.layout import BucketLayout, PartitionLayout
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
 
 
@@ -55,18 +55,6 @@ class ParameterBuffer:
     def unfilled(self) -> Sequence[BucketLayout]:
         """Layouts of the buckets that :meth:`fill` is to fill."""
         return self.layout.buckets[len(self.buckets) :]
-
-    def keeps_shape(self, slot: Slot) -> bool:
-        """Return True if the shard has the parameter's shape and is not flat: this rank updates all of it."""
-        return self.buckets[slot.bucket].keeps_shape(slot)
-
-    def view_of(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
-        """Return the fragment's elements of a tensor that is laid out like the master of its bucket."""
-        return self.buckets[fragment.slot.bucket].view_of(fragment, flat)
-
-    def master_view(self, fragment: Fragment) -> torch.Tensor:
-        """Return the fragment's elements of the master of its bucket."""
-        return self.buckets[fragment.slot.bucket].master_view(fragment)
 
     @torch.no_grad()
     def fill(

@@ -164,7 +164,7 @@ class TorchUpdate(UpdateMethod):
                 continue
             if number not in self._stand_ins:
                 slot = self._buffer.layout.slots[index_of[id(trained[0])]]
-                shape = unpartitioned_shape(trained[0]) if self._buffer.keeps_shape(slot) else [1]
+                shape = unpartitioned_shape(trained[0]) if self._buffer.buckets[slot.bucket].keeps_shape(slot) else [1]
                 self._stand_ins[number] = torch.zeros([1] * len(shape), dtype=like.dtype, device=like.device)
             stand_in = self._stand_ins[number]
             takes_part = used is None or any(index_of[id(parameter)] in used for parameter in trained)
