@@ -191,6 +191,7 @@ class Supervisor:
         # The agent goes last: when it ends, the kernel kills the ranks at once, without their time of grace.
         ranks = JobProcesses(self._marker, spare=agent) if agent else self._processes
         stuck = ranks.end(grace_s, self._signal_came) | self._processes.end(0.0, self._signal_came)
+        self._reap()  # the agent may have ended before it has collected the ranks
         for pid, name in stuck.items():
             say(f"process {pid} ({name}) does not end, not even by SIGKILL: it is stuck in the kernel")
 
