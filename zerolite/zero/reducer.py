@@ -187,7 +187,7 @@ class Reducer:
             if complete or not self.shown.all_dropped():  # else the user has dropped all gradients
                 self._show()
             if reducing:
-                self._reduce_late()
+                self._reduce_late(complete)
                 self.current.on_all_reduced()
         finally:
             for notify in self._observers.on_backward_end:
@@ -280,9 +280,12 @@ class Reducer:
         bucket.mark_late(slot.name)
 
     @torch.no_grad()
-    def _reduce_late(self) -> None:
+    def _reduce_late(self, complete: bool) -> None:
         """Reduce the buckets again that had late gradients on any rank. Below stage 3 the ranks agree on them, and take
         over when to launch buckets from now on. Called at the end of a backward, on all ranks.
+
+        Args:
+            complete: False if an exception has cut the backward short: then its values may be gone.
 
         Raises:
             RuntimeError: at stage 3, a gradient has come late, and no backward of its group has ended after that; or
@@ -301,7 +304,11 @@ class Reducer:
                     "A parameter that is used where no hook sees it, outside the module that owns it, does this: put "
                     "that module and its users in one parameter group (zero_optimization.leaf_modules).",
                 )
-            if bucket.groups and not (bucket.ends_last or any(group.is_entered for group in bucket.groups)):
+            if (
+                complete
+                and bucket.groups
+                and not (bucket.ends_last or any(group.is_entered for group in bucket.groups))
+            ):
                 self._check_unused(bucket)
 
     def _check_unused(self, bucket: Bucket) -> None:
