@@ -36,6 +36,7 @@ from zerolite.utils.memory_tags import (
 from zerolite.utils.text import format_size
 from zerolite.utils.torch_private import as_plain_tensors
 from zerolite.zero.engine_parts import EngineParts
+from zerolite.zero.stage3.absent_parameter import AbsentParameter
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 HELD = tuple(item for item in ITEMS if item != OTHER)
@@ -173,6 +174,8 @@ def _owned_tensors(parts: EngineParts) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((COMPUTE, bucket.compute) for bucket in buffer.buckets)
     for parameter in parts.model.parameters():
         handle = sharded_param_of(parameter)
+        if handle is None and isinstance(parameter, AbsentParameter):
+            continue  # its values are the bucket's, which a gather writes
         if handle is None:
             with as_plain_tensors():  # during engine.offload_states() other access raises
                 data = parameter.data

@@ -211,6 +211,15 @@ def compiler_is_used() -> bool:
     return compiler is not None and any(map(callable, compiler.cached_backends.values()))
 
 
+def profiler_is_on() -> bool:
+    """Return True if torch.profiler records.
+
+    A collective of gloo that was launched then, and ends after the profiler has stopped, writes into memory that torch
+    has freed (seen with 2.13: "double free or corruption").
+    """
+    return bool(torch.autograd._profiler_enabled())
+
+
 # -------------------------------------------------------------------- process groups
 
 
@@ -354,7 +363,11 @@ NAMES = {
         "torch._C._set_meta_in_tls_dispatch_include",
         "torch._C._set_throw_on_mutable_data_ptr",
     ),
-    "untraced, compiler_is_used": ("torch._C._dynamo.eval_frame", "torch._dynamo.eval_frame.cached_backends"),
+    "untraced, compiler_is_used, profiler_is_on": (
+        "torch._C._dynamo.eval_frame",
+        "torch._dynamo.eval_frame.cached_backends",
+        "torch.autograd._profiler_enabled",
+    ),
     "job_store": ("torch.distributed.distributed_c10d._get_default_store",),
     "process_groups": ("torch.distributed.distributed_c10d._world.pg_names",),
     "backends_of": ("torch.distributed.ProcessGroup._device_types", "torch.distributed.ProcessGroup._get_backend"),

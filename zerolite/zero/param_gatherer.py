@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import collective
 from zerolite.utils.nested import Arguments, Function, Keywords
-from zerolite.utils.torch_private import compiler_is_used, transform_level, undispatched, untraced
+from zerolite.utils.torch_private import compiler_is_used, profiler_is_on, transform_level, undispatched, untraced
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import GATHER, Observers
@@ -123,6 +123,8 @@ class ParamGatherer:
                     self.overlaps, in_flight = False, []
                 if self._buffer.placements.device.type == "cuda":
                     self._update_stream = torch.cuda.current_stream(self._buffer.placements.device)
+                elif in_flight and profiler_is_on():  # the profiler may stop before they end
+                    in_flight = []
                 for bucket in list(self.pending):
                     if bucket not in in_flight or not bucket.hide_parameters():
                         self._end_gather(bucket)
