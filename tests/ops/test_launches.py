@@ -249,3 +249,14 @@ def test_without_kernels_the_reference_gives_the_same_bits(monkeypatch: pytest.M
     library._load.cache_clear()
     assert_same(results, expected)
     assert torch.allclose(sums, squares, rtol=1e-15)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(40, dtype=BF16), torch.zeros(10)], ids=["dtype", "size"])
+def test_other_memory_in_the_same_tensor_is_checked(other: torch.Tensor) -> None:
+    """The kernel would write past its end."""
+    arguments = _arguments("sgd-nesterov")
+    launch = _launch("sgd-nesterov", arguments)
+    _run(launch, arguments)
+    arguments["params"][0].data = other
+    with pytest.raises(ValueError, match="expected"):
+        _run(launch, arguments)

@@ -7,8 +7,7 @@ state over a data set, are torchmetrics' business.
 
 from __future__ import annotations
 
-import ctypes
-import io
+import json
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -214,20 +213,36 @@ def _together(
 
 def _exchange(message: _Message, comm: Communicator, device: torch.device) -> list[_Message]:
     """Return the messages of all ranks: their lengths first, then their bytes, padded to the longest."""
-    saved = io.BytesIO()
-    torch.save(tuple(message), saved)  # not pickle, which cannot read all dtypes back, and may execute what it reads
-    packed = torch.frombuffer(bytearray(saved.getvalue()), dtype=torch.uint8).to(device)
+    head, *tensors = _pack(message)
+    parts = [torch.tensor([len(head)], device="cpu"), torch.frombuffer(bytearray(head), dtype=torch.uint8), *tensors]
+    packed = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).to(device)
     length = torch.tensor([packed.numel()], dtype=torch.int64, device=device)
     lengths = HostRead(_all_gather(length, comm)).get().flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: packed.numel()] = packed
-    rows = HostRead(_all_gather(padded, comm)).get()
-    return [_Message(*_load(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+    return list(map(_unpack, HostRead(_all_gather(padded, comm)).get()))
 
 
-def _load(packed: torch.Tensor) -> Any:
-    content = ctypes.string_at(packed.data_ptr(), packed.numel())
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+def _pack(message: _Message) -> tuple[Any, ...]:
+    """Return ``message`` as JSON, in which tensors are their dtypes and shapes, and the tensors."""
+    values, tensors = dict(message.values), []
+    for path, value in message.values.items():
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            values[path] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
+    return json.dumps([message.call, message.problem, message.shapes, values]).encode(), *tensors
+
+
+def _unpack(row: torch.Tensor) -> _Message:
+    start = 8 + int(row[:8].clone().view(torch.int64))
+    call, problem, shapes, values = json.loads(bytes(row[8:start].tolist()))
+    for path, value in values.items():
+        if isinstance(value, list):
+            dtype, shape = getattr(torch, value[0]), value[1]
+            end = start + math.prod(shape) * dtype.itemsize
+            values[path] = row[start:end].clone().view(dtype).view(shape)  # a clone is aligned
+            start = end
+    return _Message(call, problem, shapes, values)
 
 
 def _check_alike(messages: Sequence[_Message]) -> None:

@@ -45,6 +45,7 @@ def record_signals() -> list[signal.Signals]:
 
 def run(request: LaunchRequest, job: JobPlan) -> int:
     """Run a job on several hosts and return its exit status, 2 if it cannot be started."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel forgets how nodes have ended
     commands = node_commands(request, job, os.environ)
     if request.dry_run:
         print_commands(job, commands)

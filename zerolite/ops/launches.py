@@ -50,8 +50,9 @@ class UpdateLaunch:
             ValueError: the kernels would read or write past the end of a tensor.
         """
         tensors = [*params, *chain(*states), *outs]
-        others = (*grads, rows, factor, skip, uses, broken)
-        like: list[object] = [None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in others]
+        # A tensor that is the same object may have got other memory, by an assignment to its `data`.
+        described = (*grads, rows, factor, skip, uses, broken, *tensors)
+        like: list[object] = [None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in described]
         call = self._call
         if (
             call is None
