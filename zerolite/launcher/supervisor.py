@@ -285,7 +285,9 @@ def print_dry_run(job: NodeJob) -> None:
             rank["MASTER_PORT"] = job.master_port
         if local_rank in cpus:
             rank[BIND_VARIABLE] = cpus[local_rank]
-        settings = [f"{name}={value}" for name, value in sorted({**job.environment(os.environ), **rank}.items())]
+        variables = {**job.environment(os.environ), **rank}
+        variables.pop(SECRET_VARIABLE, None)  # a secret must not be printed
+        settings = [f"{name}={value}" for name, value in sorted(variables.items())]
         print(shlex.join(["env", *settings, *job.rank_command()]))
 
 

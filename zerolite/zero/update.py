@@ -137,7 +137,8 @@ class UpdateMethod(ABC):
         state_names: names of the states with one value per element; None if they are known only from states that
             exist.
         broken: after :meth:`find_broken`: flags by param group, float64 on each device where updates run. Not 0 if an
-            update has made a master non-finite that was finite. The reader of the flags sets them to 0.
+            update has made a master non-finite that was finite (of torch: in a group whose masters all were). The
+            reader of the flags sets them to 0.
     """
 
     one_launch = False
