@@ -348,6 +348,7 @@ def _clean(init_group: bool) -> None:
     import torch.distributed as dist
 
     from zerolite.comm import process_group
+    from zerolite.utils.torch_private import compiler_is_used
 
     gc.collect()
     engine_module = sys.modules.get("zerolite.engine.engine")
@@ -355,6 +356,8 @@ def _clean(init_group: bool) -> None:
         engines = [item for item in gc.get_objects() if type(item) is engine_module.Engine]
         assert not engines, f"{len(engines)} engines are still alive; something outside the case refers to them"
     _freeze_new_modules()
+    if compiler_is_used():  # the engines of later cases would end their gathers with the step
+        torch._dynamo.reset()
     if init_group:
         assert dist.is_initialized(), "the default process group is gone"
         groups = dist.distributed_c10d._world.pg_names

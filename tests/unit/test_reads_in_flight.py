@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import pickle
+import sys
 import threading
 import time
 import warnings
@@ -27,7 +28,15 @@ from zerolite.comm import Pending
 from zerolite.zero import param_gatherer
 from zerolite.zero.stage3.absent_parameter import AbsentParameter
 
-pytestmark = pytest.mark.usefixtures("without_ranks")
+pytestmark = pytest.mark.usefixtures("without_ranks", "nothing_compiled")
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what earlier tests of this process have compiled and captured: gathers would end with the step."""
+    monkeypatch.setattr(param_gatherer, "_has_captured", False)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 class NeverDone:
