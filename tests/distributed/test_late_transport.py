@@ -74,7 +74,7 @@ WAYS = ["plain", "checkpointing", "unused", "clipping", "between", "views"]
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "overlap"), [("fp32", 1, None), ("bf16", 2, None), ("fp32", 2, False)]
+    ("precision", "accumulation", "overlap"), [("fp32", 1, True), ("bf16", 2, True), ("fp32", 2, None)]
 )
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 tight", "3 defaults"])
 @on_ranks(2)
@@ -92,7 +92,7 @@ def test_every_wait(
 @on_ranks(4)
 @pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
 def test_every_wait_of_replicas(stage: str) -> None:
-    given = at(stage, "bf16", 2, 0.0, ADAMW, zero={"shard_size": 2})
+    given = at(stage, "bf16", 2, 0.0, ADAMW, zero={"shard_size": 2, "overlap_comm": True})
     with transport("native"):
         expected = train(given, "unused", True)
     with late():

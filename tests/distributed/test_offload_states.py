@@ -113,8 +113,6 @@ def out_and_back(engine: Any, offload: dict[str, Any]) -> None:
 @on_ranks(1, 2)
 def test_states_go_and_come_back(stage: int, precision: str) -> None:
     given = settings(stage, precision)
-    if stage < 3:
-        given["zero_optimization"]["overlap_comm"] = False  # the time at which a gather arrives moves its copies
     plain = four_windows(given, None)
     for offload in ({}, {"include": ["optim_states", "hp_params"], "non_blocking": True}):
         found = four_windows(given, offload)

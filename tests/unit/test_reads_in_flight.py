@@ -89,7 +89,7 @@ class Tied(nn.Module):
         return nn.functional.linear(hidden, self.embedding.weight)
 
 
-def overlapping(model: nn.Module, stage: int = 1, overlap: bool | None = None, **config: Any) -> tuple[Late, Any]:
+def overlapping(model: nn.Module, stage: int = 1, overlap: bool | None = True, **config: Any) -> tuple[Late, Any]:
     comm = Late()
     return comm, make_engine(comm, model, stage, zero={"overlap_comm": overlap}, **config)
 
@@ -302,6 +302,7 @@ def test_a_weight_with_a_view_is_waited_for_in_every_step_until_the_view_is_gone
 def test_the_engine_itself_keeps_no_view(stage: int, offload: Any, precision: Any, optimizer: str) -> None:
     config = {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}, "zero": offload, **precision}
     comm, model = Late(), stack(4)
+    config["zero"] = {"overlap_comm": True, **config.get("zero", {})}
     engine = make_engine(comm, model, stage, **config)
     x = torch.ones(2, 8, dtype=next(model.parameters()).dtype)
     for bucket in engine._parts.buffer.buckets:

@@ -244,7 +244,7 @@ class PartsBuilder:
         return optimizer
 
     def _make_gatherer(self) -> ParamGatherer:
-        overlaps = self.config.zero_optimization.overlap_comm is not False and not self.policy.shard_parameters
+        overlaps = self.config.zero_optimization.overlap_comm is True and not self.policy.shard_parameters
         return ParamGatherer(self._buffer, overlaps, self._observers)
 
     def _make_pipeline(
