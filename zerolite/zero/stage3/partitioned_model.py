@@ -91,7 +91,7 @@ class PartitionedModel:
             if ranks != gathers.shard.world_size:
                 raise ValueError(
                     f"zerolite.initialize: expected parameter '{name}' to be split over {gathers.shard.world_size} "
-                    f"ranks, got one that is split over {ranks}; build the model without zero.Init"
+                    f"ranks, got one that is split over {ranks}; give zero.Init the same config (config_dict_or_path=)"
                 )
             sharded_param.attach_to_engine(self.context, len(self.sharded_params), name)
             self.sharded_params.append(sharded_param)
