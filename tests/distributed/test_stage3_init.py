@@ -20,7 +20,7 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, at, config
-from tests.toolkit.partitioned import ATTRIBUTES, assert_partitioned, seed_by_rank, stage3, whole
+from tests.toolkit.partitioned import ATTRIBUTES, assert_partitioned, build_in_init, seed_by_rank, stage3, whole
 from tests.toolkit.pool import Pool
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises, run_steps
@@ -161,13 +161,7 @@ def test_constructors_give_the_values_of_plain_construction() -> None:
     """Each rank has a seed of its own; all get what rank 0 alone would have built."""
     warnings.simplefilter("ignore")
     for cls in (Grown, Replaced, Buffers, Parametrised, Lists, Initialises):
-        torch.manual_seed(3)
-        wanted = cls()
-        seed_by_rank(3)
-        with zero.Init():
-            model = cls()
-        assert_partitioned(model)
-        assert_same(whole(model), whole(wanted))
+        model, wanted = build_in_init(cls, 3)
         if cls is not Parametrised:  # its buffers are random numbers of each rank
             assert_same(dict(model.named_buffers()), dict(wanted.named_buffers()))
         with zero.GatheredParameters(model):

@@ -14,7 +14,7 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same
 from tests.toolkit.configs import config
-from tests.toolkit.partitioned import assert_partitioned, seed_by_rank, stage3, whole
+from tests.toolkit.partitioned import assert_partitioned, build_in_init, stage3, whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import run_steps
 from zerolite import zero
@@ -56,13 +56,7 @@ class Aliased(nn.Module):
 def test_tensors_taken_from_parameters() -> None:
     """They have the values of plain construction inside the context and after it, as the saved ones of autograd do.
     Reading freed memory would end the process."""
-    torch.manual_seed(5)
-    wanted = Aliased()
-    seed_by_rank(5)
-    with zero.Init():
-        model = Aliased()
-    assert_partitioned(model)
-    assert_same(whole(model), whole(wanted))
+    model, wanted = build_in_init(Aliased, 5)
     assert all(torch.equal(one, other) for one, other in zip(model.kept, wanted.kept, strict=True))
     assert torch.equal(model.gradient, wanted.gradient)
     engine = zerolite.initialize(model, config(3))  # it releases once more

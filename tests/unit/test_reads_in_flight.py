@@ -352,7 +352,7 @@ def test_a_weight_of_a_class_of_the_users_or_that_other_processes_read_is_waited
 
 
 def test_after_a_load_nothing_is_in_flight() -> None:
-    """What the first forward compiles finds parameters of their own class."""
+    """A forward that compiles then finds parameters of their own class."""
     comm, engine = overlapping(stack(4))
     train(engine)
     engine._parts.pipeline.on_masters_loaded()
@@ -470,7 +470,7 @@ def test_a_forked_process_finds_whole_weights() -> None:
 
 
 def test_a_backward_that_needs_no_values_of_a_weight_in_flight() -> None:
-    """Of a forward before the step: plain PyTorch allows it where no graph has saved the values."""
+    """Its forward came before the step. Plain PyTorch allows that where no graph has saved the values."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     _, engine = overlapping(model)
     late = (torch.ones(2, 8) + model[0].bias).sum()
