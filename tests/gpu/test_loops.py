@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.gpu.test_kernels import no_synchronisation
 from tests.toolkit.configs import at
 from tests.toolkit.pool import Pool
 from tests.toolkit.training import make_engine
@@ -25,23 +26,13 @@ WIDTH, WARMUP, STEPS = 256, 4, 5
 STAGES = ["0", "1", "2", "3 moving", "3 kept", "3 defaults"]
 
 
-@contextlib.contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 class Loop:
     """Engine, optimizer and batch of a loop, on the device."""
 
-    def __init__(self, stage: str, precision: str, own: bool = False, clip: float = 0.0) -> None:
+    def __init__(self, stage: str, precision: str, own: bool = False, clip: float = 0.0, accumulation: int = 1) -> None:
         fused = ("AdamW", {"lr": 1e-3, "fused": True})
         buckets = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
-        config = at(stage, precision, 1, clip, fused, zero=buckets)
+        config = at(stage, precision, accumulation, clip, fused, zero=buckets)
         more: dict[str, Any] = {}
         if own:
             del config["optimizer"]
@@ -107,21 +98,13 @@ def weights(loop: Loop) -> None:
     loop.engine.step()
 
 
-def grad_scaler(loop: Loop) -> None:
+def grad_scaler(loop: Loop, clip: bool = False) -> None:
     with torch.autocast(DEVICE, dtype=torch.float16):
         loss = loop.loss()
     loop.scaler.scale(loss).backward()
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update()
-    loop.optimizer.zero_grad()
-
-
-def grad_scaler_and_clip(loop: Loop) -> None:
-    with torch.autocast(DEVICE, dtype=torch.float16):
-        loss = loop.loss()
-    loop.scaler.scale(loss).backward()
-    loop.scaler.unscale_(loop.optimizer)
-    nn.utils.clip_grad_norm_(loop.engine.parameters(), 0.1)
+    if clip:
+        loop.scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.engine.parameters(), 0.1)
     loop.scaler.step(loop.optimizer)
     loop.scaler.update()
     loop.optimizer.zero_grad()
@@ -178,6 +161,7 @@ def average_of_weights(loop: Loop) -> None:
 LOOPS: dict[str, tuple[Callable[[Loop], None], str, dict[str, Any]]] = {
     "engine": (engine_step, "bf16", {}),
     "engine, clip": (engine_step, "bf16", {"clip": 0.1}),
+    "engine, clip, accumulation": (engine_step, "bf16", {"clip": 0.1, "accumulation": 2}),
     "engine, fp32": (engine_step, "fp32", {"clip": 0.1}),
     "plain": (plain, "bf16", {}),
     "plain, fp32": (plain, "fp32", {}),
@@ -191,7 +175,7 @@ LOOPS: dict[str, tuple[Callable[[Loop], None], str, dict[str, Any]]] = {
     "weights": (weights, "bf16", {}),
     "GradScaler": (grad_scaler, "fp32", {}),
     "GradScaler, own optimizer": (grad_scaler, "fp32", {"own": True}),
-    "GradScaler, clip": (grad_scaler_and_clip, "fp32", {}),
+    "GradScaler, clip": (functools.partial(grad_scaler, clip=True), "fp32", {}),
     "autocast": (autocast, "fp32", {}),
     "norms of p.grad": (norms_of_gradients, "bf16", {}),
     "p.grad in place": (gradient_in_place, "bf16", {}),
@@ -217,6 +201,7 @@ def waits(name: str, stages: list[str]) -> dict[str, str]:
                     step(loop)
         except RuntimeError:
             found[stage] = traceback.format_exc()
+        assert loop.engine.global_steps > WARMUP // 2, f"stage {stage} has not trained"
     return found
 
 
