@@ -7,6 +7,7 @@
 # make site     the documentation as a site with search and API reference, in site/
 # make lint | types | docs | bench | clean
 #
+# Two processes run tests at the same time: TEST_PROCESSES=4 for more.
 # All of them run in .venv (test-torch in .venv-torch-VERSION), which is made and filled on the first call and again only
 # when setup.py, constraints.txt or the version changed. To choose the interpreter or to pass arguments to pip:
 #   make test PYTHON=python3.12 PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
@@ -14,6 +15,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 NPROC ?= 2
 CONFIG ?= examples/gpt/configs/zero2.json
 TRAIN_ARGS ?=
@@ -29,6 +31,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := setup.py constraints.txt zerolite/version.py
 CONSTRAINTS := $(VENV)/constraints.txt
 TORCH_PIN := $(shell sed -n '/^torch==/p' constraints.txt)
+# A file's tests run one after the other in one process. Files go to whichever process is free, in their order: the long
+# ones of tests/cli come early.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help train unit test test-all test-gpu test-torch pytest lint types docs site bench clean
@@ -78,13 +83,13 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS) tests/unit
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS) tests/unit
 
 # pytest runs last, so that its summary is the last line.
 test: $(INSTALLED)
 	$(LINT)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 # Run make again with another environment and another torch in its constraints.
 test-torch:
@@ -92,12 +97,12 @@ test-torch:
 	@$(MAKE) --no-print-directory pytest VENV=.venv-torch-$(TORCH) TORCH_PIN=torch==$(TORCH)
 
 pytest: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(ALL_INSTALLED)
 	$(LINT)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

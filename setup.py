@@ -61,7 +61,7 @@ def read_version() -> str:
 PLOT = ["matplotlib>=3.7"]
 TENSORBOARD = ["tensorboard>=2.12"]
 WANDB = ["wandb>=0.16"]
-TEST = ["mypy>=1.8", "pytest>=8", "ruff>=0.6", "setuptools>=68", "wheel"]
+TEST = ["mypy>=1.8", "pytest>=8", "pytest-xdist>=3.7", "ruff>=0.6", "setuptools>=68", "wheel"]
 TRANSFORMERS = ["transformers>=4.40"]  # tests of its models are skipped where it is absent
 DIGITS = ["scikit-learn>=1.0"]  # the data of examples/digits
 LORA = ["peft>=0.10", "transformers>=4.40"]  # examples/lora

@@ -6,8 +6,9 @@ import signal
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +24,15 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 SHARES = 8  # a share of the slow tests takes about a quarter of an hour on two cores
-SHARE_SECONDS = 18 * 60.0  # the last test begins by then
+SHARE_SECONDS = 18 * 60.0  # of its tests together, in each process that runs tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share",
         metavar="NAME",
-        help=f"after the tests that are not slow, run one in {SHARES} of the slow ones, chosen by NAME (a hash, "
-        f"for instance), for at most {SHARE_SECONDS / 60:.0f} minutes",
+        help=f"also run one in {SHARES} of the slow tests, chosen by NAME (a hash, for instance), until they took "
+        f"{SHARE_SECONDS / 60:.0f} minutes; the rest of them is skipped",
     )
 
 
@@ -76,33 +77,26 @@ class Share:
 
     def __init__(self, name: str) -> None:
         self._part = zlib.crc32(name.encode()) % SHARES
-        self._ends: float | None = None
-        self._chosen = self._run = 0
+        self._seconds_left = SHARE_SECONDS
 
     def choose(self, items: list[pytest.Item]) -> None:
-        """Mark the chosen ones, and put them behind all others."""
+        """Mark the chosen ones."""
         for item in items:
             if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % SHARES == self._part:
                 item.add_marker(pytest.mark.share)
-                self._chosen += 1
-        items.sort(key=lambda item: item.get_closest_marker("share") is not None)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Leave out a slow test for which there is no time any more: True says that it has been dealt with."""
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Count the seconds of the chosen ones, and skip what comes when they are used up."""
         if item.get_closest_marker("share") is None:
-            return None
-        if self._ends is None:
-            self._ends = time.monotonic() + SHARE_SECONDS
-        if time.monotonic() > self._ends:
-            return True
-        self._run += 1
-        return None
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.write_line(
-            f"slow tests: part {self._part + 1} of {SHARES}, {self._run} of its {self._chosen} were run"
-        )
+            return (yield)
+        if self._seconds_left < 0:
+            item.add_marker(pytest.mark.skip(reason=f"--share: its {SHARE_SECONDS / 60:.0f} minutes are over"))
+        began = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            self._seconds_left -= time.monotonic() - began
 
 
 @pytest.fixture(scope="session")
