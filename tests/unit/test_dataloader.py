@@ -116,7 +116,7 @@ def test_drop_last_leaves_full_batches_and_repeats_nothing(world_size, size):
     assert all(len(batch) == 4 for part in batches for batch in part)
     seen = [x for part in batches for batch in part for x in batch]
     assert len(set(seen)) == len(seen)
-    with pytest.raises(ValueError, match="7 samples, too few for a batch of 4 on each of 2 ranks.*_drop_last"):
+    with pytest.raises(ValueError, match="7 samples, too few for a batch on every rank, which takes 8.*_drop_last"):
         build_dataloader(list(range(7)), 4, 0, 2, drop_last=True)
 
 

@@ -119,7 +119,7 @@ class Loaders:
             self._rank,
             self._world_size,
             collate_fn=CountingCollate(collate) if is_iterable else collate,
-            device_type=self._device_type if pin_memory else "cpu",
+            pin_memory=pin_memory and self._device_type == "cuda",
             num_workers=num_workers,
             drop_last=self._drop_last and route == "train",
             shuffle=route == "train",
@@ -220,7 +220,7 @@ def build_dataloader(
     rank: int,
     world_size: int,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    device_type: str = "cpu",
+    pin_memory: bool = False,
     seed: int = 0,
     num_workers: int = 0,
     drop_last: bool = False,
@@ -233,7 +233,7 @@ def build_dataloader(
             anew in each pass. An IterableDataset is batched as it comes: it must split itself over ranks (and
             workers), because no other code can. A DataLoader is refused, because it has batches already.
         collate_fn: makes a batch of a list of samples; default: torch's.
-        device_type: "cuda" pins the host memory of batches.
+        pin_memory: pin the host memory of batches.
         num_workers: processes that load; 0 loads in this one. They draw other random numbers on each rank, also if all
             ranks have the same seed.
         drop_last: False: each pass has every sample. If the ranks' shares would differ, the first samples are repeated
@@ -246,23 +246,12 @@ def build_dataloader(
     """
     batch_size = _check_size("train_micro_batch_size_per_gpu", micro_batch_size, 1)
     _check_size("num_local_io_workers", num_workers, 0)
-    if isinstance(dataset, IterableDataset):
-        sampler = None
-        if world_size > 1 and rank == 0:
-            logger.warning(
-                "training_data is an IterableDataset (%s): each of the %d ranks iterates over all that it yields "
-                "there; it must yield a different part on each rank.",
-                type(dataset).__name__,
-                world_size,
-            )
+    is_iterable = isinstance(dataset, IterableDataset)
+    sampler = None
+    if is_iterable:
+        _warn_of_iterable(dataset, rank, world_size)
     else:
-        samples = _length(dataset)
-        if drop_last and samples < batch_size * world_size:
-            raise ValueError(
-                f"training_data has {samples} samples, too few for a batch of {batch_size} on each of {world_size} "
-                "ranks, and dataloader_drop_last leaves out what does not fill one. Set it to false or take smaller "
-                "batches."
-            )
+        _check_length(dataset, batch_size * world_size if drop_last else 1)
         sampler = EpochSampler(dataset, world_size, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
     return DataLoader(
         dataset,  # type: ignore[arg-type]
@@ -270,11 +259,21 @@ def build_dataloader(
         sampler=sampler,
         num_workers=num_workers,
         collate_fn=collate_fn,
-        pin_memory=device_type == "cuda",
+        pin_memory=pin_memory,
         drop_last=drop_last,
         # An IterableDataset may split itself by an order that it draws, which then must be equal on all ranks.
-        worker_init_fn=None if isinstance(dataset, IterableDataset) else _worker_init_of(rank),
+        worker_init_fn=None if is_iterable else _worker_init_of(rank),
     )
+
+
+def _warn_of_iterable(dataset: object, rank: int, world_size: int) -> None:
+    if world_size > 1 and rank == 0:
+        logger.warning(
+            "training_data is an IterableDataset (%s): each of the %d ranks iterates over all that it yields there; it "
+            "must yield a different part on each rank.",
+            type(dataset).__name__,
+            world_size,
+        )
 
 
 def _worker_init_of(rank: int) -> Callable[[int], None] | None:
@@ -308,7 +307,8 @@ def _check_size(name: str, value: int | None, least: int) -> int:
     return value
 
 
-def _length(dataset: Any) -> int:
+def _check_length(dataset: Any, least: int) -> None:
+    """Raise TypeError for data that cannot be indexed, and ValueError for less than ``least`` samples."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise TypeError(
@@ -325,4 +325,8 @@ def _length(dataset: Any) -> int:
     samples = len(dataset)
     if samples == 0:
         raise ValueError(f"training_data ({kind}) is empty: there is nothing to train on.")
-    return samples
+    if samples < least:
+        raise ValueError(
+            f"training_data has {samples} samples, too few for a batch on every rank, which takes {least} together; "
+            "dataloader_drop_last leaves out what does not fill one. Set it to false or take smaller batches."
+        )

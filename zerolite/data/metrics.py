@@ -1,7 +1,8 @@
 """Values of all ranks, reduced to one or with their rows joined: `engine.reduce`, `gather` and `gather_for_metrics`.
 
 Every call sends one message from each rank to all: what it calls, what its values look like, and the values. So ranks
-that do not call alike, or a value that cannot be sent, give the same error on all ranks. Metrics themselves, and their
+that do not call alike, or a value that cannot be sent, give the same error on all ranks. Tensors travel, and are
+reduced, on the engine's device; the host reads only what describes them. Metrics themselves, and their
 state over a data set, are torchmetrics' business.
 """
 
@@ -28,7 +29,7 @@ class _Leaf(NamedTuple):
     """One value of a nested structure, ready to be sent."""
 
     shape: str  # what must be the same on all ranks, in words
-    sent: Any  # a number, a tensor on the host, or None
+    sent: Any  # a number, a tensor on the engine's device, or None
     finish: Callable[[list[Any]], Any]  # makes the result from every rank's `sent`
 
 
@@ -53,7 +54,7 @@ def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> 
             raise _Unfit(f"expected op to be one of {', '.join(OPS)}, got {op!r}")
         if isinstance(item, numbers.Real):
             return _Leaf("a number", _plain_number(item), lambda parts: _reduce_numbers(parts, op))
-        tensor = _on_host(path, item, "numbers and tensors")
+        tensor = _on_device(path, item, "numbers and tensors", device)
         if tensor.is_complex() and op in ("max", "min"):
             raise _Unfit(f"expected real numbers for {op}, got {tensor.dtype} at {path}")
         if tensor.dtype == torch.uint64:
@@ -83,19 +84,22 @@ def gather(
     def leaf(path: str, item: object) -> _Leaf:
         if problem:
             raise _Unfit(problem)
-        return _gathered(path, item, rows, repeats)
+        if isinstance(item, numbers.Real):
+            item = torch.tensor(_plain_number(item), device="cpu", dtype=_dtype_of(item))
+        tensor = _on_device(path, item, "tensors", device)
+        return _gathered(path, tensor, item.device, rows, repeats)  # type: ignore[attr-defined]
 
     name = "engine.gather" if loaders is None else "engine.gather_for_metrics"
     samples = f", {rows.per_rank} samples on each rank and {rows.samples} in all" if rows is not None else ""
     return _together(name + samples, value, leaf, comm, device)
 
 
-def _gathered(path: str, item: object, rows: Rows | None, repeats: bool) -> _Leaf:
-    """Describe an item of :func:`gather`. repeats: it is of a batch that this rank repeats, so it has no rows."""
-    if isinstance(item, numbers.Real):
-        item = torch.tensor(_plain_number(item), device="cpu", dtype=_dtype_of(item))
-    tensor = _on_host(path, item, "tensors")
-    target = item.device  # type: ignore[attr-defined]
+def _gathered(path: str, tensor: torch.Tensor, target: torch.device, rows: Rows | None, repeats: bool) -> _Leaf:
+    """Describe an item of :func:`gather`, whose result will be on the device ``target``.
+
+    Args:
+        repeats: the item is of a batch that this rank repeats, so it has no rows.
+    """
     is_scalar = tensor.dim() == 0
     tensor = tensor.reshape(1) if is_scalar else tensor
     trailing = "".join(f", {size}" for size in tensor.shape[1:])
@@ -114,14 +118,14 @@ def _gathered(path: str, item: object, rows: Rows | None, repeats: bool) -> _Lea
     return _Leaf(shape, tensor, lambda parts: torch.stack(parts, 1).flatten(0, 1)[:samples].to(target))
 
 
-def _on_host(path: str, item: object, expected: str) -> torch.Tensor:
+def _on_device(path: str, item: object, expected: str, device: torch.device) -> torch.Tensor:
     if not isinstance(item, torch.Tensor):
         raise _Unfit(f"expected {expected}, got {type(item).__name__} at {path}; make it a tensor or leave it out")
     if item.layout != torch.strided or item.is_quantized or item.device.type == "meta":
         what = f"device {item.device}" if item.device.type == "meta" else f"{item.layout}, {item.dtype}"
         raise _Unfit(f"expected a dense tensor with values, got one with {what} at {path}; make it dense")
-    # A view would be pickled with all of its memory.
-    return torch.empty(item.shape, dtype=item.dtype, device="cpu").copy_(item.detach())
+    # A copy, because its bytes are sent as they lie in memory, and a view may have gaps there.
+    return torch.empty(item.shape, dtype=item.dtype, device=device).copy_(item.detach())
 
 
 def _plain_number(number: Any) -> bool | int | float:
@@ -213,14 +217,16 @@ def _together(
 
 def _exchange(message: _Message, comm: Communicator, device: torch.device) -> list[_Message]:
     """Return the messages of all ranks: their lengths first, then their bytes, padded to the longest."""
-    head, *tensors = _pack(message)
-    parts = [torch.tensor([len(head)], device="cpu"), torch.frombuffer(bytearray(head), dtype=torch.uint8), *tensors]
-    packed = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).to(device)
-    length = torch.tensor([packed.numel()], dtype=torch.int64, device=device)
-    lengths = HostRead(_all_gather(length, comm)).get().flatten().tolist()
+    text, *tensors = _pack(message)
+    head = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    packed = torch.cat([head, *(tensor.reshape(-1).view(torch.uint8) for tensor in tensors)])
+    own_lengths = torch.tensor([head.numel(), packed.numel()], dtype=torch.int64, device=device)
+    heads, lengths = HostRead(_all_gather(own_lengths, comm).T).get().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: packed.numel()] = packed
-    return list(map(_unpack, HostRead(_all_gather(padded, comm)).get()))
+    rows = _all_gather(padded, comm)
+    texts = HostRead(rows[:, : max(heads)]).get()
+    return [_unpack(text[:end], row[end:]) for text, row, end in zip(texts, rows, heads, strict=True)]
 
 
 def _pack(message: _Message) -> tuple[Any, ...]:
@@ -233,14 +239,20 @@ def _pack(message: _Message) -> tuple[Any, ...]:
     return json.dumps([message.call, message.problem, message.shapes, values]).encode(), *tensors
 
 
-def _unpack(row: torch.Tensor) -> _Message:
-    start = 8 + int(row[:8].clone().view(torch.int64))
-    call, problem, shapes, values = json.loads(bytes(row[8:start].tolist()))
+def _unpack(text: torch.Tensor, elements: torch.Tensor) -> _Message:
+    """Return a message.
+
+    Args:
+        text: its JSON, on the host.
+        elements: bytes of its tensors, one after the other.
+    """
+    call, problem, shapes, values = json.loads(bytes(text.tolist()))
+    start = 0
     for path, value in values.items():
         if isinstance(value, list):
             dtype, shape = getattr(torch, value[0]), value[1]
             end = start + math.prod(shape) * dtype.itemsize
-            values[path] = row[start:end].clone().view(dtype).view(shape)  # a clone is aligned
+            values[path] = elements[start:end].clone().view(dtype).view(shape)  # a clone is aligned
             start = end
     return _Message(call, problem, shapes, values)
 
