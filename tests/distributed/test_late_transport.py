@@ -90,9 +90,12 @@ def test_every_wait(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
-def test_every_wait_of_replicas(stage: str) -> None:
-    given = at(stage, "bf16", 2, 0.0, ADAMW, zero={"shard_size": 2, "overlap_comm": True})
+@pytest.mark.parametrize(
+    ("stage", "key"),
+    [("1", "shard_size"), ("2", "shard_size"), ("3 tight", "shard_size"), ("3 tight", "zero_hpz_partition_size")],
+)
+def test_every_wait_of_replicas(stage: str, key: str) -> None:
+    given = at(stage, "bf16", 2, 0.0, ADAMW, zero={key: 2, "overlap_comm": True})
     with transport("native"):
         expected = train(given, "unused", True)
     with late():

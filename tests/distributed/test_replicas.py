@@ -1,4 +1,5 @@
-"""Replicas of shards: two ranks divide the states, and two such pairs hold the same, against one process."""
+"""Sets of ranks that have all shards, against one process: two ranks divide the parameters, and two such pairs hold the
+same. The states are replicated too, or divided over all four (hierarchical shards)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import zerolite
 from tests.distributed.test_parity import OPTIMIZERS, SIZES, assert_matches, expected
@@ -19,27 +20,33 @@ from tests.toolkit.configs import SGD, at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import expect_words, make_engine, raised, run_steps, snapshot, train_many
+from zerolite.comm import Pending, done
 from zerolite.zero import groups
 
-STAGES = ("1", "2", "3 moving")
+PAIRS, ROWS = {"shard_size": 2}, {"zero_hpz_partition_size": 2}
+SETS: dict[str, tuple[str, dict[str, int]]] = {
+    "1": ("1", PAIRS),
+    "2": ("2", PAIRS),
+    "3": ("3 moving", PAIRS),
+    "hierarchical": ("3 moving", ROWS),
+}
 EXACT = ("SGD", {"lr": 2.0**-4})  # a product with a power of two is exact, so the update rounds once
-PAIRS = {"shard_size": 2}
 PLAN = {"0": "column", "2": "row"}
 
 
 @pytest.mark.fast("fp32-4-clip")
 @pytest.mark.parametrize(
     ("precision", "accumulation", "clip"),
-    [("fp32", 4, CLIP), ("fp32", 1, 0.0), ("bf16", 1, CLIP), ("bf16", 4, 0.0)],
-    ids=["fp32-4-clip", "fp32-1", "bf16-1-clip", "bf16-4"],
+    [("fp32", 4, CLIP), ("fp32", 1, 0.0), ("bf16", 1, CLIP), ("bf16", 4, 0.0), ("fp16", 1, CLIP)],
+    ids=["fp32-4-clip", "fp32-1", "bf16-1-clip", "bf16-4", "fp16-1-clip"],
 )
 def test_replicas_match_plain_pytorch(pools: Pools, precision: str, accumulation: int, clip: float) -> None:
     """Losses, norms and weights are those of the joint batch, and the same on all ranks."""
     runs = {}
     for optimizer, given in OPTIMIZERS.items():
-        for stage in ("0", *STAGES):
-            made = at(stage, precision, accumulation, clip, given, zero=PAIRS if stage != "0" else {})
-            runs[f"{optimizer}, stage {stage}"] = {"config": made, "sizes": SIZES[4], "steps": 6}
+        for name, (stage, sets) in {"0": ("0", {}), **SETS}.items():
+            made = at(stage, precision, accumulation, clip, given, zero=sets)
+            runs[f"{optimizer}, {name}"] = {"config": made, "sizes": SIZES[4], "steps": 6}
     ranks = pools(4).run(train_many, {"runs": runs}, timeout=120)
     for name in runs:
         optimizer = name.partition(",")[0]
@@ -50,20 +57,20 @@ def test_replicas_match_plain_pytorch(pools: Pools, precision: str, accumulation
 # -------------------------------------------------------------------- the order of sums
 
 
-def in_one_process(reduces_each_backward: bool, accumulation: int, steps: int) -> dict[str, torch.Tensor]:
+def in_one_process(reduces_each_backward: bool, accumulation: int, steps: int) -> dict[str, Tensor]:
     """The weights after SGD, with gradients summed as the groups do: within a pair of ranks, then over the pairs."""
     model = models.build(models.OddModel, **SIZES[4])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def gradients(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+    def gradients(step: int, micro: int, rank: int) -> dict[str, Tensor]:
         model.zero_grad()
         (models.token_loss(model, models.token_batch(step, micro, rank)) / accumulation).backward()
         return {name: p.grad / 4 for name, p in trained.items() if p.grad is not None}
 
-    def plus(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def plus(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: one[name] + other[name] for name in one}
 
-    def mean(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def mean(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         return plus(plus(of_ranks[0], of_ranks[1]), plus(of_ranks[2], of_ranks[3]))
 
     for step in range(steps):
@@ -78,30 +85,35 @@ def in_one_process(reduces_each_backward: bool, accumulation: int, steps: int) -
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def replicated_bits(stage: str, accumulation: int) -> None:
-    engine = make_engine(at(stage, "fp32", accumulation, 0.0, EXACT, zero=PAIRS), sizes=SIZES[4])
+def replicated_bits(name: str, accumulation: int) -> None:
+    stage, sets = SETS[name]
+    engine = make_engine(at(stage, "fp32", accumulation, 0.0, EXACT, zero=sets), sizes=SIZES[4])
     run_steps(engine, 4, model="OddModel")
     found = snapshot(engine)
     assert_same_on_ranks(found)
-    assert_same_bits(found, in_one_process(stage != "1", accumulation, 4), f"stage {stage}")
+    assert_same_bits(found, in_one_process(stage != "1", accumulation, 4), name)
 
 
 @pytest.mark.fast
 @on_ranks(4)
-@pytest.mark.parametrize("stage", STAGES)
-def test_replicas_have_the_bits_of_one_process(stage: str) -> None:
+@pytest.mark.parametrize("name", SETS)
+def test_replicas_have_the_bits_of_one_process(name: str) -> None:
     """The embedding of a token is a sum over the batch, OddModel has an unused parameter, and one without elements."""
     for accumulation in (1, 4):
-        replicated_bits(stage, accumulation)
+        replicated_bits(name, accumulation)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("stage", STAGES)
-def test_without_the_sum_over_replicas_weights_are_others(stage: str) -> None:
+@pytest.mark.parametrize("name", SETS)
+def test_without_the_sum_over_replicas_weights_are_others(name: str) -> None:
+    def keep(part: Tensor, *args: Any, **kwargs: Any) -> Pending:
+        return done(part[: len(part) // 2] if name == "hierarchical" else part)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "_reduce_replicated", lambda shard, replicate, *args: shard.reduce_scatter(*args))
+        hops = groups._reduce_in_two_hops
+        patch.setattr(groups, "_reduce_in_two_hops", lambda shard, second, *args: hops(shard, keep, *args))
         with pytest.raises(AssertionError, match="differ|are not those of rank 0"):
-            replicated_bits(stage, 1)
+            replicated_bits(name, 1)
 
 
 # -------------------------------------------------------------------- what users read and write
@@ -139,14 +151,15 @@ def states_of(engine: Any) -> dict[str, Any]:
 _SAVED = ("plain", "replicated")
 
 
-@pytest.mark.fast("2-4")
+@pytest.mark.fast("2-4", "hierarchical-4")
 @on_ranks(4)
-@pytest.mark.parametrize("stage", STAGES)
-def test_replicas_count_once(stage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SETS)
+def test_replicas_count_once(name: str, tmp_path: Path) -> None:
     """All values are those of four ranks without replicas, and each kind of engine loads the other's checkpoint."""
+    stage, sets = SETS[name]
     plain = use_states(stage, tmp_path / "plain", {})
-    replicated = use_states(stage, tmp_path / "replicated", {"mics_shard_size": 2})
-    from_plain, from_replicated = branches(stage, PAIRS), branches(stage, {})
+    replicated = use_states(stage, tmp_path / "replicated", {"mics_shard_size": 2} if sets is PAIRS else sets)
+    from_plain, from_replicated = branches(stage, sets), branches(stage, {})
     from_plain.load_checkpoint(str(tmp_path / "plain"))
     from_replicated.load_checkpoint(str(tmp_path / "replicated"))
     sizes = [sum(file.stat().st_size for file in (tmp_path / name).rglob("*.safetensors")) for name in _SAVED]

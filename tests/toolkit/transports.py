@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerolite.comm import Communicator, create_communicator, host_memory, second_communicator, use_communicator
+from zerolite.comm import Communicator, create, create_communicator, host_memory, second_communicator
 from zerolite.comm.communicator import NativeCommunicator
-from zerolite.comm.process_group import engine_group, second_group
+from zerolite.comm.process_group import second_group
 from zerolite.comm.transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -35,11 +35,10 @@ UNITS: dict[str, list[tuple[int, torch.dtype]]] = {
 @contextlib.contextmanager
 def transport(name: str) -> Iterator[None]:
     """``shared memory``, ``messages``, ``little memory`` (files of at most 20000 bytes), or ``native``."""
-    create = host_memory._create
-    native = use_communicator(lambda rank, world: NativeCommunicator(ProcessGroupTransport(engine_group())))
-    with pytest.MonkeyPatch.context() as patch, native if name == "native" else contextlib.nullcontext():
+    make_file = host_memory._create
+    with pytest.MonkeyPatch.context() as patch, _native() if name == "native" else contextlib.nullcontext():
         if name == "little memory":
-            patch.setattr(host_memory, "_create", lambda name, size: create(name, size) if size <= 20000 else None)
+            patch.setattr(host_memory, "_create", lambda name, size: make_file(name, size) if size <= 20000 else None)
         patch.setenv("ZEROLITE_SHARED_MEMORY", "0" if name == "messages" else "1")
         yield  # with "native", gloo knows the calls that NCCL gets
 
@@ -52,7 +51,17 @@ def pair() -> tuple[Communicator, Communicator]:
 @contextlib.contextmanager
 def late() -> Iterator[None]:
     """NCCL's calls over gloo, by a transport that delivers as late as NCCL may: see :class:`LateTransport`."""
-    with use_communicator(lambda rank, world: NativeCommunicator(LateTransport(engine_group()))):
+    with _native(LateTransport):
+        yield
+
+
+@contextlib.contextmanager
+def _native(made: type[ProcessGroupTransport] = ProcessGroupTransport) -> Iterator[None]:
+    """The communicators of all groups make the backend's own calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(create, "ProcessGroupTransport", made)
+        for kind in ("GlooCommunicator", "SharedMemoryCommunicator"):
+            patch.setattr(create, kind, NativeCommunicator)
         yield
 
 

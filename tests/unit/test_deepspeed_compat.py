@@ -59,7 +59,6 @@ def test_deprecated_spellings_are_read() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
         {"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}},
         {"autotuning": {"enabled": True}, "compile": {"deepcompile": True}},
         {"checkpoint": {"use_node_local_storage": True}, "aio": {"use_gds": True}},
@@ -72,11 +71,6 @@ def test_what_changes_no_numbers_is_left_out(given: dict[str, object], caplog: p
     with caplog.at_level(logging.WARNING, logger="zerolite"):
         load_config(read_config(given).zerolite)
     assert "has no effect here" in caplog.text
-
-
-def test_the_shard_size_of_mics_is_used() -> None:
-    config = read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 4}})
-    assert load_config(config.zerolite).zero_optimization.mics_shard_size == 4
 
 
 @pytest.mark.parametrize(

@@ -207,22 +207,22 @@ class ModelState:
         if not self.parts.buffer.shard:
             # Stage 0: every rank has all masters and states, so they are divided evenly like other full tensors.
             sharded, everywhere = everywhere, sharded
+        groups = self.parts.groups
+        written = sharded if groups.is_first_owner else []
         for name, parameter in () if exclude_frozen else self._frozen():
             handle = sharded_param_of(parameter)
             if name in elsewhere or not self.writes(parameter):
                 continue
             if handle is None:
                 everywhere.append(range_of(PARAMETERS + name, parameter.data, shard_spec_of(parameter)))
-            elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
+            elif groups.is_first_replica and (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 # The user may have written into a gathered parameter; its shard does not have that value yet.
-                sharded.append(replace(part, values=handle.local_shard()) if handle.status is AVAILABLE else part)
-        groups = self.parts.groups
-        written = sharded if groups.is_first_replica else []
+                written.append(replace(part, values=handle.local_shard()) if handle.status is AVAILABLE else part)
         return [*written, *split_evenly(everywhere, groups.mean.rank, groups.mean.world_size)]
 
     def _writes_scalars(self, param_shard: OptimParamShard) -> bool:
         groups = self.parts.groups
-        first_copy = groups.is_first_replica if self.parts.buffer.shard else groups.mean.rank == 0
+        first_copy = groups.is_first_owner if self.parts.buffer.shard else groups.mean.rank == 0
         return first_copy and param_shard.fragment.param_start == 0 and self.parts.topology.tensor.rank == 0
 
     def shape_of(self, param_shard: OptimParamShard) -> torch.Size:

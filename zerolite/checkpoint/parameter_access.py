@@ -225,18 +225,17 @@ class ParameterAccess:
         self._pipeline.check_available()
         self._pipeline.written.collect_all()
         for _, shard in self._shards([index]):
-            bucket = shard.bucket
-            parts = [bucket.master_view(shard.fragment), bucket.view_of(shard.fragment, bucket.owned)]
-            for part in parts:
-                _copy(shard, part, values)
-            self._buffer.placements.drop_reads(parts)
+            master = shard.bucket.master_view(shard.fragment)
+            _copy(shard, master, values)
+            self._buffer.placements.drop_reads([master])
         parameter = self._buffer.parameters[index]
         sharded_param = sharded_param_of(parameter)
-        if sharded_param is not None:
-            sharded_param.count_write()
-        if sharded_param is None or sharded_param.status is ZeroParamStatus.AVAILABLE:
+        if sharded_param is None:
             strides = self._reducer.bucket_of[index].strides[index]
-            parameter.data.copy_(values.as_strided(unpartitioned_shape(parameter), strides))
+            parameter.data.copy_(values.as_strided(parameter.shape, strides))
+        else:
+            sharded_param.write(values)  # its shard, of which this rank may update a part only
+        if sharded_param is None or sharded_param.status is ZeroParamStatus.AVAILABLE:
             torch.autograd.graph.increment_version([parameter])
 
     # ---------------------------------------------------------------- states

@@ -43,7 +43,7 @@ class Topology:
         tensor: ranks with the other shards of the same layers (tp).
         pipe: ranks with the other pipeline stages (pp).
         model: ranks of one full copy of the model, tensor × pipe.
-        shard: data ranks over which ZeRO splits states: all of them, unless some hold the same shards.
+        shard: data ranks over which ZeRO splits buckets: all of them, unless some hold the same shards.
         replicate: data ranks that hold the same shard; None if there are no others.
         mesh: torch's DeviceMesh with the dimensions "pipe", "data" and "tensor"; None for one process and in a dry run.
     """
@@ -93,11 +93,11 @@ def data_topology(comm: Communicator) -> Topology:
 
 @collective
 def with_replicas(topology: Topology, device: torch.device, shard: int, host: int | None = None) -> Topology:
-    """Divide the data ranks into sets of ``shard`` neighbours, each of which holds all states.
+    """Divide the data ranks into sets of ``shard`` neighbours, each of which has all shards.
 
     Args:
         device: of the tensors.
-        shard: data ranks that divide ZeRO's states.
+        shard: ranks of a set.
         host: ranks on each host; None if unknown.
 
     Raises:

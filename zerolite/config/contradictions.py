@@ -151,6 +151,22 @@ def _replicas(config: ZeroliteConfig) -> Found:
             f"expected the value of its other name, zero_optimization.shard_size = {zero.shard_size}, got "
             f"{zero.mics_shard_size}; leave one of the two out",
         )
+    if not zero.is_hierarchical:
+        return
+    key, size = "zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size
+    for name in ("shard_size", "mics_shard_size"):
+        if (getattr(zero, name) or 0) > 0:
+            yield (
+                f"{key} zero_optimization.{name}",
+                f"expected 1 beside zero_optimization.{name}, with which each set of ranks has all states, got {size}; "
+                "leave one of the two out",
+            )
+    if zero.offload_param.enabled:
+        yield (
+            f"{key} zero_optimization.offload_param.device",
+            "expected 1 with zero_optimization.offload_param, because updates send parameters from device to device, "
+            f"got {size}; leave one of the two out (zero_optimization.offload_optimizer goes with both)",
+        )
 
 
 def _tensor_parallel(config: ZeroliteConfig) -> Found:

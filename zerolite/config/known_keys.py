@@ -109,7 +109,6 @@ UNSUPPORTED: dict[str, Key] = {
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
         "zero_optimization.",
     ),
-    "zero_optimization.zero_hpz_partition_size": Key((1, 0), stage3=True),
     "zero_optimization.zeropp_loco_param": Key((False, {})),
     "zero_optimization.mics_hierarchical_params_gather": Key(
         ignored="gathers stay among the ranks of shard_size, and NCCL knows which of them share a host"

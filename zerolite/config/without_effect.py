@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from .models import ZeroliteConfig
     from .zero import ZeroConfig
 
-_OF_STAGE_3 = ("leaf_modules", "leaf_module")
+_OF_STAGE_3 = ("leaf_modules", "leaf_module", "zero_hpz_partition_size")
 _SAME_AT_ALL_STAGES = ("stage3_gather_16bit_weights_on_model_save",)
-_WRITTEN_OUT = {"stage3_max_live_parameters": 1_000_000_000}  # DeepSpeed's default, which configs of all stages have
+# DeepSpeed's default, which configs of all stages have, and the other value that means nothing.
+_WRITTEN_OUT = {"stage3_max_live_parameters": 1_000_000_000, "zero_hpz_partition_size": 0}
 
 
 _Found = tuple[str, str, dict[str, Any]]  # key of `zero_optimization`, reason, replacements for its values

@@ -34,9 +34,14 @@ class ZeroConfig(Block):
     """Stages 1 to 3: data-parallel ranks that divide the states among them, such as those of a node. Every other such
     set of ranks holds the same shards: gathers stay in a set, and reduced gradients are then summed over the sets. A
     divisor of the number of data-parallel ranks. null: all of them. (zerolite's own key; see
-    [replicas](how-zero-works.md#replicas-of-shards).)"""
+    [many nodes](many-nodes.md).)"""
     mics_shard_size: Annotated[Integer, Field(ge=-1)] = -1
     """DeepSpeed's name of `shard_size`; -1 or 0 = all ranks."""
+    zero_hpz_partition_size: Natural = 1
+    """Stage 3: data-parallel ranks that divide the parameters among them, such as those of a node, so that gathers stay
+    among them. All ranks divide gradients, masters and optimizer states, and exchange updated values once a step. A
+    divisor of the number of data-parallel ranks; 1 or 0: all of them divide everything. (See
+    [many nodes](many-nodes.md).)"""
     reduce_bucket_size: Count | None = None
     """Elements in a bucket, which one collective reduces or gathers. null or `"auto"`: the larger of 40 M and 1 M for
     each data-parallel rank; at most an eighth of the model, at least 4 Mi."""
@@ -104,8 +109,20 @@ class ZeroConfig(Block):
 
     @property
     def ranks_of_shards(self) -> int | None:
-        """Ranks that divide the states, from ``shard_size`` or ``mics_shard_size``; None for all."""
-        return self.shard_size or max(0, self.mics_shard_size) or None
+        """Ranks of a set that has all shards, from ``shard_size``, ``mics_shard_size`` or ``zero_hpz_partition_size``;
+        None for all ranks."""
+        hierarchical = self.zero_hpz_partition_size if self.is_hierarchical else None
+        return self.shard_size or max(0, self.mics_shard_size) or hierarchical
+
+    @property
+    def key_of_sets(self) -> str:
+        """The key behind :attr:`ranks_of_shards`, for messages."""
+        return f"zero_optimization.{'zero_hpz_partition_size' if self.is_hierarchical else 'shard_size'}"
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """True if the ranks of a set divide the parameters, and all ranks the states."""
+        return self.stage == 3 and self.zero_hpz_partition_size > 1
 
     @field_validator("stage", mode="before")
     @classmethod

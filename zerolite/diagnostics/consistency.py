@@ -187,9 +187,9 @@ class SharedWeight:
 def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, warns: bool = False) -> Iterator[SharedWeight]:
     """Yield the weights that several data-parallel ranks hold between two steps.
 
-    These are full buckets, frozen parameters, at stage 3 the parameters that stay whole, and with replicas the masters
-    of this rank's shards, unless they are on disk. The model's buffers are not compared: they may differ between ranks
-    after a forward, as with DDP.
+    These are full buckets, frozen parameters, at stage 3 the parameters that stay whole, and with replicas this rank's
+    shards, unless they are on disk: masters, or parameters if all ranks split the masters. The model's buffers are not
+    compared: they may differ between ranks after a forward, as with DDP.
 
     Args:
         model: the model.
@@ -200,11 +200,14 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, warns: bool 
         for bucket in buffer.buckets:
             values = {slot.name: bucket.compute[slot.start : slot.end] for slot in bucket.layout.slots}
             yield SharedWeight(bucket.compute, values)
-    if buffer.gradient_memory.groups.replicate is not None:
-        for bucket in buffer.buckets:
-            if bucket.placement.location != DISK:
-                names = dict.fromkeys((slot.name for slot in bucket.layout.slots), bucket.master)
-                yield SharedWeight(bucket.master, names, is_shard=True)
+    groups = buffer.gradient_memory.groups
+    for bucket in buffer.buckets if groups.replicate is not None else ():
+        shared, placement = bucket.compute, bucket.compute_placement
+        if groups.states is groups.shard:  # otherwise each replica has its own masters
+            shared, placement = bucket.master, bucket.master_placement
+        if placement.location != DISK:
+            names = dict.fromkeys((slot.name for slot in bucket.layout.slots), shared)
+            yield SharedWeight(shared, names, is_shard=True)
     trained, untrained = {id(parameter) for parameter in buffer.parameters}, list[str]()
     for name, parameter in model.named_parameters():
         if warns and parameter.requires_grad and id(parameter) not in trained:

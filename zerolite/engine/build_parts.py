@@ -97,7 +97,7 @@ class PartsBuilder:
         )
         self._ties = {} if pipe_stage is None else {id(tie.parameter): tie for tie in pipe_stage.ties}
         self._chunks = 1 if pipe_stage is None else len(pipe_stage.chunks)  # each has its own backward
-        self._groups = RankGroups.of(topology, self.policy.shard_optimizer)
+        self._groups = RankGroups.of(topology, self.policy, config.zero_optimization.is_hierarchical)
         self._observers = Observers()
         self.shared_grads: SharedGradReducer | None = None
 
@@ -127,7 +127,7 @@ class PartsBuilder:
             shared = "" if tie is None else f", shared as {tie.key}"
             return f"{self.precision.compute_dtype(p)} sent as {communication(p)}{shared}"
 
-        self.rules = LayoutRules(config, self._groups.shard.world_size, bucket_kind, choice.undivided, partitioned)
+        self.rules = LayoutRules(config, self._groups, bucket_kind, choice.undivided, partitioned)
         accumulation = GradAccumulation((config.gradient_accumulation_steps or 1) * self._chunks)
         memory = self._make_gradient_memory(accumulation, communication)
         self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)

@@ -121,7 +121,8 @@ def _start_process() -> torch.device:
 def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.device) -> Topology:
     """Make the grid of the config. Raises on all ranks if their configs have different grids."""
     pipe, tensor, shard = config.pipeline.stages, config.tensor_parallel.ranks, config.zero_optimization.ranks_of_shards
-    facts = {f"config key {key}": {"": str(size)} for key, size in ((_PIPE, pipe), (_TENSOR, tensor), (_SHARD, shard))}
+    key = config.zero_optimization.key_of_sets
+    facts = {f"config key {name}": {"": str(size)} for name, size in ((_PIPE, pipe), (_TENSOR, tensor), (key, shard))}
     local = ranks_of_host(os.environ)
     if shard is not None:
         facts["the number of ranks on this host"] = {"": str(local)}
@@ -136,7 +137,7 @@ def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.de
     try:
         return with_replicas(topology, device, shard, local)
     except ValueError as error:
-        raise ConfigError([(_SHARD, str(error))]) from None
+        raise ConfigError([(key, str(error))]) from None
 
 
 def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
@@ -156,7 +157,7 @@ def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
         raise ConfigError([(path, f"{sentence} ({counted})") for path, sentence in error.errors]) from None
 
 
-_PIPE, _TENSOR, _SHARD = "pipeline.stages", "tensor_parallel.size", "zero_optimization.shard_size"
+_PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"
 
 
 def _listed_params(entry: Any) -> Any:

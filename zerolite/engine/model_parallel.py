@@ -194,7 +194,7 @@ class SharedGradReducer(StepObserver):
     def _fragments_of(self, group: SharedParams) -> list[Fragment]:
         layout, sharded = self._reducer.buffer.layout, self._reducer.keeps_shards
         order = {index: place for place, index in enumerate(group.indices)}
-        fragments = layout.fragments(self._topology.shard.rank) if sharded else layout.full_fragments()
+        fragments = layout.fragments(self._reducer.buffer.rank) if sharded else layout.full_fragments()
         return sorted((f for f in fragments if f.slot.index in order), key=lambda f: order[f.slot.index])
 
 

@@ -22,6 +22,7 @@ from zerolite.engine.options import bucket_numel
 from zerolite.precision.dtypes import Precision
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import BucketLayout, ParameterSpec, PartitionLayout
 from zerolite.zero.optimizer import Groups
 from zerolite.zero.reducer import Reducer
@@ -45,18 +46,20 @@ class LayoutRules:
     def __init__(
         self,
         config: ZeroliteConfig,
-        shards: int,
+        groups: RankGroups,
         bucket_kind: Callable[[torch.nn.Parameter], str],
         undivided: bool,
         partitioned: PartitionedModel | None,
     ) -> None:
         """
         Args:
-            shards: number of ranks that share a bucket.
+            groups: the ranks that share a bucket.
             bucket_kind: only parameters of one kind share a bucket.
             partitioned: the partitioned model at stage 3.
         """
-        self._config, self._shards, self._bucket_kind = config, shards, bucket_kind
+        self._config, self._bucket_kind = config, bucket_kind
+        self._shards = groups.shard.world_size
+        self._ranks_of_row = groups.states.world_size // self._shards
         self.undivided, self._partitioned = undivided, partitioned
         self.bucket_numel = 0
 
@@ -86,7 +89,7 @@ class LayoutRules:
         # rank.
         limit = bucket_numel(specs, self._config, world_size=1)
         groups = bucket_groups(parameters, self._partitioned.groups, limit, together)
-        return PartitionLayout.build_sliced(specs, groups, self._shards)
+        return PartitionLayout.build_sliced(specs, groups, self._shards, self._ranks_of_row)
 
 
 def launch_by_groups(partitioned: PartitionedModel, reducer: Reducer) -> None:

@@ -68,7 +68,7 @@ def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
     grid, shard = Grid(pipe, world_size // (pipe * tensor), tensor), config.zero_optimization.ranks_of_shards
     if shard is not None and grid.data % shard:
         sentence = f"expected a divisor of the {grid.data} data-parallel ranks, got {shard}"
-        raise ConfigError([("zero_optimization.shard_size", sentence)])
+        raise ConfigError([(config.zero_optimization.key_of_sets, sentence)])
     return grid
 
 

@@ -121,7 +121,7 @@ class Bucket:
         self.placement, self.compute_placement = placements.optimizer_placement(layout.index), compute_placement
         self.updates_on_host = self.placement.location != DEVICE
         self.compute, self.device = compute, placements.device
-        self.owned = compute if layout.rows else buffer.owned_range(layout, compute)
+        self.owned = buffer.owned_range(layout, compute)
         self.separate = master_dtype != compute.dtype
         self.master = self.owned
         if self.separate:
@@ -150,7 +150,7 @@ class Bucket:
         self.is_lent = False
         self._offloaded: OffloadedGradient | None = None
         if memory.offloads is not None and not placements.is_accessible(self.placement, on_host=False):
-            numel = layout.numel // memory.groups.shard.world_size
+            numel = layout.numel // memory.groups.states.world_size
             self._offloaded = OffloadedGradient(memory.offloads, self.index, self.placement, numel, self.dtypes.mean[0])
         self.is_offloaded = self._offloaded is not None
 
@@ -407,11 +407,11 @@ class Bucket:
         # With a new version autograd refuses a second backward through a graph from before the step. Without it that
         # backward would silently use the new weights.
         torch.autograd.graph.increment_version(self.parameters)
-        if self.is_sharded and not self.layout.rows:
+        if (updated := self._memory.groups.updated) is not None:
             if self._own_users:  # asked before the launch, because collectives have views of their own
                 is_shared = self.device.type == "cpu" and self._storage.is_shared()
                 self._has_readers = is_shared or storage_users(self._storage) != self._own_users
-            self.gathering = self._memory.groups.shard.all_gather(self.compute, "parameters", self.index + 1)
+            self.gathering = updated.all_gather(self.compute, "parameters", self.index + 1)
 
     @torch.no_grad()
     def sync_master_from_param(self) -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ class ParameterBuffer:
         placements: Placements,
     ) -> None:
         self.gradient_memory, self.placements = gradient_memory, placements
-        self.rank, self.shard = gradient_memory.groups.shard.rank, gradient_memory.options.shard
+        self.rank, self.shard = gradient_memory.groups.states.rank, gradient_memory.options.shard
         self.buckets: list[Bucket] = []
         self._addresses: list[int] = []  # of all parameters, when their data were views of the buckets
         self.set_layout(layout, parameters)
@@ -90,11 +90,11 @@ class ParameterBuffer:
             self.buckets.append(bucket)
 
     def owned_range(self, layout: BucketLayout, full: torch.Tensor) -> torch.Tensor:
-        """Return the range of a full bucket that this rank updates, a view."""
+        """Return the range that this rank updates of a full bucket, or of its row of the bucket, a view."""
         if not self.shard:
             return full
-        low, high = self.layout.shard_range(layout, self.rank)
-        return full[low:high]
+        owned = self.layout.shard_range(layout, self.rank)
+        return full.narrow(0, owned.start % full.numel(), owned.numel)
 
     @collective
     def gather(
@@ -107,7 +107,7 @@ class ParameterBuffer:
             shards: this rank's parts by index, flat or in the parameter's shape; it may own nothing of a parameter.
             dtype: dtype of the parts.
         """
-        comm, slots = self.gradient_memory.groups.shard, [self.layout.slots[index] for index in indices]
+        comm, slots = self.gradient_memory.groups.states, [self.layout.slots[index] for index in indices]
         strides = [self.buckets[slot.bucket].strides[slot.index] for slot in slots]
         parts = {
             index: flattened(shards[index], order) if shards[index].dim() > 1 else shards[index].view(-1)
@@ -126,7 +126,8 @@ class ParameterBuffer:
             if rows.numel() and comm.world_size > 1:
                 comm.all_gather(rows.view(-1), tag="access").wait()
             for start, of_ranks in zip(starts, owned, strict=False):
-                flats.append(torch.cat([row.narrow(0, start, o.numel) for row, o in zip(rows, of_ranks, strict=True)]))
+                in_order = sorted(zip(of_ranks, rows, strict=True), key=lambda pair: pair[0])
+                flats.append(torch.cat([row.narrow(0, start, part.numel) for part, row in in_order]))
         shapes = [getattr(p, "ds_shape", p.shape) for p in map(self.parameters.__getitem__, indices)]
         return [flat.as_strided(shape, order) for flat, shape, order in zip(flats, shapes, strides, strict=True)]
 
@@ -167,11 +168,14 @@ class PartitionedParameterBuffer(ParameterBuffer):
         for layout, placement in zip(self.unfilled, self._choose_placements(), strict=True):
             members = [self.parameters[slot.index] for slot in layout.slots]
             dtype = compute_dtype(members[0])
-            compute = placement.zeros(layout.numel // self.layout.world_size, dtype, COMPUTE)
+            compute = placement.zeros(layout.numel // layout.rows, dtype, COMPUTE)
             bucket = Bucket(layout, members, self, compute, placement, master_dtype(dtype))
-            for slot, sharded_param in zip(layout.slots, self._sharded_params(layout), strict=True):
-                if bucket.separate:
-                    bucket.master.narrow(0, slot.start, slot.part).copy_(sharded_param.shard)
+            sharded_params = dict(zip(layout.slots, self._sharded_params(layout), strict=True))
+            for fragment in bucket.fragments if bucket.separate else ():
+                in_shard = fragment.param_start % fragment.slot.part
+                shard = sharded_params[fragment.slot].shard.narrow(0, in_shard, fragment.numel)
+                bucket.master_view(fragment).copy_(shard)
+            for slot, sharded_param in sharded_params.items():
                 sharded_param.move_shard(compute.narrow(0, slot.start, slot.part), placement)
             self.buckets.append(bucket)
 
@@ -181,7 +185,7 @@ class PartitionedParameterBuffer(ParameterBuffer):
         placements = []
         for layout in reversed(self.unfilled):
             persistent = all(sharded_param.persistent for sharded_param in self._sharded_params(layout))
-            placements.append(self.placements.place_parameters(layout.numel // self.layout.world_size, persistent))
+            placements.append(self.placements.place_parameters(layout.numel // layout.rows, persistent))
         return placements[::-1]
 
     def _sharded_params(self, layout: BucketLayout) -> list[PartitionedParameter]:

@@ -133,7 +133,7 @@ class GradientMemory:
         limit = IN_FLIGHT + 2 if self.options.shard else buckets
         self._limit, self._free = limit if self.options.keep_buckets else 0, []
         if self.offloads is not None:
-            self.offloads.set_max_nbytes(4 * widest // self.groups.shard.world_size)  # sums are in fp32
+            self.offloads.set_max_nbytes(4 * widest // self.groups.states.world_size)  # sums are in fp32
 
     def is_launched_soon(self, bucket: LocalSum, launching: bool) -> bool:
         """Return True if few buckets are launched before this one, so that few are kept like it.

@@ -70,7 +70,7 @@ class Gradients:
 
     def __init__(self, step: StepPipeline, reducer: Reducer, collector: StatsCollector) -> None:
         self._step: StepPipeline = weakref.proxy(step)
-        self._reducer, self._collector, self._shard = reducer, collector, reducer.groups.shard
+        self._reducer, self._collector, self._states = reducer, collector, reducer.groups.states
         self._buffer, self._shown, self._device = reducer.buffer, reducer.shown, reducer.buffer.placements.device
         self._shown.connect(self)
         self.is_touched = self.is_multiplied = False
@@ -160,7 +160,7 @@ class Gradients:
         if not self._reducer.keeps_shards or not tensor.dim():
             return tensor
         layout = self._buffer.layout
-        owned = layout.param_range(layout.slots[gradient.slot.index], self._shard.rank)
+        owned = layout.param_range(layout.slots[gradient.slot.index], self._states.rank)
         return flattened(tensor.expand(gradient.shape), gradient.stride()).narrow(0, owned.start, owned.numel)
 
     @torch.no_grad()
@@ -171,7 +171,7 @@ class Gradients:
         if not self._reducer.keeps_shards:
             return part
         index, name = gradient.slot.index, gradient.slot.name
-        if self._shard.world_size > 1 and self._shard.is_rank0:
+        if self._states.world_size > 1 and self._states.is_rank0:
             warn_of_collective(
                 f"this line needs all values of the gradient of '{name}', of which each rank owns a part: they are "
                 "gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for several "
@@ -258,9 +258,9 @@ class Gradients:
         if not self._reducer.keeps_shards:  # every rank has the full gradient, and with it the same values
             return values
         if largest:
-            self._shard.all_reduce_max(values, tag="access")
+            self._states.all_reduce_max(values, tag="access")
         else:
-            self._shard.all_reduce(values, tag="access").wait()
+            self._states.all_reduce(values, tag="access").wait()
         return values
 
     def _refresh_stats(self) -> None:

@@ -25,6 +25,14 @@ bucket is a table with one row per rank. A slot is a column of the table: it has
     row 1 | a[k:2k]  | b[m:2m]  |   shard of rank 1
     row 2 | a[2k:] . | b[2m:] . |   shard of rank 2; the last parts are padded
 
+A row may have several ranks. Each keeps the row's compute parameters, and updates a part of the row, which is its shard
+then. A part may begin anywhere in a slot. ::
+
+               | rank 0    | rank 2    |
+    row 0 | a[0:k]   | b[0:m]   | . |     on ranks 0 and 2; the end of the row is padding
+    row 1 | a[k:2k]  | b[m:2m]  | . |     on ranks 1 and 3
+               | rank 1    | rank 3    |
+
 **Whole** buckets (for an optimizer that needs whole parameters). Each slot lies within one shard, so one rank owns the
 parameter. Shards have equal lengths here, too: what the parameters of a rank leave free is padding. ::
 
@@ -104,7 +112,7 @@ class Slot:
         bucket: index of the bucket.
         start: first element in the bucket; in a sliced one, in each row.
         numel: elements of the parameter.
-        part: ``shard_numel(numel, world_size)`` in a sliced bucket, otherwise 0.
+        part: ``shard_numel(numel, rows)`` in a sliced bucket, otherwise 0.
         whole: one rank owns all of it.
     """
 
@@ -130,7 +138,7 @@ class BucketLayout:
         kind: kind of its parameters.
         numel: elements with padding, a multiple of world_size × alignment.
         slots: in the order of their starts.
-        rows: world_size in a sliced bucket, otherwise 0.
+        rows: rows of a sliced bucket: world_size, or a divisor of it if several ranks share a row; otherwise 0.
     """
 
     index: int
@@ -138,6 +146,16 @@ class BucketLayout:
     numel: int
     slots: tuple[Slot, ...]
     rows: int = 0
+
+    def row_of(self, position: int) -> int:
+        """Return the row of the element at ``position``; 0 if the bucket is not sliced."""
+        return position * self.rows // self.numel
+
+    def origin_of(self, slot: Slot, position: int) -> int:
+        """Return the number that turns elements of a parameter into positions in the bucket, in the row of
+        ``position``: element ``i`` is at ``origin + i``."""
+        # A row further on, the bucket has gone on by a row, and the parameter by a part.
+        return slot.start + self.row_of(position) * (self.numel // (self.rows or 1) - slot.part)
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
@@ -234,20 +252,22 @@ class PartitionLayout:
         cls,
         specs: Sequence[ParameterSpec],
         groups: Sequence[Sequence[int]],
-        world_size: int,
+        rows: int,
+        ranks_of_row: int = 1,
     ) -> PartitionLayout:
         """Lay out sliced buckets: one for each group of parameters and kind, numbered in reverse order of ``groups``.
 
         Args:
             specs: parameters in registration order.
             groups: indices into ``specs``, each in one group.
-            world_size: rows per bucket.
+            rows: rows per bucket.
+            ranks_of_row: shards per row.
 
         Raises:
-            ValueError: ``world_size`` is below 1.
+            ValueError: a number is below 1.
         """
-        if world_size < 1:
-            raise ValueError(f"PartitionLayout: world_size must be at least 1, got {world_size}")
+        if rows < 1 or ranks_of_row < 1:
+            raise ValueError(f"PartitionLayout: expected at least 1, got {rows} rows of {ranks_of_row} ranks each")
         buckets: list[BucketLayout] = []
         for group in reversed(groups):
             kinds: dict[str, list[int]] = {}
@@ -257,12 +277,12 @@ class PartitionLayout:
                 slots, row = [], 0
                 for index in members:
                     numel = specs[index].numel
-                    part = shard_numel(numel, world_size)
+                    part = shard_numel(numel, rows)
                     slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
                     row += _round_up(part, SHARD_ALIGNMENT)
-                numel = max(SHARD_ALIGNMENT, row) * world_size
-                buckets.append(BucketLayout(len(buckets), kind, numel, tuple(slots), rows=world_size))
-        return cls(world_size, SHARD_ALIGNMENT, tuple(buckets))
+                numel = _round_up(max(1, row), SHARD_ALIGNMENT * ranks_of_row) * rows
+                buckets.append(BucketLayout(len(buckets), kind, numel, tuple(slots), rows))
+        return cls(rows * ranks_of_row, SHARD_ALIGNMENT, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
         """Return a layout with the buckets of ``more`` after those of this one, which do not move."""
@@ -288,19 +308,21 @@ class PartitionLayout:
         return sum(bucket.numel for bucket in self.buckets)
 
     def shard_range(self, bucket: BucketLayout, rank: int) -> Range:
-        """Return the part of ``bucket`` that rank ``rank`` owns, as a range of the bucket."""
-        part = bucket.numel // self.world_size
-        return Range(rank * part, (rank + 1) * part)
+        """Return the part of ``bucket`` that rank ``rank`` owns, as a range of the bucket. If rows have several ranks,
+        neighbouring ranks have different rows."""
+        part, rows = bucket.numel // self.world_size, bucket.rows or self.world_size
+        place = rank % rows * (self.world_size // rows) + rank // rows
+        return Range(place * part, (place + 1) * part)
 
     def param_range(self, slot: Slot, rank: int) -> Range:
         """Return the part of a parameter that rank ``rank`` owns, as a range of the flattened parameter. It may be
         empty."""
-        if slot.part:
-            start = min(rank * slot.part, slot.numel)
-            return Range(start, min(start + slot.part, slot.numel))
-        low, high = self.shard_range(self.buckets[slot.bucket], rank)
-        start, end = max(low, slot.start), min(high, slot.end)
-        return Range(start - slot.start, end - slot.start) if start < end else Range(0, 0)
+        bucket = self.buckets[slot.bucket]
+        low, high = self.shard_range(bucket, rank)
+        row, origin = bucket.row_of(low), bucket.origin_of(slot, low)
+        start = max(low - origin, row * slot.part)
+        end = min(high - origin, (row + 1) * slot.part or slot.numel, slot.numel)
+        return Range(start, end) if start < end else Range(0, 0)
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """Yield the fragments that rank ``rank`` owns, bucket by bucket. Empty parameters have none."""
@@ -321,8 +343,7 @@ class PartitionLayout:
         for slot in bucket.slots:
             owned = self.param_range(slot, rank)
             if owned.numel:
-                # In a sliced bucket a slot has the same offset in every row, and a row is a shard.
-                start = shard.start + slot.start if bucket.rows else slot.start + owned.start
+                start = bucket.origin_of(slot, shard.start) + owned.start
                 yield Fragment(slot, owned.numel, owned.start, start, start - shard.start)
 
 

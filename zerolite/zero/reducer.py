@@ -189,9 +189,6 @@ class Reducer:
             if reducing:
                 self._reduce_late(complete)
                 self.current.on_all_reduced()
-        except BaseException:  # of the disk, or for a gradient that came too late
-            self._close_all()  # what hooks have left in p.grad is not the user's
-            raise
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
@@ -209,12 +206,9 @@ class Reducer:
         for bucket in self.order:
             self.close(bucket)
 
-    def on_failure(self) -> None:
-        """Let ``p.grad`` show the gradients of the accumulation after a backward has raised, so that a user who catches
-        the error can drop them. What this backward has left there is dropped."""
-        self.current.on_failure()
+    def show_accumulated(self) -> None:
+        """Show the gradients of the accumulation in ``p.grad`` after a backward that has raised."""
         self._close_all()
-        self.shown.restore()
         self._show()
 
     def _show(self) -> None:
@@ -450,7 +444,7 @@ class Reducer:
         shards: list[torch.Tensor | None] = []
         for bucket in self.buffer.buckets:
             value = None if bucket.index in without else bucket.fetch() if bucket.is_offloaded else bucket.reduced
-            shards.append(value if value is None or self.keeps_shards else self.groups.shard.shard(value))
+            shards.append(value if value is None or self.keeps_shards else self.groups.states.shard(value))
         return shards
 
     @torch.no_grad()

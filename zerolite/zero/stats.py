@@ -297,7 +297,7 @@ class StatsCollector:
             totals: sums over other parts of the model; None if every rank has the full model.
         """
         self._groups, self._device, self._observers, self._totals = groups, device, observers, totals
-        self._is_counted = groups.is_first_replica  # the others have the same shards, and squares count once
+        self._is_counted = groups.is_first_owner  # the others have the same shards, and squares count once
         self.latest: StatsVector | None = None
 
     def use(self, buffer: ParameterBuffer) -> None:

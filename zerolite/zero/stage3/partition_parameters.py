@@ -41,6 +41,7 @@ from zerolite.zero.stage3.live_view import LiveView
 from zerolite.zero.stage3.param_group import CommContext, initialisations
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, copy_with_values, sharded_param_of
 from zerolite.zero.stage3.shard_reader import ShardReader
+from zerolite.zero.stages import STAGES
 
 
 @collective
@@ -270,7 +271,7 @@ class Init:
         topology = data_topology(create_communicator(device))
         if config is not None and config.zero_optimization.ranks_of_shards is not None:
             topology = with_replicas(topology, device, config.zero_optimization.ranks_of_shards)
-        self._context = _make_context(remote_device, config, device, RankGroups.of(topology, shards_states=True))
+        self._context = _make_context(remote_device, config, device, RankGroups.of(topology, STAGES[3]))
         if module is not None:
             partition_model(module, self._context, dtype)
 

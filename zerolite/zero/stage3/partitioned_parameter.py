@@ -270,11 +270,12 @@ class PartitionedParameter:
         them, the next update takes them over.
 
         Args:
-            full: the new full values, flat; None if they are in the parameter's own ``full`` already.
+            full: the new full values, flat, with or without padding; None if they are in the parameter's own ``full``
+                already.
         """
         self.writes += 1
         if full is not None and full is not self.full and self.has_full_values:
-            self.full.copy_(full)
+            self.full[: full.numel()].copy_(full)
         if self.storage is not None:
             part = self.local_shard(full)
             self.shard[: part.numel()].copy_(part)
@@ -294,10 +295,6 @@ class PartitionedParameter:
         parameter = self.ref()
         if self.seen_version is not None and parameter is not None:
             self.seen_version = _version_of(parameter)
-
-    def count_write(self) -> None:
-        """Count a write that the caller has made in the shard, and in ``full`` if that has values."""
-        self.writes += 1
 
     @property
     def coordinator(self) -> PartitionedParameterCoordinator | None:

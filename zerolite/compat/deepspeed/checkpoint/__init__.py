@@ -1,5 +1,8 @@
 """``deepspeed.checkpoint``."""
 
-from zerolite.compat.deepspeed.checkpoint import utils
+from zerolite.compat.deepspeed.absent import with_sentences
+from zerolite.utils.lazy import lazy_names
 
 __all__ = ["utils"]
+
+__getattr__ = with_sentences(__name__, lazy_names(__name__, dict.fromkeys(__all__, "")))

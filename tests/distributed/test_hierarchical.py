@@ -1,0 +1,293 @@
+"""Hierarchical shards: sets of two ranks divide the parameters, all four the states, against four ranks that divide
+everything. Sums have another order, so fp32 differs in the last place, and what rounds alike has the same bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from tests.checkpoint.runs import keep, kept
+from tests.toolkit import models
+from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
+from tests.toolkit.configs import ADAMW, SGD, at, dynamic_fp16
+from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.traffic import plain_calls
+from tests.toolkit.training import expect_words, make_engine, raised, run_steps, snapshot
+from zerolite.zero import GatheredParameters
+from zerolite.zero.layout import PartitionLayout
+
+ROWS = {"zero_hpz_partition_size": 2}
+
+
+def both(train: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Run ``train(zero)`` without sets and with them, and compare what it returns."""
+    plain, hierarchical = train({}), train(ROWS)
+    assert_same_on_ranks(hierarchical)
+    torch.testing.assert_close(hierarchical, plain, rtol=1e-6, atol=1e-7)
+
+
+# -------------------------------------------------------------------- steps that are disturbed
+
+
+def disturbed(zero: dict[str, Any], stage: str = "3 tight") -> dict[str, Any]:
+    """Steps with a rank whose loss is not finite, and between them what users do to weights, gradients and states."""
+    engine = make_engine(at(stage, "fp32", 2, CLIP, ADAMW, zero=zero), "Mlp")
+    first, *others = engine.module.parameters()
+    found: dict[str, Any] = {"losses": run_steps(engine, 2)}
+    for micro in range(2):
+        x, y = models.float_batch(9, micro, engine.rank)
+        engine.backward(nn.functional.mse_loss(engine(x), y) * (torch.nan if engine.rank == 1 and micro else 1.0))
+        engine.step()
+    assert engine.skipped_steps == 1
+    with torch.no_grad():
+        found["evaluated"] = engine.eval()(models.float_batch(7, 0, 0)[0])
+        first.mul_(1.5)
+        others[0].copy_(torch.ones(others[0].shape))
+    engine.train()
+    found["losses"] += run_steps(engine, 1, 2)
+    with GatheredParameters([first], modifier_rank=3):
+        if engine.rank == 3:
+            first.data.add_(1.0)
+    zerolite.set_full_master(others[-1], torch.full(others[-1].ds_shape, 0.25))
+    found |= numbered("master", zerolite.get_full_master(list(engine.module.parameters())))
+    zerolite.set_full_optimizer_state(others[-1], "exp_avg", torch.full(others[-1].ds_shape, 0.5))
+    for micro in range(2):
+        x, y = models.float_batch(11, micro, engine.rank)
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+    mask = torch.arange(first.ds_numel).view(first.ds_shape) % 3 > 0
+    first.grad.mul_(mask)
+    others[0].grad = others[0].grad.abs() + 1
+    found |= numbered("gradient", zerolite.get_full_grad(list(engine.module.parameters())))
+    found["largest"] = [float(p.grad.abs().max()) for p in engine.module.parameters()]
+    engine.step()
+    found |= numbered("state", zerolite.get_full_optimizer_state(list(engine.module.parameters()), "exp_avg_sq"))
+    found["losses"] = [float(engine.reduce(torch.tensor(loss))) for loss in found["losses"] + run_steps(engine, 1, 4)]
+    return found | snapshot(engine)
+
+
+def numbered(name: str, values: list[Tensor]) -> dict[str, Tensor]:
+    return {f"{name} {place}": value for place, value in enumerate(values)}
+
+
+@pytest.mark.fast("3 tight-4")
+@on_ranks(4)
+@pytest.mark.parametrize("stage", ["3 tight", "3 defaults", "3 one unit"])
+def test_disturbed_steps(stage: str) -> None:
+    both(lambda zero: disturbed(zero, stage))
+
+
+def unfrozen(zero: dict[str, Any]) -> dict[str, Any]:
+    model = models.build(models.TwoBranches)
+    model.right.requires_grad_(False)
+    engine = zerolite.initialize(model, at("3 moving", zero={"leaf_modules": ["TwoBranches"], **zero}))
+    found: dict[str, Any] = {}
+    for step in range(6):
+        if step in (2, 4):  # as in LISA: another layer each time
+            model.right.requires_grad_(step == 2)
+            model.left.requires_grad_(step == 4)
+        x, y = models.float_batch(step, 0, engine.rank)
+        engine.backward(nn.functional.mse_loss(engine(x, "right" if step % 2 and engine.rank else "left"), y))
+        engine.step()
+        found[f"norm {step}"] = engine.get_global_grad_norm()
+    return found | snapshot(engine)
+
+
+@pytest.mark.fast
+@on_ranks(4)
+def test_layers_that_are_unfrozen_and_unused() -> None:
+    both(unfrozen)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("model", ["SharedCheckpointed", "EncoderDecoder", "MixtureOfExperts"])
+def test_late_gradients_tied_weights_and_experts(model: str) -> None:
+    def train(zero: dict[str, Any]) -> dict[str, Any]:
+        leaf = {"leaf_modules": ["MoeBlock"]} if model == "MixtureOfExperts" else {}
+        engine = make_engine(at("3 moving", "fp32", 2, CLIP, SGD, zero={**leaf, **zero}), model)
+        run_steps(engine, 3, model=model)
+        return snapshot(engine)
+
+    both(train)
+
+
+@on_ranks(4)
+def test_a_loss_scale_that_is_too_large() -> None:
+    def train(zero: dict[str, Any]) -> dict[str, Any]:
+        engine = make_engine(
+            at("3 moving", "fp32", 2, CLIP, SGD, zero=zero, fp16=dynamic_fp16(initial_scale_power=20)), "Mlp"
+        )
+        run_steps(engine, 8)
+        assert 0 < engine.skipped_steps < 8
+        return {"scale": engine.loss_scale, "skipped": engine.skipped_steps, "steps": engine.global_steps}
+
+    both(train)
+
+
+# -------------------------------------------------------------------- states elsewhere
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_states_on_host_and_disk(device: str, tmp_path: Path) -> None:
+    """The same bits as on the device."""
+    found = []
+    offload = {"offload_optimizer": {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}}
+    for zero in ({}, offload):
+        engine = make_engine(at("3 tight", "bf16", 2, CLIP, ADAMW, zero={**ROWS, **zero}), "Mlp")
+        run_steps(engine, 2)
+        with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            next(engine.module.parameters()).data.mul_(2)
+        run_steps(engine, 2, 2)
+        found.append(snapshot(engine))
+    assert_same_on_ranks(found[1])
+    assert_same_bits(found[0], found[1], device)
+
+
+@on_ranks(4)
+def test_states_that_leave_for_a_while() -> None:
+    engine = make_engine(at("3 tight", "bf16", 1, CLIP, ADAMW, zero=ROWS), "Mlp")
+    run_steps(engine, 2)
+    before = snapshot(engine)
+    engine.offload_states()
+    engine.reload_states()
+    assert_same_bits(before, snapshot(engine), "reloaded")
+    state = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(state)
+    assert_same_bits(before, snapshot(engine), "of the optimizer's state")
+    assert state["partition"]["rows"] == 2 and state["partition"]["world_size"] == 4
+    plain = make_engine(at("3 tight", "bf16", 1, CLIP, ADAMW), "Mlp")
+    expect_words(raised(plain.optimizer.load_state_dict, state), "ValueError", "of this rank's partition", "'rows': 2")
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+def trained(zero: dict[str, Any], stage: str, directory: Path, loads: bool) -> Any:
+    model = models.build(models.Frozen)
+    engine = zerolite.initialize(model, at(stage, "bf16", 1, CLIP, ADAMW, zero=zero))
+    if loads:
+        engine.load_checkpoint(directory)
+    return engine
+
+
+def states_of(engine: Any) -> dict[str, Any]:
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    states = {kind: zerolite.get_full_optimizer_state(parameters, kind) for kind in ("exp_avg", "exp_avg_sq", "step")}
+    return {"masters": zerolite.get_full_master(parameters), **states, **snapshot(engine)}
+
+
+def save(directory: Path, zero: dict[str, Any], stage: str) -> None:
+    engine = trained(zero, stage, directory, loads=False)
+    for step in range(3):
+        x, y = models.float_batch(step, 0, engine.rank)
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+    engine.save_checkpoint(directory)
+    keep(directory, **states_of(engine))
+
+
+def load(directory: Path, zero: dict[str, Any], stage: str) -> None:
+    engine = trained(zero, stage, directory, loads=True)
+    torch.testing.assert_close(states_of(engine), kept(directory), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_checkpoints_know_nothing_of_sets(pools: Pools, tmp_path: Path) -> None:
+    """Saved by 2 × 2 ranks, loaded at any stage by any number, and the other way."""
+    hierarchical = {"zero": ROWS, "stage": "3 tight"}
+    pools(4).run(save, {"directory": tmp_path / "2 x 2", **hierarchical})
+    for world, stage in ((4, "3 moving"), (3, "3 tight"), (2, "2"), (4, "1"), (3, "0"), (1, "0")):
+        pools(world).run(load, {"directory": tmp_path / "2 x 2", "zero": {}, "stage": stage})
+    pools(4).run(load, {"directory": tmp_path / "2 x 2", **hierarchical})
+    for world, stage, zero in ((3, "3 moving", {}), (2, "0", {}), (4, "2", {"shard_size": 2})):
+        name = f"{world}, {stage}"
+        pools(world).run(save, {"directory": tmp_path / name, "zero": zero, "stage": stage})
+        pools(4).run(load, {"directory": tmp_path / name, **hierarchical})
+
+
+# -------------------------------------------------------------------- traffic
+
+
+@pytest.mark.fast
+@on_ranks(4)
+def test_gathers_stay_within_a_set() -> None:
+    """Between the sets go a reduce-scatter and an all-gather a bucket, of a row each."""
+    engine = make_engine(at("3 moving", "bf16", 1, CLIP, ADAMW, zero=ROWS))
+    for _ in range(3):
+        with zerolite.comm.record() as recorder:
+            run_steps(engine, 1, model="OddModel")
+            engine.get_global_grad_norm()
+    layout: PartitionLayout = engine._parts.buffer.layout
+    calls = [(c.op, c.tag, c.dimension, c.numel) for c in recorder.calls if c.tag in ("gradients", "parameters")]
+    sent = [bucket.numel for bucket in layout.buckets]
+    assert Counter(c for c in calls if c[:2] == ("reduce_scatter", "gradients")) == Counter(
+        [("reduce_scatter", "gradients", "shard", numel) for numel in sent]
+        + [("reduce_scatter", "gradients", "replicate", numel // 2) for numel in sent]
+    )
+    between = Counter(c for c in calls if c[:2] == ("all_gather", "parameters") and c[2] != "shard")
+    assert between == Counter(("all_gather", "parameters", "replicate", numel // 2) for numel in sent)
+    others = {(call[0], call[4]) for call in plain_calls(recorder) if call[4] not in ("gradients", "parameters")}
+    assert others == {("all_reduce", "stats")}
+
+
+@on_ranks(4)
+def test_memory_of_a_rank() -> None:
+    """Half of the parameters and a quarter of the states, up to padding."""
+    engine = make_engine(at("3 moving", "bf16", 1, CLIP, ADAMW, zero=ROWS), "Mlp")
+    run_steps(engine, 1)
+    buckets = engine._parts.buffer.buckets
+    for bucket in buckets:
+        assert bucket.compute.numel() == bucket.layout.numel // 2 and bucket.owned.numel() == bucket.layout.numel // 4
+        for state in (bucket.master, *bucket.states.values()):
+            assert state.numel() == bucket.owned.numel()
+
+
+# -------------------------------------------------------------------- what is compared, and what is refused
+
+
+@on_ranks(4)
+def test_a_set_with_other_parameters_is_named(tmp_path: Path) -> None:
+    engine = make_engine(at("3 moving", "bf16", 1, 0.0, SGD, zero=ROWS, consistency_check_interval=1), "Mlp")
+    run_steps(engine, 1)
+    if engine.rank == 2:  # an element that rank 0 updates
+        engine._parts.buffer.buckets[0].compute[0] += 1
+    said = raised(engine.save_checkpoint, tmp_path)
+    expect_words(said, "RuntimeError", "different weights", "rank 0", "rank 2", "part of 'second")
+    assert "rank 1" not in said and "rank 3" not in said
+
+
+@on_ranks(4)
+def test_a_model_that_zero_init_has_built() -> None:
+    made = at("3 moving", zero=ROWS)
+    with zerolite.zero.Init(config_dict_or_path=made):
+        torch.manual_seed(dist.get_rank())
+        model = models.Mlp()
+    engine = zerolite.initialize(model, made)
+    assert next(model.parameters()).ds_tensor.numel() * 2 >= next(model.parameters()).ds_numel
+    run_steps(engine, 2)
+    assert_same_on_ranks(snapshot(engine))
+
+
+@on_ranks(4)
+def test_sets_that_do_not_fit() -> None:
+    key = "zero_optimization.zero_hpz_partition_size"
+    said = raised(make_engine, at("3", zero={"zero_hpz_partition_size": 3}), "Mlp")
+    expect_words(said, "ConfigError", key, "a divisor of the 4 data-parallel ranks, got 3")
+    said = raised(make_engine, at("3", zero={"zero_hpz_partition_size": 2 if dist.get_rank() else 4}), "Mlp")
+    expect_words(said, "RuntimeError", "different grids", key, "rank 0")
+    for more, words in (
+        ({"shard_size": 2}, ("beside zero_optimization.shard_size", "got 2")),
+        ({"offload_param": {"device": "cpu"}}, ("with zero_optimization.offload_param", "got 2")),
+    ):
+        expect_words(raised(make_engine, at("3", zero={**ROWS, **more}), "Mlp"), "ConfigError", key, *words)
+    one_set = make_engine(at("3", zero={"zero_hpz_partition_size": 4}), "Mlp")
+    assert one_set._parts.groups.replicate is None
