@@ -152,8 +152,10 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "auto": {},
     "small": bucket_sizes(5_000, 30_000, stage3_max_reuse_distance=0),
     "large": bucket_sizes(60_000, 120_000),
+    "replicas": bucket_sizes(5_000, 30_000, stage3_max_reuse_distance=0, shard_size=2),
+    "hierarchical": bucket_sizes(5_000, 30_000, stage3_max_reuse_distance=0, zero_hpz_partition_size=2),
 }
-"""Settings of the buckets, and of what stage 3 keeps gathered."""
+"""Settings of the buckets, of what stage 3 keeps gathered, and of the ranks that divide it."""
 
 MOVING = {"stage3_param_persistence_threshold": 300, "stage3_module_granularity_threshold": 0}
 """Stage 3 would keep models of this size whole otherwise."""

@@ -109,6 +109,18 @@ def test_16_bits(pools: Pools, stage: int, kind: str, precision: str, accumulati
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "kind", "precision", "buckets"),
+    [
+        (1, "odd", "fp32", "replicas"), (3, "odd", "fp32", "replicas"), (3, "odd", "fp32", "hierarchical"),
+        (3, "deep gpt", "bf16", "hierarchical"),
+    ],
+)  # fmt: skip
+def test_sets_of_ranks(pools: Pools, stage: int, kind: str, precision: str, buckets: str) -> None:
+    check(pools, 4, kind, stage=stage, buckets=buckets, precision=precision, accumulation=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "stage"), [(4, 0), (2, 1), (4, 2), (2, 3)])
 def test_messages_between_hosts(pools: Pools, world: int, stage: int) -> None:
     check(pools, world, "gpt", nodes=2, stage=stage, buckets="small")
