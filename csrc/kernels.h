@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#define ZL_ABI 5  // raised with every change of the interface; the Python side compares it
+#define ZL_ABI 6  // raised with every change of the interface; the Python side compares it
 
 enum zl_dtype { ZL_NONE = 0, ZL_F32 = 1, ZL_BF16 = 2, ZL_F16 = 3 };
 
@@ -21,6 +21,7 @@ enum zl_error {
   ZL_BAD_DTYPE = 2,
   ZL_BAD_ISA = 3,
   ZL_BAD_TABLE = 4,
+  ZL_BAD_ROWS = 5,
 };
 
 // Threads of a call: `parallel` is GOMP_parallel of the OpenMP runtime that torch uses and `thread_num` its
@@ -78,3 +79,29 @@ typedef struct {
   int64_t owners;
   zl_threads threads;
 } zl_norm;
+
+// Rows of numbers as integer codes, with one scale for each block of ZL_QUANT_BLOCK neighbours of a row: a number is
+// about code x scale. Codes have 8 bits, -127 to 127, or 4 bits, -7 to 7, two to a byte, the first in the low half. The
+// scale is the block's largest magnitude / 127, or / 7. Below ZL_QUANT_LEAST a largest magnitude counts as that, so that
+// no scale is a denormal. A block with an infinity or a NaN has the scale NaN, and so arrives as NaN.
+//
+// A packed row of row_bytes bytes has its codes first, then, at scale_offset, its scales in fp32. Rows and scales are
+// aligned to 16 bytes; what lies between is not written.
+//
+// Packing reads `values` [rows][numel]. With `error` [rows][numel] it packs values + error, and then replaces error by
+// keep x error + take x (values + error - code x scale), or by 0 in a block with the scale NaN.
+// Unpacking writes `values`: [rows][numel]; or with `sum` [numel], the sum of the rows from the first one on, / divisor.
+#define ZL_QUANT_BLOCK 256
+#define ZL_QUANT_LEAST 0x1p-119f
+typedef struct {
+  int32_t bits;
+  int32_t dtype, error_dtype;  // error_dtype is ZL_NONE without `error`
+  int32_t isa;
+  int32_t sum;
+  float keep, take, divisor;
+  int64_t rows, numel, row_bytes, scale_offset;
+  void* values;
+  void* packed;
+  void* error;
+  zl_threads threads;
+} zl_quant;

@@ -21,6 +21,7 @@ UPDATES = ("1, 1, 1", "1, 2, 1", "1, 3, 1", "0, 0, 0")  # dtypes of parameters, 
 KERNELS = (
     *(f"zl::update_kernel<zl::{rule}, {dtypes}>" for rule in ("Adam", "Lion", "Adagrad", "Sgd") for dtypes in UPDATES),
     *(f"zl::norm_kernel<{dtype}>" for dtype in (1, 2, 3)),
+    *(f"zl::{way}_kernel<{bits}, {d}>" for way in ("quantize", "dequantize") for bits in (8, 4) for d in (1, 2, 3)),
 )
 # NVRTC has no headers of the C library. These are the types of 64-bit Linux, which host and device share.
 HEADERS = {

@@ -4,6 +4,7 @@
 #include <thread>
 #include <vector>
 
+#include "../quant.h"
 #include "paths.h"
 
 #define ZL_EXPORT extern "C" __attribute__((visibility("default")))
@@ -11,7 +12,7 @@
 namespace {
 
 // Elements per thread: with fewer, another thread costs more time than it saves.
-constexpr int64_t UPDATE_GRAIN = 16384, NORM_GRAIN_CHUNKS = 4;
+constexpr int64_t UPDATE_GRAIN = 16384, NORM_GRAIN_CHUNKS = 4, QUANT_GRAIN_BLOCKS = 256;
 
 int best_isa() {
 #if defined(ZL_ONLY_PLAIN)
@@ -37,7 +38,7 @@ const zl::Path* find_path(int32_t isa) {
   return &zl::path_plain;
 }
 
-bool is_dtype(int32_t dtype) { return dtype == ZL_F32 || dtype == ZL_BF16 || dtype == ZL_F16; }
+using zl::is_float;
 
 // [0, total) in one part per thread; bounds are multiples of `align`. The i-th thread takes the i-th part, so that memory
 // stays near the processor that touched it first (NUMA). Then threads take parts that are left, because OpenMP may start
@@ -114,6 +115,15 @@ bool good_indices(const zl_update& call) {
   return true;
 }
 
+int32_t quant(const zl_quant& call, zl::QuantRange zl::Path::*range) {
+  const zl::Path* path = find_path(call.isa);
+  if (!path) return ZL_BAD_ISA;
+  if (const int32_t code = zl::check(call)) return code;
+  spread(call.threads, zl::blocks_of(call), QUANT_GRAIN_BLOCKS, 1,
+         [&](int64_t begin, int64_t end) { (path->*range)(call, begin, end); });
+  return ZL_OK;
+}
+
 }  // namespace
 
 ZL_EXPORT int32_t zl_abi() { return ZL_ABI; }
@@ -125,7 +135,7 @@ ZL_EXPORT int32_t zl_cpu_update(const zl_update* call) {
   const zl::Path* path = find_path(call->isa);
   if (!path) return ZL_BAD_ISA;
   if (call->rule < 0 || call->rule >= ZL_RULES) return ZL_BAD_RULE;
-  if (!is_dtype(call->param_dtype) || !is_dtype(call->grad_dtype) || !is_dtype(call->state_dtype)) return ZL_BAD_DTYPE;
+  if (!is_float(call->param_dtype) || !is_float(call->grad_dtype) || !is_float(call->state_dtype)) return ZL_BAD_DTYPE;
   if (call->out_dtype != ZL_NONE && call->out_dtype != ZL_BF16 && call->out_dtype != ZL_F16) return ZL_BAD_DTYPE;
   if (call->skip && *call->skip != 0.0f) return ZL_OK;
   std::vector<int64_t> ends;
@@ -140,7 +150,7 @@ ZL_EXPORT int32_t zl_cpu_update(const zl_update* call) {
 ZL_EXPORT int32_t zl_cpu_norm(const zl_norm* call) {
   const zl::Path* path = find_path(call->isa);
   if (!path) return ZL_BAD_ISA;
-  if (!is_dtype(call->dtype)) return ZL_BAD_DTYPE;
+  if (!is_float(call->dtype)) return ZL_BAD_DTYPE;
   std::vector<int64_t> ends;
   if (!ends_of(*call, ZL_NORM_CHUNK, call->owners, ends)) return ZL_BAD_TABLE;
   const int64_t total = ends.empty() ? 0 : ends.back();
@@ -152,3 +162,6 @@ ZL_EXPORT int32_t zl_cpu_norm(const zl_norm* call) {
     for (; chunk < ends[(size_t)i]; chunk++) call->sums[call->table[i * ZL_TABLE_COLUMNS + 3]] += call->partial[chunk];
   return ZL_OK;
 }
+
+ZL_EXPORT int32_t zl_cpu_quantize(const zl_quant* call) { return quant(*call, &zl::Path::quantize); }
+ZL_EXPORT int32_t zl_cpu_dequantize(const zl_quant* call) { return quant(*call, &zl::Path::dequantize); }

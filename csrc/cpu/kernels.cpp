@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "paths.h"
+#include "quantize.h"
 #include "vec.h"
 
 #define ZL_JOIN2(a, b) a##b
@@ -11,30 +12,6 @@ namespace {
 
 // Elements that are converted at once. Five arrays of them stay in the first-level cache.
 constexpr int64_t BLOCK = 512;
-
-void widen(const void* from, int32_t dtype, int64_t at, float* to, int64_t n) {
-  const uint16_t* half = (const uint16_t*)from + at;
-  int64_t i = 0;
-#if defined(__AVX2__)
-  if (dtype == ZL_BF16)
-    for (; i + Wide::width <= n; i += Wide::width) load_bf16(half + i).store(to + i);
-  else
-    for (; i + Wide::width <= n; i += Wide::width) load_f16(half + i).store(to + i);
-#endif
-  for (; i < n; i++) to[i] = dtype == ZL_BF16 ? from_bf16(half[i]) : from_f16(half[i]);
-}
-
-void narrow(const float* from, void* to, int32_t dtype, int64_t at, int64_t n) {
-  uint16_t* half = (uint16_t*)to + at;
-  int64_t i = 0;
-#if defined(__AVX2__)
-  if (dtype == ZL_BF16)
-    for (; i + Wide::width <= n; i += Wide::width) store_bf16(Wide::load(from + i), half + i);
-  else
-    for (; i + Wide::width <= n; i += Wide::width) store_f16(Wide::load(from + i), half + i);
-#endif
-  for (; i < n; i++) half[i] = dtype == ZL_BF16 ? to_bf16(from[i]) : to_f16(from[i]);
-}
 
 // Take values that the user has written into the 16-bit copy over into the parameters. On a CPU this costs almost
 // nothing: the cache lines of `out` are about to be written anyway, and nearly always equal.
@@ -235,5 +212,5 @@ void norm(const zl_norm& call, const int64_t* ends, int64_t begin, int64_t end) 
 
 namespace zl {
 extern const Path ZL_JOIN(path_, ZL_ISA);
-const Path ZL_JOIN(path_, ZL_ISA) = {update, norm};
+const Path ZL_JOIN(path_, ZL_ISA) = {update, norm, quantize, dequantize};
 }  // namespace zl

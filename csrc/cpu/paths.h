@@ -11,9 +11,13 @@ typedef void (*UpdateRange)(const zl_update&, const int64_t* ends, int64_t begin
 // Chunks [begin, end) of the concatenated chunks of all segments, numbered like `partial`.
 typedef void (*NormRange)(const zl_norm&, const int64_t* ends, int64_t begin, int64_t end);
 
+// Blocks [begin, end), numbered row by row; those of one row where rows are summed.
+typedef void (*QuantRange)(const zl_quant&, int64_t begin, int64_t end);
+
 struct Path {
   UpdateRange update;
   NormRange norm;
+  QuantRange quantize, dequantize;
 };
 
 extern const Path path_plain;

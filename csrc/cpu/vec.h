@@ -165,4 +165,29 @@ typedef One Wide;
 ZL_INLINE One load_bf16_one(const uint16_t* at) { return One(from_bf16(*at)); }
 ZL_INLINE One load_f16_one(const uint16_t* at) { return One(from_f16(*at)); }
 
+// Elements [at, at + n) of a 16-bit array as floats, and back.
+inline void widen(const void* from, int32_t dtype, int64_t at, float* to, int64_t n) {
+  const uint16_t* half = (const uint16_t*)from + at;
+  int64_t i = 0;
+#if defined(__AVX2__)
+  if (dtype == ZL_BF16)
+    for (; i + Wide::width <= n; i += Wide::width) load_bf16(half + i).store(to + i);
+  else
+    for (; i + Wide::width <= n; i += Wide::width) load_f16(half + i).store(to + i);
+#endif
+  for (; i < n; i++) to[i] = dtype == ZL_BF16 ? from_bf16(half[i]) : from_f16(half[i]);
+}
+
+inline void narrow(const float* from, void* to, int32_t dtype, int64_t at, int64_t n) {
+  uint16_t* half = (uint16_t*)to + at;
+  int64_t i = 0;
+#if defined(__AVX2__)
+  if (dtype == ZL_BF16)
+    for (; i + Wide::width <= n; i += Wide::width) store_bf16(Wide::load(from + i), half + i);
+  else
+    for (; i + Wide::width <= n; i += Wide::width) store_f16(Wide::load(from + i), half + i);
+#endif
+  for (; i < n; i++) half[i] = dtype == ZL_BF16 ? to_bf16(from[i]) : to_f16(from[i]);
+}
+
 }  // namespace

@@ -1,5 +1,6 @@
 // The entry points of the CUDA library. They take the calls of ../kernels.h, in which `factor`, `skip`, `uses`,
-// `broken`, `partial`, `sums` and the arrays of params, grads, states, outs and values lie on the device, all else on the host.
+// `broken`, `partial`, `sums`, `packed`, `error` and the arrays of params, grads, states, outs and values lie on the
+// device, all else on the host.
 // They return ZL_OK, a zl_error, or the negative of a cudaError_t, and never wait for the device.
 //
 // A table too large for a launch's arguments (zl_cuda_*_bytes is not 0) is given in two copies: `filled`, on the host,
@@ -13,6 +14,7 @@
 #endif
 
 #include "norm.cuh"
+#include "quantize.cuh"
 #include "update.cuh"
 
 #ifndef __CUDACC_RTC__
@@ -21,11 +23,11 @@
 
 namespace {
 
-bool is_dtype(int32_t dtype) { return dtype == ZL_F32 || dtype == ZL_BF16 || dtype == ZL_F16; }
+using zl::is_float;
 
 int32_t check(const zl_update& call) {
   if (call.rule < 0 || call.rule >= ZL_RULES) return ZL_BAD_RULE;
-  if (!is_dtype(call.param_dtype) || !is_dtype(call.grad_dtype) || !is_dtype(call.state_dtype)) return ZL_BAD_DTYPE;
+  if (!is_float(call.param_dtype) || !is_float(call.grad_dtype) || !is_float(call.state_dtype)) return ZL_BAD_DTYPE;
   if (call.out_dtype != ZL_NONE && call.out_dtype != ZL_BF16 && call.out_dtype != ZL_F16) return ZL_BAD_DTYPE;
   if (call.use_count > INT32_MAX) return ZL_BAD_TABLE;
   for (int64_t i = 0; call.use && i < call.segments; i++)
@@ -37,7 +39,7 @@ int32_t check(const zl_update& call) {
 }
 
 int32_t check(const zl_norm& call) {
-  if (!is_dtype(call.dtype)) return ZL_BAD_DTYPE;
+  if (!is_float(call.dtype)) return ZL_BAD_DTYPE;
   return zl::good_table(call, call.owners, ZL_NORM_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
 }
 
@@ -52,6 +54,16 @@ template <class Arguments>
 int32_t launch(void (*kernel)(Arguments), int64_t blocks, Arguments& arguments, void* stream) {
   void* list[] = {&arguments};
   return code_of(cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3(zl::THREADS), list, 0, (cudaStream_t)stream));
+}
+
+int32_t launch_quant(const zl_quant& call, zl::QuantKernel kernel, int32_t device, void* stream) {
+  if (const int32_t code = zl::check(call)) return code;
+  const int64_t blocks = (zl::blocks_of(call) + zl::QUANT_WARPS - 1) / zl::QUANT_WARPS;
+  if (blocks > zl::MOST_BLOCKS) return ZL_BAD_ROWS;
+  if (!blocks) return ZL_OK;
+  if (const cudaError_t error = cudaSetDevice(device)) return code_of(error);
+  zl_quant copy = call;
+  return launch(kernel, blocks, copy, stream);
 }
 
 int64_t chunks_of(const zl_norm& call) {
@@ -77,6 +89,7 @@ ZL_EXPORT const char* zl_cuda_error_string(int32_t code) {
     case ZL_BAD_TABLE:
       return "a segment that is not within its tensor or names a row, a use or a group that is not there, or too many "
              "elements";
+    case ZL_BAD_ROWS: return "rows that are not aligned, too short for their codes and scales, or not of 8 or 4 bits";
     default: return code < 0 ? cudaGetErrorString((cudaError_t)-code) : "unknown code";
   }
 }
@@ -135,6 +148,19 @@ ZL_EXPORT int32_t zl_cuda_norm(const zl_norm* call, const void* filled, const vo
   };
   if (filled) return zl::launch_far(filled, copied, a.table, launch_one);
   return zl::launch_here(zl::NormMaker(*call), call->segments, a.table, launch_one);
+}
+
+ZL_EXPORT int32_t zl_cuda_quantize(const zl_quant* call, int32_t device, void* stream) {
+  const bool bytes = call->bits == 8;
+  return launch_quant(*call, bytes ? zl::quantize_kernel_for<8>(call->dtype) : zl::quantize_kernel_for<4>(call->dtype),
+                      device, stream);
+}
+
+ZL_EXPORT int32_t zl_cuda_dequantize(const zl_quant* call, int32_t device, void* stream) {
+  const bool bytes = call->bits == 8;
+  return launch_quant(
+      *call, bytes ? zl::dequantize_kernel_for<8>(call->dtype) : zl::dequantize_kernel_for<4>(call->dtype), device,
+      stream);
 }
 
 #endif

@@ -11,11 +11,12 @@ import torch
 
 from tests.ops.cases import ALL_DTYPES, F32, FLOATS, MIXED, Dtypes
 from tests.ops.cuda_calls import LENGTHS, RULES, copy_call, copy_tensor, differences, dtype_name, finite, make_call
+from tests.ops.quant_calls import copy_quant, make_quant
 from zerolite.ops.call import ADAM, COLUMNS, LION, SGD, SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels
 from zerolite.ops.launches import UpdateLaunch
-from zerolite.ops.self_check import check_updates
+from zerolite.ops.self_check import check_kernels
 from zerolite.utils.builder import op_builder
 
 pytestmark = [
@@ -34,7 +35,7 @@ def kernels(request: pytest.FixtureRequest) -> CudaKernels:
     capability = torch.cuda.get_device_capability()
     try:
         made = CudaKernels(op_builder.load(request.param, capability=capability, torch_cuda=torch.version.cuda))
-        check_updates(made, torch.device(DEVICE, torch.cuda.current_device()))
+        check_kernels(made, torch.device(DEVICE, torch.cuda.current_device()))
         return made
     except op_builder.OpUnavailable as error:
         pytest.skip(f"the CUDA kernels cannot be built here: {error}")
@@ -302,3 +303,20 @@ def test_launches_run_these_kernels(kernels: CudaKernels) -> None:
     names = device_work(run)
     assert len(names) == 1
     assert "update_kernel" in names[0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_packed_to_the_bits_of_the_cpu(
+    kernels: CudaKernels, cpu: CpuKernels, bits: int, dtype: torch.dtype
+) -> None:
+    for numel, error, offset, is_sum in [(257, None, 0, False), (LONG, torch.bfloat16, 1, True), (2**20, F32, 0, True)]:
+        call = make_quant(bits, 3, numel, dtype, error, offset)
+        back = make_quant(bits, 3, numel, dtype, None, offset, is_sum)
+        back.packed, back.divisor = call.packed, 3.0 if is_sum else 1.0
+        for one, run in ((call, "quantize"), (back, "dequantize")):
+            on_device = copy_quant(one, DEVICE)
+            with no_synchronisation():
+                getattr(kernels, run)(on_device)
+            getattr(cpu, run)(one)
+            assert on_device.differences(one) == [], (numel, run)

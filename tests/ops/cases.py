@@ -22,7 +22,7 @@ from zerolite.utils.builder import op_builder
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 GUARD = 16  # elements on either side of an array
 _GUARD_VALUE = 3.0
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACES: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     "adamw-maximize": lambda p: torch.optim.AdamW(p, lr=1e-2, maximize=True),

@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from ctypes import Structure
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import torch
 
 from tests.ops.cases import ALL_DTYPES, BF16, F16, F32, FLOATS, MIXED, Dtypes
 from tests.ops.cuda_calls import LENGTHS, RULES, copy_call, copy_tensor, differences, finite, make_call
+from tests.ops.quant_calls import ERRORS, copy_quant, make_quant
 from zerolite.ops import reference
-from zerolite.ops.call import ADAM, COLUMNS, SGD, SquaresCall, UpdateCall
+from zerolite.ops.call import ADAM, COLUMNS, SGD, QuantCall, SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels, _Entry
+from zerolite.ops.interface import Quant
 
 ROOT = Path(__file__).resolve().parents[2]
 CXX = shutil.which(os.environ.get("CXX", "c++"))
@@ -37,7 +40,7 @@ class SimulatedKernels(CudaKernels):
 
     def __init__(self, library: ctypes.CDLL, capturing: bool = False, backwards: bool = False) -> None:
         super().__init__(library)
-        self._simulate = library.zl_simulate
+        self._simulate, self.ordinal = library.zl_simulate, 0
         self.capturing, self.backwards = capturing, backwards
         self.launches = 0
 
@@ -47,11 +50,16 @@ class SimulatedKernels(CudaKernels):
         size = entry.bytes(arguments.segments)
         if size and not self.capturing:
             filled = torch.full((size,), 0x55, dtype=torch.uint8)
-            self._check(entry.fill(call, filled.data_ptr()), entry, device)
+            self._check(entry.fill(call, filled.data_ptr()), entry.name, device)
             copied = filled.clone()
         tables = [None if table is None else table.data_ptr() for table in (filled, copied)]
         before = self._simulate(self.backwards)
-        self._check(entry.launch(call, *tables, 0, None), entry, device)
+        self._check(entry.launch(call, *tables, 0, None), entry.name, device)
+        self.launches = self._simulate(False) - before
+
+    def _launch_quant(self, launch: ctypes._NamedFuncPointer, call: QuantCall) -> None:
+        before = self._simulate(self.backwards)
+        self._check(launch(Quant(call), self.ordinal, None), "quantization", call.values.device)
         self.launches = self._simulate(False) - before
 
 
@@ -232,3 +240,44 @@ def test_squares_show_what_is_not_finite(kernels: SimulatedKernels, bad: float) 
     sums = torch.zeros(2, dtype=torch.float64)
     kernels.squares(SquaresCall(sums, values, torch.tensor([(i, 0, NORM_CHUNK + 5, i) for i in range(2)])))
     assert sums.isfinite().tolist() == [True, False]
+
+
+def check_quant(
+    kernels: SimulatedKernels, cpu: CpuKernels, bits: int, dtype: torch.dtype, numels: Sequence[int]
+) -> None:
+    """Codes, scales, errors, values and sums have the bits of the CPU's kernels, and nothing else is written."""
+    for n, (error, offset, rows) in zip(itertools.cycle(numels), QUANTS[: 2 * len(numels)], strict=False):
+        call = make_quant(bits, rows, n, dtype, error, offset)
+        wanted = copy_quant(call)
+        kernels.quantize(call)
+        assert kernels.launches == 1
+        cpu.quantize(wanted)
+        assert call.differences(wanted) == [], (n, error, offset)
+        for is_sum, divisor in ((False, 1.0), (True, 3.0)):
+            back = make_quant(bits, rows, n, dtype, None, offset, is_sum)
+            back.divisor, back.packed = divisor, call.packed
+            wanted = copy_quant(back)
+            kernels.dequantize(back)
+            cpu.dequantize(wanted)
+            assert back.differences(wanted) == [], (n, offset, is_sum)
+
+
+QUANTS = list(itertools.product(ERRORS, (0, 1, 4), (1, 3)))  # dtype of the error, alignment, rows
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_packed_to_the_bits_of_the_cpu(
+    kernels: SimulatedKernels, cpu: CpuKernels, bits: int, dtype: torch.dtype
+) -> None:
+    check_quant(kernels, cpu, bits, dtype, (1, 2, 7, 255, 256, 257, 1003, 2304, 2307))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bad_rows_are_refused(library: ctypes.CDLL, bits: int) -> None:
+    kernels, call = SimulatedKernels(library), make_quant(bits, 2, 256, F32, None)
+    call.packed = call.packed[:, :-16].contiguous()
+    before = copy_quant(call)
+    with pytest.raises(ValueError, match="the quantization refused its arguments: rows that are not aligned"):
+        kernels.quantize(call)
+    assert call.differences(before) == []

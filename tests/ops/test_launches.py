@@ -149,6 +149,22 @@ def test_autograd_notices_an_update() -> None:
         out.backward()
 
 
+def test_a_kernel_that_fails_keeps_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, launch = _arguments("adamw"), _launch("adamw", _arguments("adamw"))
+    _run(launch, arguments)
+    assert launch._kernels is not None
+
+    def fail(call: UpdateCall) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(type(launch._kernels), "update", lambda self, call: fail(call))
+    gradients = [weakref.ref(grad) for grad in arguments["grads"]]
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        _run(launch, arguments)
+    arguments["grads"] = ()
+    assert [ref() for ref in gradients] == [None] * 3
+
+
 # ------------------------------------------------------------------- what they refuse
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]

@@ -13,15 +13,15 @@ import torch
 
 from op_builder import OpUnavailable, build, build_into, nvrtc
 from op_builder.tools import find_nvrtc
-from tests.ops.cases import ALL_DTYPES, F16, F32
+from tests.ops.cases import ALL_DTYPES, F16, F32, FLOATS
 from tests.ops.cuda_calls import LENGTHS, RULES, make_call
-from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, SHIM, UPDATE_ROOM, check_update, compile_in
+from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, SHIM, UPDATE_ROOM, check_quant, check_update, compile_in
 from tests.ops.test_cuda_on_cpu import SimulatedKernels as Simulated
 from zerolite.ops import library as op_library
-from zerolite.ops.call import ADAM, SquaresCall, UpdateCall
+from zerolite.ops.call import ADAM, QuantCall, SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels, _Entry
-from zerolite.ops.self_check import check_updates
+from zerolite.ops.self_check import check_kernels
 
 CSRC = ROOT / "csrc"
 pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler; this machine has none")
@@ -32,6 +32,8 @@ def lowered(kernel: str) -> str:
     name, _, arguments = kernel.removeprefix("zl::").rstrip(">").partition("<")
     parts = [argument.strip().removeprefix("zl::") for argument in arguments.split(",")]
     mangled = "".join(f"Li{part}E" if part.isdigit() else f"NS_{len(part)}{part}E" for part in parts)
+    if "quantize" in name:
+        return f"_ZN2zl{len(name)}{name}I{mangled}EEv8zl_quant"
     takes = "UpdateArguments" if name.startswith("update") else "NormArguments"
     return f"_ZN2zl{len(name)}{name}I{mangled}EEvNS_{len(takes)}{takes}E"
 
@@ -96,6 +98,14 @@ def test_each_kernel_is_the_one_that_the_dtypes_ask_for(kernels: DrivenKernels, 
             check_update(kernels, cpu, call)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_each_kernel_packs_what_its_bits_and_dtype_ask_for(
+    kernels: DrivenKernels, cpu: CpuKernels, bits: int, dtype: torch.dtype
+) -> None:
+    check_quant(kernels, cpu, bits, dtype, (257, 512))
+
+
 @pytest.mark.parametrize("count", [1, UPDATE_ROOM, UPDATE_ROOM + 1, 300])
 def test_tables_in_arguments_and_in_memory(kernels: DrivenKernels, cpu: CpuKernels, count: int) -> None:
     for capturing in (False, True):
@@ -115,11 +125,11 @@ def test_errors_of_the_driver_are_told(library: ctypes.CDLL, driver: ctypes.CDLL
 
 
 def test_right_kernels_pass_the_check(kernels: DrivenKernels, cpu: CpuKernels) -> None:
-    check_updates(kernels, torch.device("cpu"))
-    check_updates(cpu, torch.device("cpu"))
+    check_kernels(kernels, torch.device("cpu"))
+    check_kernels(cpu, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("wrong", ["rate", "skip", "tail", "squares"])
+@pytest.mark.parametrize("wrong", ["rate", "skip", "tail", "flag", "squares", "codes", "errors", "sums"])
 def test_wrong_kernels_are_not_used(cpu: CpuKernels, wrong: str) -> None:
     class Wrong(CpuKernels):
         def update(self, call: UpdateCall) -> None:
@@ -130,16 +140,30 @@ def test_wrong_kernels_are_not_used(cpu: CpuKernels, wrong: str) -> None:
             if wrong == "skip" and call.skip is not None:
                 call.skip.zero_()
             super().update(call)
+            if wrong == "flag" and call.broken is not None:
+                call.broken.zero_()
 
         def squares(self, call: SquaresCall) -> None:
             super().squares(call)
             if wrong == "squares":
                 call.sums.mul_(1 + 1e-9)
 
+        def quantize(self, call: QuantCall) -> None:
+            super().quantize(call)
+            if wrong == "codes":
+                call.packed[0, 3] ^= 1
+            if wrong == "errors" and call.error is not None:
+                call.error[-1] = 1.0
+
+        def dequantize(self, call: QuantCall) -> None:
+            super().dequantize(call)
+            if wrong == "sums" and call.is_sum:
+                call.values[0] += 1.0
+
     broken = Wrong.__new__(Wrong)
     vars(broken).update(vars(cpu))
     with pytest.raises(RuntimeError, match=r"do not compute what their reference does .*zerolite report"):
-        check_updates(broken, torch.device("cpu"))
+        check_kernels(broken, torch.device("cpu"))
 
 
 BOTH = ["cuda_kernels", "cuda_kernels_nvrtc"]
@@ -170,7 +194,7 @@ def test_nvcc_comes_first_and_only_nvrtcs_kernels_are_checked(monkeypatch: pytes
     monkeypatch.setattr(op_library.op_builder, "load", load)
     monkeypatch.setattr(op_library.op_builder, "OpUnavailable", OpUnavailable)
     monkeypatch.setattr("zerolite.ops.cuda_kernels.CudaKernels", lambda library: f"kernels of {library}")
-    monkeypatch.setattr("zerolite.ops.self_check.check_updates", check)
+    monkeypatch.setattr("zerolite.ops.self_check.check_kernels", check)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     found = op_library._load.__wrapped__("cuda", (9, 0))
     assert asked == loaded and len(checked) == (len(loaded) == 2 and len(missing) == 1)

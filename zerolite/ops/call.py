@@ -12,6 +12,7 @@ ADAM, LION, ADAGRAD, SGD = range(4)  # zl_rule in csrc/kernels.h
 COLUMNS = 8  # numbers in a row of scalars
 MOMENTUM = 2  # column of the momentum in SGD's rows
 TABLE_COLUMNS = 4
+CUDA_GROUPS = 1 << 15  # UpdatePiece in csrc/cuda/update.cuh has 16 bits for a group
 
 Tensors = Sequence[torch.Tensor]
 
@@ -74,3 +75,59 @@ class SquaresCall:
     values: Tensors
     table: torch.Tensor
     arguments: ctypes.Structure | None = field(default=None, init=False, repr=False, compare=False)
+
+
+QUANT_BLOCK = 256  # elements that share a scale
+QUANT_LEAST = 2.0**-119  # a smaller largest magnitude of a block counts as this, so that no scale is a denormal
+QUANT_TOPS = {8: 127.0, 4: 7.0}  # the largest code, by bits
+
+
+@dataclass
+class QuantCall:
+    """Rows of numbers, and the same rows as codes with a scale for each block of 256: see ``zl_quant`` in
+    csrc/kernels.h.
+
+    Attributes:
+        bits: of a code, 8 or 4.
+        values: fp32, bf16 or fp16 [rows * numel]; [numel] for a sum of rows.
+        packed: uint8 [rows, bytes of a row], as :func:`zerolite.ops.quantization.row_bytes` has them.
+        error: fp32, bf16 or fp16 [rows * numel], what earlier calls have lost; None to forget it.
+        keep, take: weights of the error before and of what is lost now in the next error.
+        is_sum: the rows are summed.
+        divisor: divides the sum.
+    """
+
+    bits: int
+    values: torch.Tensor
+    packed: torch.Tensor
+    error: torch.Tensor | None = None
+    keep: float = 0.0
+    take: float = 0.0
+    is_sum: bool = False
+    divisor: float = 1.0
+
+    @property
+    def rows(self) -> int:
+        return self.packed.shape[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a row."""
+        return self.values.numel() // (1 if self.is_sum else max(self.rows, 1))
+
+    @property
+    def scale_offset(self) -> int:
+        """Byte of a row at which its scales begin."""
+        return scale_offset(self.numel, self.bits)
+
+
+def scale_offset(numel: int, bits: int) -> int:
+    """Return the bytes of the codes of a packed row of ``numel`` elements, up to the scales."""
+    return (numel * bits + 127) // 128 * 16
+
+
+def row_bytes(numel: int, bits: int) -> int:
+    """Return the bytes of a packed row of ``numel`` elements: codes, then an fp32 scale for each block, both filled up
+    to a multiple of 16."""
+    blocks = (numel + QUANT_BLOCK - 1) // QUANT_BLOCK
+    return scale_offset(numel, bits) + (blocks * 4 + 15) // 16 * 16

@@ -9,8 +9,8 @@ from typing import cast
 
 import torch
 
-from zerolite.ops.call import SquaresCall, UpdateCall
-from zerolite.ops.interface import Norm, Threads, Update, check_abi
+from zerolite.ops.call import QuantCall, SquaresCall, UpdateCall
+from zerolite.ops.interface import Norm, Quant, Threads, Update, check_abi
 from zerolite.utils.builder import declare
 
 ISA_NAMES = ("plain", "avx2", "avx512")
@@ -20,6 +20,7 @@ _ERRORS = {
     2: "a dtype that is not fp32, bf16 or fp16",
     3: "an instruction set that this processor lacks",
     4: "the table has a segment that is not within its tensor, or names a row, a use or a group that is not there",
+    5: "rows that are not aligned, too short for their codes and scales, or not of 8 or 4 bits",
 }
 
 
@@ -38,6 +39,8 @@ class CpuKernels:
         check_abi(library, "CPU")
         self._update = declare(library.zl_cpu_update, c_int32, POINTER(Update))
         self._norm = declare(library.zl_cpu_norm, c_int32, POINTER(Norm))
+        self._quantize = declare(library.zl_cpu_quantize, c_int32, POINTER(Quant))
+        self._dequantize = declare(library.zl_cpu_dequantize, c_int32, POINTER(Quant))
         self.best_isa: int = declare(library.zl_best_isa, c_int32)()
         self._isa, self._openmp = isa, _openmp()
 
@@ -60,6 +63,18 @@ class CpuKernels:
         error = self._norm(arguments)
         if error:
             raise _refusal(error, "norm")
+
+    def quantize(self, call: QuantCall) -> None:
+        """Pack rows. Memory traffic for each element: the value is read, 1 or 0.5 bytes and a 64th of a byte are
+        written; the error is read and written, if there is one."""
+        if error := self._quantize(Quant(call, self._isa, Threads(*self._openmp, torch.get_num_threads()))):
+            raise _refusal(error, "quantization")
+
+    def dequantize(self, call: QuantCall) -> None:
+        """Unpack rows, or their sum. Memory traffic for each element: 1 or 0.5 bytes and a 64th of a byte are read for
+        each row of a sum, and the value is written once."""
+        if error := self._dequantize(Quant(call, self._isa, Threads(*self._openmp, torch.get_num_threads()))):
+            raise _refusal(error, "quantization")
 
 
 def _refusal(code: int, what: str) -> ValueError:

@@ -9,8 +9,8 @@ from typing import cast
 
 import torch
 
-from zerolite.ops.call import SquaresCall, UpdateCall
-from zerolite.ops.interface import Norm, Update, check_abi
+from zerolite.ops.call import QuantCall, SquaresCall, UpdateCall
+from zerolite.ops.interface import Norm, Quant, Update, check_abi
 from zerolite.utils.builder import declare
 
 
@@ -49,6 +49,8 @@ class CudaKernels:
         check_abi(library, "CUDA")
         self._update = _entry(library, "update", Update)
         self._norm = _entry(library, "norm", Norm)
+        self._quantize = declare(library.zl_cuda_quantize, c_int32, POINTER(Quant), c_int32, c_void_p)
+        self._dequantize = declare(library.zl_cuda_dequantize, c_int32, POINTER(Quant), c_int32, c_void_p)
         self._partials = declare(library.zl_cuda_norm_partials, c_int64, POINTER(Norm))
         self._error_string = declare(library.zl_cuda_error_string, c_char_p, c_int32)
 
@@ -71,6 +73,20 @@ class CudaKernels:
         arguments.refresh(call, self._partials(ctypes.byref(arguments)))
         self._launch(self._norm, arguments, call.sums.device)
 
+    def quantize(self, call: QuantCall) -> None:
+        """Pack rows, a warp for each block. Memory traffic as of the CPU's kernel."""
+        self._launch_quant(self._quantize, call)
+
+    def dequantize(self, call: QuantCall) -> None:
+        """Unpack rows, or their sum, a warp for each block. Memory traffic as of the CPU's kernel."""
+        self._launch_quant(self._dequantize, call)
+
+    def _launch_quant(self, launch: ctypes._NamedFuncPointer, call: QuantCall) -> None:
+        device = call.values.device
+        with torch.cuda.device(device):
+            code = launch(Quant(call), device.index, torch.cuda.current_stream().cuda_stream)
+        self._check(code, "quantization", device)
+
     def _launch(self, entry: _Entry, arguments: Structure, device: torch.device) -> None:
         """Launch on the current stream of ``device``.
 
@@ -83,19 +99,19 @@ class CudaKernels:
         with torch.cuda.device(device):
             if size and not torch.cuda.is_current_stream_capturing():
                 filled = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-                self._check(entry.fill(call, filled.data_ptr()), entry, device)
+                self._check(entry.fill(call, filled.data_ptr()), entry.name, device)
                 copied = filled.to(device, non_blocking=True)
             tables = [None if table is None else table.data_ptr() for table in (filled, copied)]
             stream = torch.cuda.current_stream().cuda_stream
-            self._check(entry.launch(call, *tables, device.index, stream), entry, device)
+            self._check(entry.launch(call, *tables, device.index, stream), entry.name, device)
 
-    def _check(self, code: int, entry: _Entry, device: torch.device) -> None:
+    def _check(self, code: int, kernel: str, device: torch.device) -> None:
         if not code:
             return
         text = self._error_string(code).decode()
         if code > 0:  # of zl_error
-            raise ValueError(f"the CUDA kernel for the {entry.name} refused its arguments: {text}")
-        raise RuntimeError(f"the CUDA kernel for the {entry.name} could not be started on {device}: {text}")
+            raise ValueError(f"the CUDA kernel for the {kernel} refused its arguments: {text}")
+        raise RuntimeError(f"the CUDA kernel for the {kernel} could not be started on {device}: {text}")
 
 
 def _entry(library: ctypes.CDLL, name: str, call: type[Structure]) -> _Entry:

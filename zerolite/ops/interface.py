@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
-from zerolite.ops.call import SquaresCall, UpdateCall
+from zerolite.ops.call import QuantCall, SquaresCall, UpdateCall
 from zerolite.utils.builder import declare
 
-ABI = 5
+ABI = 6
 NORM_CHUNK = 16384
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -136,6 +136,49 @@ class Norm(Structure):
         self._values[:] = list(map(torch.Tensor.data_ptr, call.values))
         self._partial = torch.empty(partials, dtype=torch.float64, device=call.sums.device)
         self.partials, self.partial, self.sums = partials, self._partial.data_ptr(), call.sums.data_ptr()
+
+
+class Quant(Structure):
+    """Arguments of a packing or unpacking of rows."""
+
+    _fields_ = [
+        ("bits", c_int32),
+        ("dtype", c_int32),
+        ("error_dtype", c_int32),
+        ("isa", c_int32),
+        ("sum", c_int32),
+        ("keep", c_float),
+        ("take", c_float),
+        ("divisor", c_float),
+        ("rows", c_int64),
+        ("numel", c_int64),
+        ("row_bytes", c_int64),
+        ("scale_offset", c_int64),
+        ("values", c_void_p),
+        ("packed", c_void_p),
+        ("error", c_void_p),
+        ("threads", Threads),
+    ]
+
+    def __init__(self, call: QuantCall, isa: int = 0, threads: Threads | None = None) -> None:
+        super().__init__(
+            bits=call.bits,
+            dtype=DTYPES[call.values.dtype],
+            error_dtype=0 if call.error is None else DTYPES[call.error.dtype],
+            isa=isa,
+            sum=call.is_sum,
+            keep=call.keep,
+            take=call.take,
+            divisor=call.divisor,
+            rows=call.rows,
+            numel=call.numel,
+            row_bytes=call.packed.shape[1],
+            scale_offset=call.scale_offset,
+            values=call.values.data_ptr(),
+            packed=call.packed.data_ptr(),
+            error=None if call.error is None else call.error.data_ptr(),
+            threads=threads or Threads(),
+        )
 
 
 def check_abi(library: ctypes.CDLL, name: str) -> None:

@@ -13,7 +13,7 @@ from operator import is_
 import torch
 
 from zerolite.ops import reference
-from zerolite.ops.call import COLUMNS, MOMENTUM, SGD, TABLE_COLUMNS, SquaresCall, Tensors, UpdateCall
+from zerolite.ops.call import COLUMNS, CUDA_GROUPS, MOMENTUM, SGD, TABLE_COLUMNS, SquaresCall, Tensors, UpdateCall
 from zerolite.ops.library import Kernels, kernels_for
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import FLOATS, HALF
@@ -71,10 +71,12 @@ class UpdateLaunch:
         else:
             call.grads, call.rows = grads, rows
             call.factor, call.skip, call.uses, call.broken = factor, skip, uses, broken
-        if self._kernels is not None:
-            self._kernels.update(call)
-            torch.autograd.graph.increment_version(tensors)
-        call.grads = ()  # their memory is not kept until the next step
+        try:
+            if self._kernels is not None:
+                self._kernels.update(call)
+                torch.autograd.graph.increment_version(tensors)
+        finally:
+            call.grads = ()  # their memory is not kept until the next step
 
     def forget(self) -> None:
         """Drop the tensors, because those of the next step are others."""
@@ -108,10 +110,12 @@ class SquaresLaunch:
             self._call, self._like = call, like
         else:
             call.sums, call.values = sums, values
-        if self._kernels is not None:
-            self._kernels.squares(call)
-            torch.autograd.graph.increment_version(sums)
-        call.values = ()  # their memory is not kept until the next step
+        try:
+            if self._kernels is not None:
+                self._kernels.squares(call)
+                torch.autograd.graph.increment_version(sums)
+        finally:
+            call.values = ()  # their memory is not kept until the next step
 
 
 def _check_update(call: UpdateCall) -> None:
@@ -136,6 +140,11 @@ def _check_update(call: UpdateCall) -> None:
     _check_table(call.table, call.params, rows.shape[0])
     _check_indices("use", call.use, torch.int64, call.table.shape[0], "uses", call.uses, call)
     _check_indices("groups", call.groups, torch.int32, rows.shape[0], "broken", call.broken, call)
+    if call.broken is not None and call.broken.is_cuda and call.broken.numel() > CUDA_GROUPS:
+        raise ValueError(
+            f"expected at most {CUDA_GROUPS} param groups on CUDA, whose kernels number them in 16 bits, got "
+            f"{call.broken.numel()}; put parameters with equal options into one group"
+        )
 
 
 def _check_indices(

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from zerolite.ops.call import SquaresCall, UpdateCall
+from zerolite.ops.call import QuantCall, SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.utils.builder import op_builder
 
@@ -18,6 +18,10 @@ class Kernels(Protocol):
     def update(self, call: UpdateCall) -> None: ...
 
     def squares(self, call: SquaresCall) -> None: ...
+
+    def quantize(self, call: QuantCall) -> None: ...
+
+    def dequantize(self, call: QuantCall) -> None: ...
 
 
 def kernels_for(device: torch.device) -> Kernels | None:
@@ -45,7 +49,7 @@ def _load_cuda(capability: tuple[int, int] | None) -> Kernels:
         RuntimeError: neither compiler can be used, or NVRTC's kernels compute wrong values.
     """
     from zerolite.ops.cuda_kernels import CudaKernels
-    from zerolite.ops.self_check import check_updates
+    from zerolite.ops.self_check import check_kernels
 
     try:
         return CudaKernels(op_builder.load("cuda_kernels", capability=capability, torch_cuda=torch.version.cuda))
@@ -56,7 +60,7 @@ def _load_cuda(capability: tuple[int, int] | None) -> Kernels:
     except op_builder.OpUnavailable as error:
         raise RuntimeError(f"{without_nvcc} Nor can NVRTC compile them: {error}") from error
     kernels = CudaKernels(library)
-    check_updates(kernels, torch.device("cuda", torch.cuda.current_device()))
+    check_kernels(kernels, torch.device("cuda", torch.cuda.current_device()))
     return kernels
 
 

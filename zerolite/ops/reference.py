@@ -7,11 +7,22 @@ on a limited number of elements at a time, so that temporaries stay small.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, SquaresCall, UpdateCall
+from zerolite.ops.call import (
+    ADAGRAD,
+    ADAM,
+    LION,
+    QUANT_BLOCK,
+    QUANT_LEAST,
+    QUANT_TOPS,
+    SGD,
+    QuantCall,
+    SquaresCall,
+    UpdateCall,
+)  # fmt: skip
 from zerolite.utils.accelerator import host_value, host_values
 from zerolite.utils.dtypes import sync_master_from_param_
 
@@ -71,6 +82,66 @@ def squares(call: SquaresCall) -> None:
         for chunk in _flat(values[tensor])[start : start + numel].split(_EXACT):
             exact = chunk.double()
             sums[owner] += torch.dot(exact, exact)
+
+
+@torch.no_grad()
+def quantize(call: QuantCall) -> None:
+    """Pack rows."""
+    errors = [None] * call.rows if call.error is None else call.error.view(call.rows, -1)
+    for values, error, row in zip(call.values.view(call.rows, -1), errors, call.packed, strict=True):
+        for codes, scales, part in _stretches(call, row):
+            exact = values[part].float()
+            if error is not None:
+                exact = exact + error[part].float()
+            blocks = _in_blocks(exact)
+            most = blocks.abs().amax(1, keepdim=True).clamp_(min=QUANT_LEAST)
+            top = torch.full_like(most, QUANT_TOPS[call.bits])
+            scale, finite = most / top, most.isfinite()
+            code = torch.where(finite, (blocks * (top / most)).round_(), 0.0)
+            scales.copy_(torch.where(finite, scale, torch.nan).view(-1))
+            if error is not None:
+                lost = torch.where(finite, (blocks - code * scale) * call.take, 0.0)
+                kept = torch.where(finite, _in_blocks(error[part].float()) * call.keep, 0.0)
+                error[part] = (kept + lost).view(-1)[: exact.numel()].to(error.dtype)
+            code = code.view(-1)[: exact.numel()].to(torch.int8)
+            codes.copy_(code.view(torch.uint8) if call.bits == 8 else _halves(code))
+
+
+@torch.no_grad()
+def dequantize(call: QuantCall) -> None:
+    """Unpack rows, or their sum in the order of the rows."""
+    targets = [call.values] if call.is_sum else call.values.view(call.rows, -1)
+    for target, rows in zip(targets, [call.packed] if call.is_sum else call.packed.unsqueeze(1), strict=True):
+        total = torch.zeros_like(target, dtype=torch.float32)
+        for row in rows:
+            for codes, scales, part in _stretches(call, row):
+                code = codes.view(torch.int8)
+                if call.bits == 4:
+                    code = torch.stack([code << 4 >> 4, code >> 4], 1).view(-1)
+                numel = total[part].numel()
+                exact = _in_blocks(code[:numel].float()) * scales.view(-1, 1)
+                total[part] += exact.view(-1)[:numel]
+        target.copy_(total if call.divisor == 1.0 else total.div_(call.divisor))
+
+
+def _stretches(call: QuantCall, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
+    """Yield (codes, scales, elements) for parts of a packed row: views of it, and a slice of its values."""
+    scales = row[call.scale_offset :].view(torch.float32)
+    for start in range(0, call.numel, _STRETCH):
+        end = min(start + _STRETCH, call.numel)
+        codes = row[start * call.bits // 8 : (end * call.bits + 7) // 8]
+        yield codes, scales[start // QUANT_BLOCK : -(-end // QUANT_BLOCK)], slice(start, end)
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    """Return flat values as [blocks, 256], filled up with zeros."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % QUANT_BLOCK)).view(-1, QUANT_BLOCK)
+
+
+def _halves(code: torch.Tensor) -> torch.Tensor:
+    """Return pairs of 4-bit codes in a byte, the first in the low half."""
+    low, high = torch.nn.functional.pad(code, (0, code.numel() % 2)).view(-1, 2).unbind(1)
+    return (low & 15).bitwise_or_(high << 4).view(torch.uint8)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zerolite.ops import reference
-from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, SquaresCall, UpdateCall
+from zerolite.ops.call import ADAGRAD, ADAM, LION, QUANT_TOPS, SGD, QuantCall, SquaresCall, UpdateCall, row_bytes
 from zerolite.ops.library import Kernels
 from zerolite.utils.dtypes import FLOATS
 
@@ -31,21 +31,29 @@ _DTYPES: tuple[tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None],
 _CLOSE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-def check_updates(kernels: Kernels, device: torch.device) -> None:
-    """Compare an update by each rule, and a sum of squares, with the reference on the host. Waits for the device.
+def check_kernels(kernels: Kernels, device: torch.device) -> None:
+    """Compare an update by each rule, sums of squares, and packed rows with the reference on the host. Waits for the
+    device.
 
     Raises:
         RuntimeError: results differ by more than rounding, or a skipped update changes something.
     """
     for rule in _ROWS:
         for dtypes in _DTYPES:
-            for skip in (0.0, 1.0):
-                wanted = _call(rule, dtypes, skip, torch.device("cpu"))
-                result = _call(rule, dtypes, skip, device)
+            for skip, largest in ((0.0, 1.0), (1.0, 1.0), (0.0, float("inf"))):
+                wanted = _call(rule, dtypes, skip, largest, torch.device("cpu"))
+                result = _call(rule, dtypes, skip, largest, device)
                 kernels.update(result)
                 if not skip:
                     reference.update(wanted)
                 _compare(result, wanted, rule)
+    _check_squares(kernels, device)
+    for bits in QUANT_TOPS:
+        for dtype in FLOATS:
+            _check_rows(kernels, device, bits, dtype)
+
+
+def _check_squares(kernels: Kernels, device: torch.device) -> None:
     table = torch.tensor([[i, 0, numel, i] for i, numel in enumerate(_NUMELS)], dtype=torch.int64, device="cpu")
     for dtype in FLOATS:
         values = _tensors(dtype, 9, torch.device("cpu"))
@@ -54,6 +62,24 @@ def check_updates(kernels: Kernels, device: torch.device) -> None:
         exact = torch.stack([value.double().square().sum() for value in values])
         if not torch.allclose(sums.cpu(), exact, rtol=1e-12, atol=0.0):
             raise RuntimeError(_WRONG.format(f"the sum of squares of {dtype}"))
+
+
+def _check_rows(kernels: Kernels, device: torch.device, bits: int, dtype: torch.dtype) -> None:
+    """Compare packing, unpacking and a sum of rows. Both have the same bits."""
+    found: list[list[torch.Tensor]] = []
+    for run, where in ((kernels, device), (reference, torch.device("cpu"))):
+        values = torch.cat([_tensors(dtype, 7, where)[0]] * 2)
+        values[300] = float("nan")
+        error = torch.cat([_tensors(torch.float32, 8, where)[0]] * 2)
+        numel = values.numel() // 2
+        packed = torch.zeros(2, row_bytes(numel, bits), dtype=torch.uint8, device=where)
+        arrived, total = torch.empty_like(values), torch.empty_like(values[:numel])
+        run.quantize(QuantCall(bits, values, packed, error, 0.8, 0.2))
+        run.dequantize(QuantCall(bits, arrived, packed))
+        run.dequantize(QuantCall(bits, total, packed, is_sum=True, divisor=3.0))
+        found.append([packed.cpu(), error.cpu(), arrived.cpu(), total.cpu()])
+    if not all(torch.allclose(one, other, 0.0, 0.0, equal_nan=True) for one, other in zip(*found, strict=True)):
+        raise RuntimeError(_WRONG.format(f"rows of {dtype} with {bits} bits"))
 
 
 _WRONG = (
@@ -71,20 +97,27 @@ def _compare(result: UpdateCall, wanted: UpdateCall, rule: int) -> None:
     for results, expected in pairs:
         for one, other in zip(results, expected, strict=True):
             close = _CLOSE[one.dtype]
-            if not torch.allclose(one.cpu().float(), other.float(), rtol=close, atol=close * 1e-2):
+            if not torch.allclose(one.cpu().float(), other.float(), rtol=close, atol=close * 1e-2, equal_nan=True):
                 raise RuntimeError(
                     _WRONG.format(f"an update by rule {rule} of {one.dtype} with {result.grads[0].dtype}")
                 )
+    assert result.broken is not None and wanted.broken is not None
+    if not torch.equal(result.broken.cpu() > 0, wanted.broken > 0):
+        raise RuntimeError(_WRONG.format(f"groups with numbers that are not finite, of an update by rule {rule}"))
 
 
-def _call(rule: int, dtypes: Sequence[torch.dtype | None], skip: float, device: torch.device) -> UpdateCall:
+def _call(
+    rule: int, dtypes: Sequence[torch.dtype | None], skip: float, largest: float, device: torch.device
+) -> UpdateCall:
+    """largest: the last gradient, relative to the others."""
     param, grad, state, out = dtypes
     assert param is not None and grad is not None and state is not None
-    params = _tensors(param, 0, device)
+    params, grads = _tensors(param, 0, device), _tensors(grad, 1, device)
+    grads[0][-1] *= largest
     return UpdateCall(
         rule,
         params,
-        _tensors(grad, 1, device),
+        grads,
         [[tensor.abs_() for tensor in _tensors(state, 2 + i, device)] for i in range(_STATES[rule])],
         [] if out is None else [tensor.to(out) for tensor in params],
         torch.tensor([[0, 0, _NUMELS[0], 0], [1, 1, 16, 0], [1, 17, 16, 0]], dtype=torch.int64, device="cpu"),
@@ -93,6 +126,8 @@ def _call(rule: int, dtypes: Sequence[torch.dtype | None], skip: float, device: 
         torch.tensor([skip], dtype=torch.float32, device=device),
         torch.tensor([-1, 1, 0], dtype=torch.int64, device="cpu"),
         torch.tensor([0.0, 2.0], dtype=torch.float64, device=device),
+        torch.tensor([1], dtype=torch.int32, device="cpu"),
+        torch.zeros(2, dtype=torch.float64, device=device),
     )
 
 

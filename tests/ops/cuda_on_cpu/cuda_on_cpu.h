@@ -180,6 +180,15 @@ inline double __shfl_down_sync(unsigned, double x, int step) {
   return other;
 }
 
+inline unsigned __shfl_xor_sync(unsigned, unsigned x, int mask) {
+  const unsigned i = threadIdx.x;
+  sim::block.values[i] = x;
+  sim::warp().wait();
+  const unsigned other = (unsigned)sim::block.values[i ^ (unsigned)mask];
+  sim::warp().wait();
+  return other;
+}
+
 inline unsigned atomicAdd(unsigned* at, unsigned x) {
   const unsigned before = *at;
   *at += x;

@@ -1,6 +1,7 @@
 // A CUDA driver whose device is the CPU: the functions that csrc/cuda/driver.h calls, over the simulated kernels. Modules
 // are the text "simulated"; the memory of the device is the host's. Compiled with -include cuda_on_cpu.h.
 #include "../../../csrc/cuda/norm.cuh"
+#include "../../../csrc/cuda/quantize.cuh"
 #include "../../../csrc/cuda/update.cuh"
 
 #define ZL_API extern "C" __attribute__((visibility("default")))
@@ -24,9 +25,13 @@ int run(unsigned blocks, unsigned threads, void** arguments) {
   UPDATE(RULE, LENGTH, 1, 1, 1), UPDATE(RULE, LENGTH, 1, 2, 1), UPDATE(RULE, LENGTH, 1, 3, 1),              \
       UPDATE(RULE, LENGTH, 0, 0, 0)
 #define NORM(D) {"_ZN2zl11norm_kernelILi" #D "EEEvNS_13NormArgumentsE", run<zl::NormArguments, zl::norm_kernel<D>>}
+#define QUANT(B, D)                                                                                        \
+  {"_ZN2zl15quantize_kernelILi" #B "ELi" #D "EEEv8zl_quant", run<zl_quant, zl::quantize_kernel<B, D>>},     \
+      {"_ZN2zl17dequantize_kernelILi" #B "ELi" #D "EEEv8zl_quant", run<zl_quant, zl::dequantize_kernel<B, D>>}
 
-Function functions[] = {UPDATES(Adam, 4), UPDATES(Lion, 4), UPDATES(Adagrad, 7), UPDATES(Sgd, 3),
-                        NORM(1),          NORM(2),          NORM(3)};
+Function functions[] = {UPDATES(Adam, 4), UPDATES(Lion, 4), UPDATES(Adagrad, 7), UPDATES(Sgd, 3), NORM(1),
+                        NORM(2),          NORM(3),          QUANT(8, 1),         QUANT(8, 2),     QUANT(8, 3),
+                        QUANT(4, 1),      QUANT(4, 2),      QUANT(4, 3)};
 
 constexpr int DEVICES = 2, INVALID = 1, NO_IMAGE = 209, NOT_FOUND = 500;
 int contexts[DEVICES], modules[DEVICES];
