@@ -30,7 +30,7 @@ import torch
 from benchmarks import harness, options
 from benchmarks.report import Columns, Row, make_rows, median, ratio, render_table
 from zerolite.ops.async_io import AsyncIO
-from zerolite.utils.pinned_memory import host_memory
+from zerolite.utils.accelerator import host_memory
 from zerolite.utils.text import format_size, parse_size
 
 DIRECTIONS = ("write", "read")

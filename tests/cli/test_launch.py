@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli import helpers
 from tests.cli.helpers import COMMAND, REPORT_SCRIPT, TIMEOUT_S, output_of, read_reports, run_command
-from zerolite.utils.resources import count_cores
+from zerolite.launcher.resources import count_cores
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist

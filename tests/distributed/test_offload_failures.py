@@ -91,9 +91,7 @@ def test_an_error_of_any_request_is_not_forgotten(name: str, stage: int, points:
             stepped, save = raised(engine.step), raised(lambda: engine.save_checkpoint(directory, tag="broken"))
             assert not stepped or "the swap file of rank 0" in stepped
             loop = raised(lambda: list(engine_loop(engine, recipe, 2)))
-            # The failed backward has left a gradient of this rank alone, which the next one may find before the disk.
-            refused = any(words in loop for words in ("the swap file of rank 0", "in p.grad when a backward begins"))
-            assert refused, "a step was done with what the disk has lost"
+            assert "the swap file of rank 0" in loop, "a step was done with what the disk has lost"
             export = raised(lambda: engine.save_16bit_model(directory))
             if not save:
                 engine.load_checkpoint(directory, tag="broken")

@@ -20,9 +20,10 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, SGD, at, config
 from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import backward, make_engine, raises, snapshot
+from tests.toolkit.training import backward, make_engine, raises, run_steps, snapshot
 from zerolite.comm import record
 from zerolite.utils import user_line
+from zerolite.zero.sharded_gradient import ShardedGradient
 
 STEPS = 3
 
@@ -175,6 +176,38 @@ def test_a_gradient_that_is_not_there_says_so() -> None:
             if not step:
                 kept_ones.append(weight.grad)
             engine.step()
+
+
+def fail(parameter: torch.Tensor) -> None:
+    raise MemoryError("no memory")
+
+
+@pytest.mark.fast("1-2")
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_failed_backward_leaves_only_what_came_before(stage: int) -> None:
+    """A hook of the user's raises before the engine's has taken the gradient out, which is this rank's alone."""
+    plain, engine = make_engine(at(stage, accumulation=2), "Mlp"), make_engine(at(stage, accumulation=2), "Mlp")
+    for step in range(2):
+        backward(engine, step)
+        engine.step()
+        weight: Any = engine.module.second.weight
+        handle = weight.register_post_accumulate_grad_hook(fail)
+        with raises(MemoryError, "no memory"):
+            backward(engine, step, 1)
+        handle.remove()
+        assert isinstance(weight.grad, ShardedGradient)
+        engine.zero_grad()
+        backward(engine, step)
+        handle = weight.register_post_accumulate_grad_hook(fail)
+        with raises(MemoryError, "no memory"):  # of the first backward: there was nothing before
+            backward(engine, step, 1)
+        handle.remove()
+        backward(engine, step, 1)  # is not refused for it
+        engine.zero_grad()
+        run_steps(engine, 1, step)
+        run_steps(plain, 1, step)
+    assert_same_bits(snapshot(engine), snapshot(plain), f"stage {stage}")
 
 
 @on_ranks(2)

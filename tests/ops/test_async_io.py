@@ -21,7 +21,7 @@ import torch
 
 from zerolite.ops import async_io
 from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
-from zerolite.utils.pinned_memory import host_memory
+from zerolite.utils.accelerator import host_memory
 
 BLOCK = 4096
 GXX = shutil.which("g++") or shutil.which("c++")
@@ -270,7 +270,7 @@ long syscall(long number, ...) {
 SHIMMED = """
 import json, os, sys, torch
 from zerolite.ops.async_io import AsyncIO
-from zerolite.utils.pinned_memory import host_memory
+from zerolite.utils.accelerator import host_memory
 options = json.loads(sys.argv[1])
 io = AsyncIO(block_size=4096, queue_depth=8, **options)
 fd = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT | os.O_DIRECT)

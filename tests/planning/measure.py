@@ -24,7 +24,8 @@ from zerolite.planning.result import AT_REST, Items, Traffic
 from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import Grid, summarize
 from zerolite.planning.training_step import STEP, MakeBatch, pipeline_loss_fn, train_one_step, walk_through_parameters
-from zerolite.utils.accelerator import collector_off, default_device
+from zerolite.utils.accelerator import default_device
+from zerolite.utils.lazy import collector_off
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, LOCATIONS, OTHER, listeners
 from zerolite.utils.nested import map_tensors
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from zerolite.monitor import device_timers
 from zerolite.planning.fake_backend import DryPlatform
-from zerolite.utils import device_timers
 from zerolite.utils.accelerator import use_platform
 
 

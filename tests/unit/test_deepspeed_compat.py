@@ -73,6 +73,11 @@ def test_what_changes_no_numbers_is_left_out(given: dict[str, object], caplog: p
     assert "has no effect here" in caplog.text
 
 
+def test_the_shard_size_of_mics_is_used() -> None:
+    config = read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 4}})
+    assert load_config(config.zerolite).zero_optimization.mics_shard_size == 4
+
+
 @pytest.mark.parametrize(
     "given",
     [{"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, {"zero_optimization": {"no_such_key": 1}},

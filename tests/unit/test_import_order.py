@@ -22,7 +22,7 @@ FOLDERS = """
 # Nothing but the standard library (and each other where they are neighbours).
 PURE = (
     "zerolite.version", "zerolite.utils.failure_record", "zerolite.utils.lazy",
-    "zerolite.utils.listening", "zerolite.utils.resources", "zerolite.utils.text",
+    "zerolite.launcher.resources", "zerolite.utils.text",
     "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
     "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
     "zerolite.precision.loss_scaler",

@@ -20,7 +20,7 @@ from zerolite.utils.failure_record import FailureRecord
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("zerolite.utils.resources.count_cores", lambda: 8)
+    monkeypatch.setattr("zerolite.launcher.resources.count_cores", lambda: 8)
     for nproc, threads in ((1, 8), (3, 2), (16, 1)):
         job = NodeJob(["t.py"], job_id="1", nproc=nproc)
         assert job.threads_per_rank({}) == threads

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from zerolite.pipe.dependencies import Skeleton
 from zerolite.pipe.partition import balanced, by_type, uniform
 from zerolite.pipe.split import _modules_called_later
-from zerolite.utils.skeleton import Skeleton
 
 
 def heaviest(weights: list[float], bounds: list[int]) -> float:

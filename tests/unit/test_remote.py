@@ -18,7 +18,7 @@ from zerolite.launcher.node_process import NODE, node_commands
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import JobPlan, first_addresses, job_variables, make_plan, own_versions
 from zerolite.utils import network
-from zerolite.utils.listening import SECRET_VARIABLE
+from zerolite.utils.network import SECRET_VARIABLE
 
 
 def test_the_first_part_runs_here_and_the_others_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.utils import resources
-from zerolite.utils.resources import core_sets, count_core_groups, count_cores, read_cpu_quota, visible_devices
+from zerolite.launcher import resources
+from zerolite.launcher.resources import core_sets, count_core_groups, count_cores, read_cpu_quota, visible_devices
 
 ROOT = Path(__file__).resolve().parents[2]
 

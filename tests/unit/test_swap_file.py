@@ -18,7 +18,7 @@ import torch
 from tests.toolkit.disks import small_disk
 from zerolite.offload.swap_file import SwapFile
 from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
-from zerolite.utils.pinned_memory import host_memory
+from zerolite.utils.accelerator import host_memory
 
 KEY = "zero_optimization.offload_optimizer.nvme_path"
 BLOCK = 4096

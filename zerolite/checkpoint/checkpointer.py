@@ -15,7 +15,7 @@ from zerolite.checkpoint.saving import Saver, SaveRequest, UserState
 from zerolite.checkpoint.training_run import run_of_this_job
 from zerolite.comm import HostGroup, collective
 from zerolite.data.dataloader import Loaders
-from zerolite.utils.accelerator import collector_off
+from zerolite.utils.lazy import collector_off
 from zerolite.zero.engine_parts import EngineParts
 
 

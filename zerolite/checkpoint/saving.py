@@ -26,8 +26,8 @@ from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import HostGroup, RaiseTogether, collective, keep_track
 from zerolite.config import ZeroliteConfig
+from zerolite.utils.accelerator import host_memory
 from zerolite.utils.dtypes import CODES
-from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
 
 logger = logging.getLogger("zerolite")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm.flight_recorder import collective
-from zerolite.utils.listening import SECRET_VARIABLE
+from zerolite.utils.network import SECRET_VARIABLE
 from zerolite.utils.torch_private import read_objects_by
 
 _SIGNATURE = 32  # bytes of a signature

@@ -21,8 +21,7 @@ from zerolite.comm.environment import Rendezvous, find_local_rank, read_environm
 from zerolite.comm.flight_recorder import blocked, collective
 from zerolite.comm.rendezvous import first_barrier, open_store
 from zerolite.utils.accelerator import current_platform, default_device, make_current
-from zerolite.utils.listening import is_loopback, loopback_interface
-from zerolite.utils.network import GLOO_VARIABLE, interface_towards
+from zerolite.utils.network import GLOO_VARIABLE, interface_towards, is_loopback, loopback_interface
 from zerolite.utils.torch_private import backends_of, launched_collectives, process_groups
 from zerolite.utils.torch_private import timeout_of as backend_timeout
 

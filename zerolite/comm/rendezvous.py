@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerolite.comm.flight_recorder import collective
 from zerolite.comm.store import Patience, StoreBarrier, StoreSilent, call_with_timeout
-from zerolite.utils.listening import keep_store
+from zerolite.utils.network import keep_store
 from zerolite.utils.text import list_of, name_ranks
 
 _ANSWER_S = 60.0  # how long a process that listens at the port may take to answer as a store

@@ -154,9 +154,7 @@ class Engine(EngineBase):
         try:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
         except BaseException:
-            reducer.current.on_failure()
-            # p.grad shows what has been accumulated, so that a user who catches the error can drop it.
-            reducer.show_accumulated()
+            reducer.on_failure()
             if self._coordinator is not None:
                 # A gather in flight may fail because of the first error, and must not hide it.
                 with contextlib.suppress(RuntimeError):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from zerolite.utils.accelerator import host_memory
 from zerolite.utils.memory_tags import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, resize, tag_memory
 from zerolite.utils.nested import Arguments, Function, Keywords
-from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.absent_parameter import AbsentParameter
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from zerolite.launcher.job import find_port_problem, find_target_problem
 from zerolite.launcher.options import LaunchRequest, build_parser, read_options
-from zerolite.utils.resources import find_nproc_problem
+from zerolite.launcher.resources import find_nproc_problem
 
 COMMANDS = {
     "plan": "zerolite.planning.command",

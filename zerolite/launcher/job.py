@@ -115,7 +115,7 @@ class NodeJob(JobSpec):
         """Return OMP_NUM_THREADS of each rank, an equal share of the cores; None if the user has set it."""
         if "OMP_NUM_THREADS" in environ or "OMP_NUM_THREADS" in self.env:
             return None
-        from zerolite.utils.resources import count_cores
+        from zerolite.launcher.resources import count_cores
 
         return max(1, count_cores() // self.nproc)
 
@@ -126,7 +126,7 @@ class NodeJob(JobSpec):
         if threads is not None:
             variables["OMP_NUM_THREADS"] = str(threads)
         if self.devices is not None:
-            from zerolite.utils.resources import visible_devices
+            from zerolite.launcher.resources import visible_devices
 
             variables["CUDA_VISIBLE_DEVICES"] = visible_devices({**environ, **self.env}, self.devices)
         return variables
@@ -135,7 +135,7 @@ class NodeJob(JobSpec):
         """Return the logical CPUs of each local rank, such as `0,1,8`; nothing without core binding."""
         if not self.bind_cores:
             return {}
-        from zerolite.utils.resources import core_sets
+        from zerolite.launcher.resources import core_sets
 
         return {rank: ",".join(map(str, cpus)) for rank, cpus in enumerate(core_sets(self.nproc))}
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from zerolite.launcher.job import NodeJob, find_target_problem, read_line
 from zerolite.launcher.plan import own_versions
+from zerolite.launcher.resources import count_cuda_devices
 from zerolite.launcher.supervisor import run_node, say
-from zerolite.utils.resources import count_cuda_devices
 
 MARK = b"zerolite-node "
 """Start of the lines on stderr that are for the launcher: whether this host can take part, and that its part has ended.

@@ -14,9 +14,9 @@ from zerolite.launcher.hosts import Host, HostsError, limit_hosts, read_hostfile
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.rank import BIND_VARIABLE
+from zerolite.launcher.resources import default_nproc
 from zerolite.utils import network
-from zerolite.utils.listening import SECRET_VARIABLE, is_loopback
-from zerolite.utils.resources import default_nproc
+from zerolite.utils.network import SECRET_VARIABLE, is_loopback
 from zerolite.version import __version__
 
 JOIN_S = 120.0

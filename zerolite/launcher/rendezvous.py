@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob
 from zerolite.utils import network
-from zerolite.utils.listening import keep_store
+from zerolite.utils.network import keep_store
 
 CONNECT_TIMEOUT_S = 5.0
 """Seconds for which each address of the first node is tried, in turn."""

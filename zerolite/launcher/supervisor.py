@@ -21,7 +21,7 @@ from zerolite.launcher.failures import count, signal_name
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, module_arguments
 from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
 from zerolite.launcher.rank import BIND_VARIABLE
-from zerolite.utils.listening import SECRET_VARIABLE
+from zerolite.utils.network import SECRET_VARIABLE
 
 INTERRUPT_GRACE_S = 20.0
 """Seconds that the ranks get to finish after Ctrl-C."""
@@ -262,7 +262,7 @@ def print_threads_per_rank(job: NodeJob) -> None:
     threads = job.threads_per_rank(os.environ)
     if threads is None or job.node_rank != 0:
         return
-    from zerolite.utils.resources import count_cores
+    from zerolite.launcher.resources import count_cores
 
     say(
         f"OMP_NUM_THREADS={threads} in each process, to share {count(count_cores(), 'core')} among "

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from zerolite.config.profiling import FlopsProfilerConfig
+from zerolite.monitor.device_timers import DeviceTimers, TimingEvent
 from zerolite.monitor.flops import FlopCount
-from zerolite.utils.device_timers import DeviceTimers, TimingEvent
 from zerolite.utils.text import with_unit
 
 Write = Callable[[int, Mapping[str, float]], None]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.utils.device_timers import DeviceTimers, TimingEvent
+from zerolite.monitor.device_timers import DeviceTimers, TimingEvent
 from zerolite.utils.module_hook import WeakHook
 from zerolite.zero.observers import GATHER, REDUCE_WAIT, STEP, StepObserver
 

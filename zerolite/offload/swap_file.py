@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerolite.offload.placement import BLOCK, Transfer, whole_blocks
+from zerolite.utils.accelerator import host_memory
 from zerolite.utils.builder import declare
 from zerolite.utils.module_hook import finalize_before_exit
-from zerolite.utils.pinned_memory import host_memory
 from zerolite.utils.text import format_size
 
 if TYPE_CHECKING:

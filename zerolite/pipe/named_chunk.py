@@ -19,6 +19,7 @@ from zerolite.pipe.dependencies import (
     CallRecorder,
     DependencyMode,
     Labels,
+    Skeleton,
     caches_cleared,
     fake_parameters,
     materialize,
@@ -27,7 +28,6 @@ from zerolite.pipe.parameter_assignment import Buffers, ParameterAssignment
 from zerolite.precision.dtypes import Precision
 from zerolite.utils.dtypes import is_castable
 from zerolite.utils.nested import find_tensors, map_tensors, named_leaves
-from zerolite.utils.skeleton import Skeleton
 from zerolite.utils.torch_private import COMPILED_CALL
 
 

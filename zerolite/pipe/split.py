@@ -21,11 +21,10 @@ from torch import nn
 from zerolite.config.parallelism import PipelineConfig
 from zerolite.pipe import partition
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.dependencies import caches_cleared, fake_parameters
+from zerolite.pipe.dependencies import Skeleton, caches_cleared, fake_parameters
 from zerolite.pipe.named_chunk import ModelSplit, NamedChunk
 from zerolite.pipe.parameter_assignment import ParameterAssignment, assign_parameters, remove_other_parameters
 from zerolite.utils.nested import map_tensors
-from zerolite.utils.skeleton import Skeleton
 
 
 def split_by_names(

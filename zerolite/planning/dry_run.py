@@ -34,6 +34,7 @@ from zerolite.engine.engine_base import parts_of
 from zerolite.engine.initialize import parallelize_model
 from zerolite.engine.special_engines import PipelineEngine
 from zerolite.monitor.flops import Flops
+from zerolite.pipe.dependencies import Skeleton
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
 from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker, PeakMoment
@@ -47,10 +48,10 @@ from zerolite.planning.training_step import (
     walk_through_parameters,
 )
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
-from zerolite.utils.accelerator import collector_off, current_platform, default_device, is_fake, use_platform
+from zerolite.utils.accelerator import current_platform, default_device, is_fake, use_platform
+from zerolite.utils.lazy import collector_off
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.utils.nested import map_tensors
-from zerolite.utils.skeleton import Skeleton
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.param_group import CommContext
 from zerolite.zero.stage3.partition_parameters import partition

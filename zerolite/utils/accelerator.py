@@ -1,4 +1,4 @@
-"""Device of this process, and the only functions that read tensors on the host.
+"""Device and host memory of this process, and the only functions that read tensors on the host.
 
 Every ``.item()`` of the project is here. So a step's synchronisations can be counted, and a dry run on fake tensors
 replaces values in a single module.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
+import logging
+import mmap
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -16,20 +17,10 @@ from typing import Any
 
 import torch
 
-from zerolite.utils.pinned_memory import host_memory
+from zerolite.utils.module_hook import finalize_before_exit
 from zerolite.utils.torch_private import FakeTensor, FakeTensorMode
 
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """Context in which the cyclic garbage collector does not run by itself."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+logger = logging.getLogger("zerolite")
 
 
 class Platform:
@@ -44,7 +35,7 @@ class Platform:
         return torch.device("cpu")
 
     def host_memory(self, nbytes: int, pin: bool, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Allocate as :func:`zerolite.utils.pinned_memory.host_memory` does.
+        """Allocate as :func:`host_memory` does.
 
         Args:
             like: if this tensor has no memory, the result has none.
@@ -194,6 +185,56 @@ def host_values(tensor: torch.Tensor) -> list[float]:
 def host_value(tensor: torch.Tensor) -> float:
     """Return the single element of ``tensor`` as a Python number; waits for the device."""
     return host_values(tensor)[0]
+
+
+def host_memory(nbytes: int, pin: bool) -> torch.Tensor:
+    """Return [nbytes] of uint8 zeros on the host, which begin at a page, in huge pages if the kernel has them.
+
+    torch's own pinned memory is rounded up to a power of two and never returned to the system. Raises OSError or
+    MemoryError if there is not enough memory.
+
+    Args:
+        nbytes: size.
+        pin: register it with CUDA, so that copies run asynchronously. If that fails, copies are slower but correct.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    # The tensor's storage keeps the exporter alive, and the exporter keeps the mapping. So the finalizer of the
+    # exporter unregisters the memory before it is unmapped.
+    exporter = (ctypes.c_ubyte * nbytes).from_buffer(_huge(nbytes))
+    memory = torch.frombuffer(exporter, dtype=torch.uint8)
+    if pin:
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0:
+            finalize_before_exit(exporter, runtime.cudaHostUnregister, memory.data_ptr())
+        else:
+            _warn_of_failure(nbytes)
+    return memory
+
+
+def _warn_of_failure(nbytes: int) -> None:
+    """Clear the sticky error of a failed registration, so that the next CUDA call does not report it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    if not _warned:
+        _warned.append(nbytes)
+        logger.warning(
+            "CUDA cannot pin %d bytes of the host's memory: copies between host and device wait for each other and are "
+            "slow. The limit of locked memory (ulimit -l) or the host's memory may be too small",
+            nbytes,
+        )
+
+
+_warned: list[int] = []  # the warning has been logged
+
+
+def _huge(nbytes: int) -> mmap.mmap:
+    """Map memory in huge pages if the kernel has them: a first touch then costs a fifth."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with contextlib.suppress(AttributeError, OSError):
+            memory.madvise(getattr(mmap, advice))
+    return memory
 
 
 # mallopt's parameters in <malloc.h>, and the largest values that glibc takes.

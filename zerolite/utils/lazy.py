@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -20,22 +21,23 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         module = sys.modules[package]
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(module.__all__)}")
-        if not homes[name]:
-            return _imported(f"{package}.{name}")
-        value = getattr(_imported(homes[name]), name)
+        with collector_off():  # imports make many objects that stay, and would only trigger useless collections
+            if not homes[name]:
+                return importlib.import_module(f"{package}.{name}")
+            value = getattr(importlib.import_module(homes[name]), name)
         setattr(module, name, value)
         return value
 
     return load
 
 
-def _imported(module: str) -> object:
-    """Import with the cyclic garbage collector off: imports create many long-lived objects and only trigger useless
-    collections."""
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Context in which the cyclic garbage collector does not run by itself."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module(module)
+        yield
     finally:
         if enabled:
             gc.enable()

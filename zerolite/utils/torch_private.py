@@ -1,7 +1,7 @@
 """Every private name of torch that zerolite uses, each with the reason why no public one does.
 
-No other file may use one, as ``tests/unit/test_torch_private.py`` checks. It also looks for each of them in
-the installed torch. All were seen in 2.6, 2.11 and 2.13.
+No other file may use one, as ``tests/unit/test_torch_private.py`` checks. It also reads the names of this file, and
+looks for each in the installed torch. All were seen in 2.6, 2.11 and 2.13.
 
 Not counted as private: operators (``torch._foreach_add_``), the dicts that an ``nn.Module`` consists of
 (``module._parameters``), a tensor's ``_version``, and what torch's own guide to its extension describes
@@ -325,61 +325,3 @@ def read_objects_by(read: Callable[[torch.Tensor, int, object], object]) -> None
     torch reads the bytes by numpy, which need not be installed.
     """
     setattr(distributed_c10d, "_tensor_to_object", read)  # noqa: B010  mypy knows no such function
-
-
-NAMES = {
-    "current_backward": ("torch._C._current_graph_task_id",),
-    "after_backward": ("torch.autograd.Variable._execution_engine",),
-    "will_run": ("torch._C._will_engine_execute_node",),
-    "next_sequence_number, sequence_number, current_node": (
-        "torch._C._autograd._get_sequence_nr",
-        "torch._C._current_autograd_node",
-    ),
-    "transform_level": ("torch._C._functorch.maybe_current_level",),
-    "as_plain_tensors, without_functions": (
-        "torch._C.DisableTorchFunctionSubclass",
-        "torch._C.DisableTorchFunction",
-    ),
-    "storage_users, refuse_pointers": (
-        "torch._C._storage_Use_Count",
-        "torch.UntypedStorage._cdata",
-        "torch._C._set_throw_on_mutable_data_ptr",
-    ),
-    "swap_tensor": ("torch._C._swap_tensor_impl",),
-    "foreach_types": ("torch.utils._foreach_utils._foreach_supported_types",),
-    "CALL, COMPILED_CALL": ("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl"),
-    "undispatched": (
-        "torch._C._len_torch_dispatch_stack",
-        "torch.utils._python_dispatch._disable_current_modes",
-    ),
-    "fake_mode": (
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "torch._C._get_dispatch_mode",
-        "torch._C._TorchDispatchModeKey",
-    ),
-    "as_meta_tensors, call_meta_kernel, as_fake_tensor": (
-        "torch._C._DisableTorchDispatch",
-        "torch._C._PreserveDispatchKeyGuard",
-        "torch._C._set_meta_in_tls_dispatch_include",
-        "torch._C._set_throw_on_mutable_data_ptr",
-    ),
-    "untraced, compiler_is_used, profiler_is_on": (
-        "torch._C._dynamo.eval_frame",
-        "torch._dynamo.eval_frame.cached_backends",
-        "torch.autograd._profiler_enabled",
-    ),
-    "job_store": ("torch.distributed.distributed_c10d._get_default_store",),
-    "process_groups": ("torch.distributed.distributed_c10d._world.pg_names",),
-    "backends_of": ("torch.distributed.ProcessGroup._device_types", "torch.distributed.ProcessGroup._get_backend"),
-    "launched_collectives": ("torch.distributed.ProcessGroup._get_sequence_number_for_group",),
-    "run_schedule, schedules_wait_for_all": (
-        "torch.distributed.pipelining.schedules._batch_p2p",
-        "torch.distributed.pipelining.schedules.PipelineScheduleMulti._step_microbatches",
-    ),
-    "backward_of_inputs, backward_of_weights": (
-        "torch.distributed.pipelining._backward.stage_backward_input",
-        "torch.distributed.pipelining._backward.stage_backward_weight",
-    ),
-    "read_objects_by": ("torch.distributed.distributed_c10d._tensor_to_object",),
-}
-"""The private names behind each function here."""

@@ -189,6 +189,9 @@ class Reducer:
             if reducing:
                 self._reduce_late(complete)
                 self.current.on_all_reduced()
+        except BaseException:  # of the disk, or for a gradient that came too late
+            self._close_all()  # what hooks have left in p.grad is not the user's
+            raise
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
@@ -206,9 +209,12 @@ class Reducer:
         for bucket in self.order:
             self.close(bucket)
 
-    def show_accumulated(self) -> None:
-        """Show the gradients of the accumulation in ``p.grad`` after a backward that has raised."""
+    def on_failure(self) -> None:
+        """Let ``p.grad`` show the gradients of the accumulation after a backward has raised, so that a user who catches
+        the error can drop them. What this backward has left there is dropped."""
+        self.current.on_failure()
         self._close_all()
+        self.shown.restore()
         self._show()
 
     def _show(self) -> None:

@@ -70,6 +70,14 @@ class ShownGradients:
                 if self.expected[index] is None and self.parameters[index].grad is None:
                     self.put(index, self.window.gradients[index])
 
+    def restore(self) -> None:
+        """Take out what a backward that has raised has left in ``p.grad`` but the engine's own gradients."""
+        for gradient in self.window.gradients:
+            gradient.added = None
+        for index, left in self.changed().items():
+            if left is not None:
+                self.put(index, self.expected[index])
+
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Put ``gradient`` into ``p.grad``, whatever is there."""
         self._is_used = True

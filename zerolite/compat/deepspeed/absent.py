@@ -1,12 +1,6 @@
-"""Names of DeepSpeed's modules and functions that zerolite does not have, and what to use instead."""
+"""Names of DeepSpeed's modules, functions and methods that zerolite does not have, and what to use instead."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Callable
-from typing import Any
-
-PACKAGE = __name__.rpartition(".")[0]
 
 _NO_EXPERTS = "it has no layers for mixtures of experts; a model's own layers train at every stage"
 _NO_INFERENCE = (
@@ -26,7 +20,12 @@ _TOPOLOGY = (
 )
 _UNIVERSAL = "every checkpoint loads at any stage and number of ranks, so none is converted"
 
+_BATCH_SIZE = "the batch size is that of the config for the engine's whole life"
+
 ABSENT = {
+    "DeepSpeedEngine.redundant_experts": _NO_EXPERTS,
+    "DeepSpeedEngine.set_train_batch_size": _BATCH_SIZE,
+    "DeepSpeedEngine.set_train_micro_batch_size": _BATCH_SIZE,
     "InferenceEngine": _NO_INFERENCE,
     "PipelineEngine": "a pipeline is trained by DeepSpeedEngine.train_batch()",
     "autotuning": "`zerolite plan --compare` says which stage is the first that fits",
@@ -50,23 +49,10 @@ ABSENT = {
 
 
 def sentence_for(name: str) -> str | None:
-    """Return what to say of ``deepspeed.<name>``; None if nothing is known of it."""
+    """Return the sentence about the absent ``deepspeed.<name>``; None for a name that is not listed."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         reason = ABSENT.get(".".join(parts[:end]))
         if reason is not None:
             return f"zerolite's deepspeed has no {name!r}: {reason} (docs/deepspeed.md)"
     return None
-
-
-def with_sentences(package: str, load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return ``load``, a module's ``__getattr__``, with the sentences of absent names."""
-    prefix = package.removeprefix(PACKAGE).lstrip(".")
-
-    def get(name: str) -> Any:
-        sentence = sentence_for(f"{prefix}.{name}" if prefix else name) if not name.startswith("__") else None
-        if sentence is not None and f"{package}.{name}" not in sys.modules:
-            raise AttributeError(sentence)
-        return load(name)
-
-    return get

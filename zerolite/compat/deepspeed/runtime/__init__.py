@@ -1,8 +1,7 @@
 """``deepspeed.runtime``: engine, optimizer, schedules and config under DeepSpeed's module names."""
 
-from zerolite.compat.deepspeed.absent import with_sentences
 from zerolite.utils.lazy import lazy_names
 
 __all__ = ["base_optimizer", "config", "engine", "lr_schedules", "utils", "zero"]
 
-__getattr__ = with_sentences(__name__, lazy_names(__name__, dict.fromkeys(__all__, "")))
+__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,12 @@ from zerolite.engine.engine import Engine
 from zerolite.zero.stage3.group_plan import external_parameters
 
 __all__ = ["DeepSpeedOptimizer", "Stage3Optimizer", "ZeROOptimizer"]
+
+
+def method_of(path: str) -> Callable[..., Any]:
+    """Make a method that calls the method at ``path``, attributes of its object separated by dots."""
+    get = operator.attrgetter(path)
+    return lambda self, *args, **kwargs: get(self)(*args, **kwargs)
 
 
 class DeepSpeedOptimizer:
@@ -74,29 +81,11 @@ class DeepSpeedOptimizer:
         """Run ``engine.backward`` without the division by gradient_accumulation_steps."""
         self._engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
 
-    @collective
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update from all gradients since the last step."""
-        return self._engine.optimizer.step(closure)
-
-    @collective
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step."""
-        self._engine.optimizer.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's states, for an engine of the same stage and world size."""
-        return self._engine.optimizer.state_dict()
-
-    @collective
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`."""
-        self._engine.optimizer.load_state_dict(state_dict)
-
-    @collective
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the module to train. Called between steps."""
-        self._engine.optimizer.add_param_group(param_group)
+    step = method_of("_engine.optimizer.step")
+    zero_grad = method_of("_engine.optimizer.zero_grad")
+    state_dict = method_of("_engine.optimizer.state_dict")  # this rank's states
+    load_state_dict = method_of("_engine.optimizer.load_state_dict")
+    add_param_group = method_of("_engine.optimizer.add_param_group")
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):

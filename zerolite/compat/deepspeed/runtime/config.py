@@ -10,9 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from zerolite.comm import ranks_of_job
@@ -95,7 +94,10 @@ class DeepSpeedConfig:
         """
         if mpu is not None:
             raise ValueError(f"DeepSpeedConfig: expected no mpu, got {mpu!r}; set tensor_parallel.size in the config")
-        self.raw, self.zerolite = _read(config)
+        if isinstance(config, str) and not os.path.exists(config):
+            config = _decoded(config)
+        self.raw: dict[str, Any] = config if isinstance(config, dict) else read_source(config).values
+        self.zerolite = _translate(self.raw)
 
     @property
     def zero_enabled(self) -> bool:
@@ -115,18 +117,12 @@ class DeepSpeedConfig:
 
 
 def read_config(source: Any) -> DeepSpeedConfig:
-    """Read a config: a dict, which stays unchanged, a path, JSON text, or JSON text in base64.
-
-    Raises ConfigError if it is unreadable.
-    """
+    """Return ``source`` itself if it is a DeepSpeedConfig, otherwise one that is made of it."""
     return source if isinstance(source, DeepSpeedConfig) else DeepSpeedConfig(source)
 
 
-def _read(source: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the config as it was given, and as zerolite reads it."""
-    if isinstance(source, str) and not os.path.exists(source):
-        source = _decoded(source)
-    raw = source if isinstance(source, dict) else read_source(source).values
+def _translate(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config for zerolite's strict loader. ``raw`` stays unchanged."""
     values = _without_auto(copy.deepcopy(dict(raw)))
     _rename_deprecated(values)
     for key in [key for key in values if key not in _TOP_LEVEL]:
@@ -138,7 +134,7 @@ def _read(source: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             if _has_effect(block.pop(key)):
                 warn_once(f"config: {path} has no effect here; numbers do not depend on it")
     _set_defaults(values)
-    return raw, values
+    return values
 
 
 def _decoded(text: str) -> str:
@@ -178,13 +174,7 @@ _SUPPORTED = frozenset(supported_keys())
 
 
 def _set_defaults(values: dict[str, object]) -> None:
-    """Set DeepSpeed's defaults that differ from zerolite's: Adam without weight decay, and bf16 outputs.
-
-    Raises ValueError for infinite numbers, except for ``steps_per_print``, where infinity means "never".
-    """
-    for key, value in _leaves(values):
-        if isinstance(value, float) and math.isinf(value) and key != "steps_per_print":
-            raise ValueError(f"config: expected a finite number for {key}, got {value}; write one")
+    """Set DeepSpeed's defaults that differ from zerolite's: Adam without weight decay, and bf16 outputs."""
     zero = values.get("zero_optimization")
     for key in ("reduce_bucket_size", "allgather_bucket_size"):  # 0 in DeepSpeed: each parameter by itself
         if isinstance(zero, dict) and zero.get(key) == 0 and not isinstance(zero[key], bool):
@@ -197,14 +187,6 @@ def _set_defaults(values: dict[str, object]) -> None:
     bf16 = values.get("bf16", values.get("bfloat16"))
     if isinstance(bf16, dict) and bf16.get("enabled"):
         bf16.setdefault("output_dtype", "bf16")
-
-
-def _leaves(values: dict[str, object]) -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value)
-        else:
-            yield key, value
 
 
 def _find(values: dict[str, object], path: str, make: bool = False) -> tuple[dict[str, object] | None, str]:

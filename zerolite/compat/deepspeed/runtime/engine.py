@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 from collections.abc import Callable, Iterator
@@ -11,17 +10,12 @@ from typing import Any
 import torch
 
 from zerolite.comm import collective
+from zerolite.compat.deepspeed.absent import sentence_for
 from zerolite.compat.deepspeed.runtime import checkpoints
-from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, make_optimizer
+from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, make_optimizer, method_of
 from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
 from zerolite.engine.engine import Engine
 from zerolite.zero.stage3.live_view import refuse_operations
-
-_ABSENT = {
-    "set_train_batch_size": "the batch size is that of the config for the engine's whole life",
-    "set_train_micro_batch_size": "the batch size is that of the config for the engine's whole life",
-    "redundant_experts": "there are no layers for mixtures of experts",
-}
 
 
 def _engine_attribute(name: str) -> property:
@@ -106,9 +100,7 @@ class DeepSpeedEngine(torch.nn.Module):
         """Drop all gradients since the last step."""
         self.zerolite.zero_grad()
 
-    def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
-        """See :meth:`zerolite.Engine.train_batch`. With a pipeline this is the only way to train."""
-        return self.zerolite.train_batch(data_iter)
+    train_batch = method_of("zerolite.train_batch")  # with a pipeline the only way to train
 
     def eval_batch(
         self,
@@ -137,28 +129,18 @@ class DeepSpeedEngine(torch.nn.Module):
         """Complete the average of all gradients over ranks."""
         self.zerolite.reduce_gradients()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backwards only accumulate."""
-        return self.zerolite.no_sync()
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set if the current micro-batch ends its gradient accumulation. The setting is used until the next call."""
-        self.zerolite.set_gradient_accumulation_boundary(is_boundary)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.zerolite.is_gradient_accumulation_boundary()
+    no_sync = method_of("zerolite.no_sync")
+    set_gradient_accumulation_boundary = method_of("zerolite.set_gradient_accumulation_boundary")
+    is_gradient_accumulation_boundary = method_of("zerolite.is_gradient_accumulation_boundary")
+    get_global_grad_norm = method_of("zerolite.get_global_grad_norm")
+    get_lr = method_of("zerolite.get_lr")
+    deepspeed_io = method_of("zerolite.deepspeed_io")
+    offload_states = method_of("zerolite.offload_states")
+    reload_states = method_of("zerolite.reload_states")
 
     def was_step_applied(self) -> bool:
         """Return True if the last ``step()`` changed weights. Waits for the step."""
         return self._at_boundary and isinstance(self.optimizer, DeepSpeedOptimizer) and not self.optimizer.overflow
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the L2 norm of the last step's gradient before clipping; None before the first step."""
-        return self.zerolite.get_global_grad_norm()
-
-    def deepspeed_io(self, dataset: object, batch_size: int | None = None, route: str = "train", **kwargs: Any) -> Any:
-        """See :meth:`zerolite.Engine.deepspeed_io`."""
-        return self.zerolite.deepspeed_io(dataset, batch_size, route, **kwargs)
 
     def compile(self, backend: object = None, compile_kwargs: dict[str, Any] | None = None, **ignored: Any) -> None:
         """Compile the repeated blocks of the module with torch.compile, or the module if it has none."""
@@ -171,14 +153,6 @@ class DeepSpeedEngine(torch.nn.Module):
         self.zerolite = None  # type: ignore[assignment]  # nothing may be called afterwards
         self.optimizer = None
         self.training_dataloader = None
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """See :meth:`zerolite.Engine.offload_states`."""
-        self.zerolite.offload_states(*args, **kwargs)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """See :meth:`zerolite.Engine.reload_states`."""
-        self.zerolite.reload_states(non_blocking)
 
     @property
     def tput_timer(self) -> ThroughputTimer:
@@ -298,9 +272,6 @@ class DeepSpeedEngine(torch.nn.Module):
     def get_batch_info(self) -> tuple[int, int, int]:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
-    def get_lr(self) -> list[float]:
-        return self.zerolite.get_lr()
-
     gradient_clipping = _setting("gradient_clipping")
     steps_per_print = _setting("steps_per_print")
     wall_clock_breakdown = _setting("wall_clock_breakdown")
@@ -328,8 +299,9 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module for a name that this class lacks."""
-        if name in _ABSENT:
-            raise AttributeError(f"zerolite's DeepSpeedEngine has no {name!r}: {_ABSENT[name]}")
+        sentence = sentence_for(f"DeepSpeedEngine.{name}")
+        if sentence is not None:
+            raise AttributeError(sentence)
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -17,7 +17,27 @@ _OPTIONS: dict[int, Sequence[tuple[str, ...]]] = {
 }
 
 
-def print_estimates(stage: int, model: torch.nn.Module, num_gpus_per_node: int, num_nodes: int) -> None:
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: torch.nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float | None = None,
+) -> None:
+    """Print the memory that ``model`` needs at stage 2. ``additional_buffer_factor`` has no effect."""
+    _print_estimates(2, model, num_gpus_per_node, num_nodes)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: torch.nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float | None = None,
+) -> None:
+    """Print the memory that ``model`` needs at stage 3. ``additional_buffer_factor`` has no effect."""
+    _print_estimates(3, model, num_gpus_per_node, num_nodes)
+
+
+def _print_estimates(stage: int, model: torch.nn.Module, num_gpus_per_node: int, num_nodes: int) -> None:
     """Print the memory of parameters, gradients and AdamW's states in bf16, for each kind of offload."""
     print(
         f"zerolite: memory at stage {stage} of {sum(p.numel() for p in model.parameters()):,} parameters, "

@@ -1,17 +1,5 @@
 """``deepspeed.runtime.zero.stage_1_and_2``: the estimate of a model's memory."""
 
-from __future__ import annotations
+from zerolite.compat.deepspeed.runtime.zero.estimates import estimate_zero2_model_states_mem_needs_all_live
 
-import torch
-
-from zerolite.compat.deepspeed.runtime.zero.estimates import print_estimates
-
-
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: torch.nn.Module,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float | None = None,
-) -> None:
-    """Print the memory that ``model`` needs at stage 2. additional_buffer_factor: has no effect."""
-    print_estimates(2, model, num_gpus_per_node, num_nodes)
+__all__ = ["estimate_zero2_model_states_mem_needs_all_live"]

@@ -13,7 +13,7 @@ import torch
 from zerolite.comm import objects
 from zerolite.launcher import rendezvous
 from zerolite.launcher.job import NodeJob
-from zerolite.utils.listening import SECRET_VARIABLE, listen_at
+from zerolite.utils.network import SECRET_VARIABLE, listen_at
 
 
 class Trap:

@@ -197,16 +197,11 @@ def default_nproc(environ: Mapping[str, str], root: Path = ROOT) -> int:
     return count_cuda_devices(environ) or count_core_groups(root)
 
 
-def largest_sensible_nproc(environ: Mapping[str, str]) -> int:
-    """Return a limit for the number of processes: more are most likely a typing error."""
-    return max(64, 4 * (os.cpu_count() or 1))
-
-
 def find_nproc_problem(nproc: int) -> str | None:
     """Return why this number of processes makes no sense, or None."""
     if nproc < 1:
         return f"--nproc expects the number of processes, 1 or more, and got {nproc}"
-    limit = largest_sensible_nproc(os.environ)
+    limit = max(64, 4 * (os.cpu_count() or 1))  # more are most likely a typing error
     if nproc > limit:
         return (
             f"--nproc {nproc} would start {nproc} processes on {os.cpu_count()} processors; the limit here is {limit}"

@@ -5,31 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 
-class TimingEvent(Protocol):
-    """The methods of a CUDA event that are used here."""
-
-    def record(self, stream: Any) -> None: ...
-
-    def query(self) -> bool:
-        """Return True if the device has reached the event."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the device has reached the event."""
-        ...
-
-    def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds from this event to ``end``; the device has reached both."""
-        ...
-
-
-class _HostEvent:
-    """A time of the host's clock, with the methods of a CUDA event."""
+class HostEvent:
+    """A time of the host's clock, with the methods of a CUDA event that are used here."""
 
     def __init__(self) -> None:
         self._at = 0.0
@@ -43,8 +25,12 @@ class _HostEvent:
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end: _HostEvent) -> float:
+    def elapsed_time(self, end: HostEvent) -> float:
         return (end._at - self._at) * 1000.0
+
+
+TimingEvent = Any
+"""A ``torch.cuda.Event`` or a :class:`HostEvent`."""
 
 
 class DeviceTimers:
@@ -112,4 +98,4 @@ class _Span(NamedTuple):
 
 
 def new_timing_event(cuda: bool) -> TimingEvent:
-    return torch.cuda.Event(enable_timing=True) if cuda else _HostEvent()
+    return torch.cuda.Event(enable_timing=True) if cuda else HostEvent()  # type: ignore[no-untyped-call]
