@@ -140,11 +140,14 @@ def clip_gradients(trained: list[nn.Parameter]) -> float:
     return norm
 
 
+CPU = {"device": "cpu"}
 OWN: dict[str, tuple[list[Grid], dict[str, Any]]] = {
     "an optimizer with groups, and a schedule": ([PIPE_TENSOR, TENSOR], {"made": own_optimizer}),
     "some parameters": ([PIPE_TENSOR, DATA_TENSOR], {"made": some_parameters, "optimizer": ADAMW}),
     "unfreezing": ([PIPE_TENSOR, TENSOR], {"change": unfreeze, "optimizer": SGD, "steps": 5}),
     "odd sizes": ([PIPE_TENSOR, TENSOR], {"sample": {"size": 3, "length": 5}, "optimizer": SGD, "vocabulary": 13}),
+    "offload": ([TENSOR], {"config": {"zero": {"offload_optimizer": CPU, "offload_param": CPU}}, "optimizer": SGD}),
+    "a breakdown of time": ([PIPE], {"config": {"wall_clock_breakdown": True}, "optimizer": SGD}),
 }
 
 
@@ -152,26 +155,12 @@ OWN: dict[str, tuple[list[Grid], dict[str, Any]]] = {
 def test_what_users_bring(pools: Pools, what: str) -> None:
     places, given = OWN[what]
     kwargs = dict(given)
-    optimizer = kwargs.pop("optimizer", None)
+    optimizer, config = kwargs.pop("optimizer", None), kwargs.pop("config", {})
     for grid in places:
         stage = {TENSOR: 3, DATA_TENSOR: 2}.get(grid, 1)
-        sequence = grid in (TENSOR, PIPE_TENSOR) and "sample" not in given
-        made = settings(grid, stage, sequence=sequence, optimizer=optimizer)
+        sequence = grid in (TENSOR, PIPE_TENSOR) and not {"sample", "config"} & given.keys()
+        made = settings(grid, stage, sequence=sequence, optimizer=optimizer, **config)
         run(pools, grid, compare, config=made, **kwargs)
-
-
-CPU = {"device": "cpu"}
-
-
-@pytest.mark.parametrize(
-    ("grid", "given"),
-    [
-        (TENSOR, {"stage": 3, "zero": {"offload_optimizer": CPU, "offload_param": CPU}}),
-        (PIPE, {"wall_clock_breakdown": True}),
-    ],
-)
-def test_options(pools: Pools, grid: Grid, given: dict[str, Any]) -> None:
-    run(pools, grid, compare, config=settings(grid, **given))
 
 
 # ---------------------------------------------------------------- loops

@@ -1,4 +1,5 @@
-"""Division of layers over ranks, and a sequence of layers on one process: no process group needed."""
+"""Division of layers over ranks, a sequence of layers on one process, and where a step of a pipeline meets: no process
+group needed."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zerolite.comm import dry_topology, record
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.pipe.dependencies import Skeleton
 from zerolite.pipe.partition import balanced, by_type, uniform
+from zerolite.pipe.runner import READY, StepBarrier
 from zerolite.pipe.split import _modules_called_later
 
 
@@ -137,3 +140,16 @@ def test_modules_that_are_called_behind_the_blocks_in_front_of_which_they_are_re
     model = SaysWhatItTakes()
     assert _modules_called_later(model, Skeleton(model), names) == {"norm": 2}
     assert _modules_called_later(NormFirst(), Skeleton(NormFirst()), names) == {}  # it is unknown how to call it
+
+
+def test_a_pipeline_step_meets_in_no_group_of_all_ranks() -> None:
+    for pipe, tensor, groups in (
+        (4, 1, [("pipe", 4), ("data", 256)]),
+        (2, 2, [("pipe", 2), ("tensor", 2), ("data", 256)]),
+    ):
+        meeting = StepBarrier(dry_topology("nccl", 5, 1024, pipe=pipe, tensor=tensor))
+        with record() as recorder:
+            meeting.begin("train_batch", READY, None, 1, 2)
+            meeting.end("train_batch", None)
+        assert [(call.dimension, call.ranks) for call in recorder.calls] == groups * 2
+        assert {call.numel for call in recorder.calls} <= {1, 3, 6}

@@ -1,5 +1,5 @@
 """The swap file: tensors on disk that two ways lead to, space that is really there and really goes, errors that say
-what is wrong."""
+what is wrong; and spans of tensors that are read together."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from tests.toolkit.disks import small_disk
+from zerolite.offload.placement import SPAN_ALIGNMENT
 from zerolite.offload.swap_file import SwapFile
 from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
 from zerolite.utils.accelerator import host_memory
+from zerolite.zero.stage3.shard_reader import tensor_spans
 
 KEY = "zero_optimization.offload_optimizer.nvme_path"
 BLOCK = 4096
@@ -285,3 +287,28 @@ def test_damaged_bytes_have_another_checksum(io: AsyncIO, tmp_path: Path) -> Non
     file.read(again, into).wait()  # the sums of what was here before are not its own
     assert not into.any()
     file.close()
+
+
+@pytest.mark.parametrize("alignment", [1, SPAN_ALIGNMENT])
+@pytest.mark.parametrize("seed", range(3))
+def test_spans_cover_every_tensor_once_and_little_else(seed: int, alignment: int) -> None:
+    rng = random.Random(seed)
+    tensors = []
+    for _ in range(3):
+        memory = torch.arange(60_000)
+        position = 0
+        while position < 40_000:
+            numel = rng.choice([0, 1, 8, 500, 6000])
+            tensors.append(memory.narrow(0, position, numel))
+            position += numel + rng.choice([0, 0, 5, SPAN_ALIGNMENT - 1, SPAN_ALIGNMENT, 9000])
+    rng.shuffle(tensors)
+    found = tensor_spans(tensors, alignment)
+    assert sorted(i for span in found for i in span.indices) == [i for i, t in enumerate(tensors) if t.numel()]
+    for span in found:
+        assert span.start % alignment == 0
+        copied = span.memory(tensors).clone()
+        assert len(copied) == span.numel
+        for index, view in span.views(tensors, copied).items():
+            assert torch.equal(view, tensors[index])
+        wanted = sum(tensors[index].numel() for index in span.indices)
+        assert span.numel < wanted + len(span.indices) * SPAN_ALIGNMENT
