@@ -15,9 +15,8 @@ import torch
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import complete_checkpoints, default_tag, find
-from zerolite.checkpoint.flat_ranges import empty_shard, range_of, split_evenly
+from zerolite.checkpoint.flat_ranges import Shard, range_of, split_evenly
 from zerolite.checkpoint.manifest import About
-from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
@@ -121,7 +120,7 @@ def about(step: int, tag: str | None = None, run: str = RUN.id, **changes: Any) 
 def shards_of(key: str, tensor: torch.Tensor, ranks: int = 1) -> list[Shard]:
     """Return the shards of a tensor of which each rank writes an equal part."""
     if not tensor.numel():
-        return [empty_shard(key, tensor.shape, tensor.dtype)]
+        return [Shard.whole(key, tensor)]
     flat = [range_of(key, tensor)]
     return [shard for rank in range(ranks) for part in split_evenly(flat, rank, ranks) for shard in part.shards()]
 
@@ -150,7 +149,7 @@ def load(save_dir: Path, tag: str | None = None) -> int:
     """The step of the checkpoint that is found, every byte of which has been compared."""
     reader = CheckpointReader(find(save_dir, tag))
     step = reader.manifest.about.global_steps
-    assert [problem for _, problem in reader.verify() if problem is not None] == []
+    assert list(reader.problems()) == []
     assert reader.state == {**state(step), "optimizer": {"groups": [], "scalars": {"step": {"weight": step}}}}
     wanted = values(step)
     assert reader.tensors.keys() == wanted.keys()

@@ -21,7 +21,7 @@ from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import expect_words, raised
-from zerolite.checkpoint import reader
+from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.reader import CheckpointReader
 
 
@@ -197,7 +197,7 @@ def test_a_rank_that_comes_too_late(directory: str, missing: int) -> None:
 @on_ranks(3)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_rank_writes_and_reads_its_share(directory: str, stage: int) -> None:
-    width, depth, block = 331, 4, reader.BLOCK_BYTES
+    width, depth, block = 331, 4, filesystem.BLOCK_BYTES
     recipe = Recipe(functools.partial(models.Chain, width=width, depth=depth), optimizer=("AdamW", {"lr": 1e-3}))
     engine = make_engine(recipe, stage, zero={"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 200_000})
     engine.backward(engine(torch.ones(2, width)).square().mean())
@@ -214,13 +214,13 @@ def test_each_rank_writes_and_reads_its_share(directory: str, stage: int) -> Non
     slack = 20_000 + 3 * depth * 64 * 4 * world
     assert all(abs(count - total / world) <= slack for count in written.values()), written
     seen: list[tuple[str, int]] = []
-    read_blocks = reader._CheckedFile.read_blocks
+    read_blocks = filesystem.CheckedFile.read_blocks
 
     def counting(file: Any, start: int, view: memoryview) -> None:
-        seen.extend((file.path.name, start + low) for low in range(0, len(view), block) if file.path.name in written)
+        seen.extend((file._path.name, start + low) for low in range(0, len(view), block) if file._path.name in written)
         read_blocks(file, start, view)
 
-    with mock.patch.object(reader._CheckedFile, "read_blocks", counting):
+    with mock.patch.object(filesystem.CheckedFile, "read_blocks", counting):
         engine.load_checkpoint(directory)
     own = f"rank_{engine.rank:05d}.safetensors"
     assert len(seen) <= len(set(seen)) + 1, "a block was read twice, and not for the random state"

@@ -45,7 +45,8 @@ def said(save_dir: Path, tag: str | None = None) -> str:
 
 def read_all(save_dir: Path, tag: str | None = None) -> None:
     reader = CheckpointReader(find(save_dir, tag))
-    reader.check_sizes()
+    for problem in reader.problems(sizes_only=True):
+        raise problem
     _ = reader.state
     for key in reader.tensors:
         reader.read(key)
@@ -203,7 +204,7 @@ def test_every_mutation_is_an_error_or_harmless(two: Path, seed: int, count: int
             export_checkpoint(path, out)
         except CheckpointError:
             exports_refused += 1
-        assert inspect.main([str(path), "--verify", "--json"]) in (0, 1)
+        assert inspect.main([str(path), "--verify"]) in (0, 1)
         crafted.put_back(path, kept)
     assert count > refused > count / 3 and count > exports_refused > count / 4
     export_checkpoint(path, out)

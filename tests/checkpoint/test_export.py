@@ -126,7 +126,7 @@ def test_a_failure_at_any_point_leaves_a_whole_model_or_none(
         else:
             outcomes.append("none")
         assert not list(out.glob(".model*incomplete"))
-    assert number > 5
+    assert number >= 5
     assert outcomes[0] == "torch.float32"
     assert_equal(read_model(out)[0], expected(torch.bfloat16), "at last")
     if first == second == "5GB":
@@ -187,7 +187,7 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert ran.returncode == 0, ran.stderr
     peak = int(ran.stdout.split("peak")[1]) / 1024
-    assert peak < 8 * 1.5 + 6  # MiB: the tensor, half of it as it is stored, and what reading itself takes
+    assert peak < 8 * 1.5 + 16 + 6  # MiB: the tensor, half of it as it is stored, two buffers, and reading itself
 
 
 @pytest.mark.parametrize(("kind", "size"), [(models.hugging_face_gpt2, "2KB"), (models.hugging_face_llama, "5GB")])
@@ -301,7 +301,7 @@ def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(tmp_path: Path) -> No
     save()
     before = read_model(tmp_path)[0]
     run_steps(engine, model="OddModel")
-    for number in (0, 1, 2, 5):  # operations called "write": header, first tensors, another file
+    for number in (0, 1, 2, 5):  # operations called "write": one a file
         with faults.failing(number if engine.rank == 0 else 10**6, errno.ENOSPC, always=True, only="write"):
             told = raised(save)
         own = told.removeprefix("CheckpointError: ").removeprefix("engine.save_16bit_model: rank 0: ")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,17 +34,6 @@ def test_what_a_whole_checkpoint_holds_is_said(
     assert ("every byte of 3 files" in said.out) == verify
 
 
-def test_the_same_as_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect.main([str(checkpoint), "--json", "--verify"]) == 0
-    said: dict[str, Any] = json.loads(capsys.readouterr().out)
-    files = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != "manifest.json"}
-    assert said["files"] == files and said["bytes"] == sum(files.values())
-    assert (said["path"], said["tag"], said["global_steps"], said["stage"]) == (str(checkpoint), "global_step12", 12, 3)
-    assert said["tensors"]["parameters"] == {"tensors": 5, "elements": 77, "bytes": 276}
-    assert said["config"] == {"bf16": {"enabled": True}}
-    assert said["problems"] == [] and said["verified"] is True
-
-
 def test_what_is_wrong_is_said_for_each_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(checkpoint / RANK, -1)
     assert inspect.main([str(checkpoint)]) == 0  # it was not read
@@ -57,12 +44,12 @@ def test_what_is_wrong_is_said_for_each_file(checkpoint: Path, capsys: pytest.Ca
     assert "ranks        2, stage 3" in said.out and "every byte" not in said.out
     state = checkpoint / "state.json"
     state.write_bytes(state.read_bytes()[:-3])
-    assert inspect.main([str(checkpoint), "--verify", "--json"]) == 1
+    assert inspect.main([str(checkpoint), "--verify"]) == 1
     said = capsys.readouterr()
     assert said.err.count("\n") == 2
     size = state.stat().st_size
     assert f"'{state}' is damaged: expected {size + 3} bytes, found {size}" in said.err
-    assert json.loads(said.out)["verified"] is False and len(json.loads(said.out)["problems"]) == 2
+    assert "every byte" not in said.out
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -78,7 +65,6 @@ def test_a_missing_file_is_named_without_verify(
 
 def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        assert inspect.main([str(path), "--json"]) == 1
+        assert inspect.main([str(path)]) == 1
         said = capsys.readouterr()
-        assert f"no checkpoint in '{path}'" in said.err
-        assert "no checkpoint in" in json.loads(said.out)["problems"][0]
+        assert f"no checkpoint in '{path}'" in said.err and said.out == ""

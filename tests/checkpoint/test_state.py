@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerolite.checkpoint.file_model import validated
-from zerolite.checkpoint.state import SavedState
+from zerolite.checkpoint.state import SavedState, validated
 
 COUNTS = {"micro_steps": 8, "global_steps": 2**53, "skipped_steps": 0, "skipped_in_a_row": 0}
 STATE: dict[str, Any] = {

@@ -6,6 +6,7 @@ import errno
 import itertools
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,13 @@ import pytest
 import torch
 
 from tests.checkpoint import faults
-from zerolite.checkpoint import direct_write
+from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import Box
-from zerolite.checkpoint.direct_write import BATCH_BYTES
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.filesystem import batches_of, write_file
-from zerolite.checkpoint.flat_ranges import FlatRange
-from zerolite.checkpoint.planner import Shard
-from zerolite.checkpoint.reader import CheckpointReader, Target, part_of
+from zerolite.checkpoint.filesystem import BLOCK_BYTES, BUFFER_BYTES, CheckedFile, FileEntry, FileWriter
+from zerolite.checkpoint.flat_ranges import FlatRange, Shard, Target
+from zerolite.checkpoint.reader import CheckpointReader, part_of
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.checkpoint.storage import Commit, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
@@ -131,8 +130,15 @@ def parts_of(content: bytes, sizes: Sequence[int]) -> Iterator[memoryview]:
         start, number = start + len(part), number + 1
 
 
+def write(path: Path, parts: Iterable[memoryview]) -> FileEntry:
+    with FileWriter(path) as file:
+        for part in parts:
+            file.write(part)
+        return file.finish()
+
+
 def not_served(descriptor: int, data: memoryview) -> int:
-    if direct_write.fcntl.fcntl(descriptor, direct_write.fcntl.F_GETFL) & os.O_DIRECT:
+    if filesystem.fcntl.fcntl(descriptor, filesystem.fcntl.F_GETFL) & os.O_DIRECT:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     return WRITE(descriptor, data)
 
@@ -141,20 +147,24 @@ def cut_short(descriptor: int, data: memoryview) -> int:
     return WRITE(descriptor, data[: max(4096, len(data) // 8192 * 4096)])
 
 
-SIZED = [(size, {}) for size in (0, 1, 4096, BATCH_BYTES - 1, BATCH_BYTES, 3 * BATCH_BYTES + 77)]
-WITHOUT_DIRECT = [(2 * BATCH_BYTES + 5, {"O_DIRECT": 0}), (2 * BATCH_BYTES + 5, {"write": not_served})]
+SIZED = [(size, {}) for size in (0, 1, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, 3 * BUFFER_BYTES + 77)]
+WITHOUT_DIRECT = [(2 * BUFFER_BYTES + 5, {"O_DIRECT": 0}), (2 * BUFFER_BYTES + 5, {"write": not_served})]
 
 
-@pytest.mark.parametrize(("size", "changed"), [*SIZED, *WITHOUT_DIRECT, (BATCH_BYTES + 9, {"write": cut_short})])
+@pytest.mark.parametrize(("size", "changed"), [*SIZED, *WITHOUT_DIRECT, (BUFFER_BYTES + 9, {"write": cut_short})])
 def test_all_bytes_arrive_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, changed: dict[str, Any]
 ) -> None:
     """Also where direct access is not there, or writes are cut short."""
     content = os.urandom(size)
     for name, value in changed.items():
-        monkeypatch.setattr(direct_write.os, name, value)
-    write_file(tmp_path / "a", batches_of(parts_of(content, [3, 70_000, 1 << 20, 5_000_001])), directly=True)
+        monkeypatch.setattr(filesystem.os, name, value)
+    entry = write(tmp_path / "a", parts_of(content, [3, 70_000, 1 << 20, 5_000_001]))
     assert (tmp_path / "a").read_bytes() == content
+    blocks = [content[start : start + BLOCK_BYTES] for start in range(0, size, BLOCK_BYTES)]
+    assert entry == FileEntry(size, "".join(f"{zlib.crc32(block):08x}" for block in blocks))
+    with CheckedFile(tmp_path / "a", entry) as file:
+        assert file.read_all() == content
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
@@ -167,16 +177,16 @@ def test_an_error_of_the_thread_is_raised(tmp_path: Path, failing: int, monkeypa
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return WRITE(descriptor, data)
 
-    monkeypatch.setattr(direct_write.os, "write", full)
+    monkeypatch.setattr(filesystem.os, "write", full)
     with pytest.raises(OSError, match="No space left on device") as caught:
-        write_file(tmp_path / "a", batches_of([memoryview(os.urandom(3 * BATCH_BYTES))]), directly=True)
+        write(tmp_path / "a", [memoryview(os.urandom(3 * BUFFER_BYTES))])
     assert caught.value.filename == str(tmp_path / "a") and len(calls) == failing
 
 
 def test_an_error_of_the_source_of_bytes_is_raised(tmp_path: Path) -> None:
-    def broken() -> Iterator[list[memoryview]]:
-        yield [memoryview(bytes(100))]
+    def broken() -> Iterator[memoryview]:
+        yield memoryview(bytes(BUFFER_BYTES + 100))
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError, match="no more"):
-        write_file(tmp_path / "a", broken(), directly=True)
+        write(tmp_path / "a", broken())

@@ -245,7 +245,7 @@ def test_what_is_on_disk_is_not_copied_to_the_host_for_a_save(directory: str, tm
         for step in range(2):
             train(engine, recipe, step, step + 1)
             assert os.path.isdir(engine.save_checkpoint(directory, async_save=True))
-    assert engine._checkpointer._saver._staging.numel() == 0
+    assert engine._saver._staging.numel() == 0
     told = [text for text in warnings.messages if "async_save" in text]
     assert len(told) == (engine.rank == 0)
     assert all("complete when the call returns" in text for text in told)

@@ -21,7 +21,7 @@ from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
-from zerolite.comm import HostGroup, create_communicator, read_objects_without_numpy
+from zerolite.comm import HostGroup, create_communicator
 from zerolite.comm.flight_recorder import WAIT
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.transport import ProcessGroupTransport
@@ -234,21 +234,15 @@ def test_objects_travel_without_numpy() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     host = HostGroup(create_communicator(torch.device("cpu")), "objects")
     wanted = [{"rank": number, "text": "x" * (1000 * number)} for number in range(world)]
-    torchs: Any = dist.distributed_c10d
 
     def no_numpy(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Numpy is not available")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "numpy", no_numpy)
-        patch.setattr(
-            torchs, "_tensor_to_object", torchs._tensor_to_object
-        )  # which read_objects_without_numpy replaces
-        read_objects_without_numpy()
-        gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, wanted[rank])  # torch's own, as torch.distributed.checkpoint calls them
-        found = [host.gather(wanted[rank]), [host.broadcast(wanted[rank], source) for source in range(world)], gathered]
-    assert found == [wanted] * 3
+        found = [host.gather(wanted[rank]), [host.broadcast(wanted[rank], source) for source in range(world)]]
+        to_first = host.gather_to_first(wanted[rank])
+    assert found == [wanted] * 2 and to_first == (wanted if rank == 0 else [])
 
 
 @contextlib.contextmanager

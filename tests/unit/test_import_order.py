@@ -24,7 +24,7 @@ PURE = (
     "zerolite.version", "zerolite.utils.failure_record", "zerolite.utils.lazy",
     "zerolite.launcher.resources", "zerolite.utils.text",
     "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
-    "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
+    "zerolite.checkpoint.names", "zerolite.zero.accumulation",
     "zerolite.precision.loss_scaler",
     "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.layout",
     "zerolite.zero.stage3.fetch_plan",
@@ -57,8 +57,6 @@ WITHOUT_TORCH = (
 # them.
 AGENT = tuple(f"zerolite.launcher.{name}" for name in ("agent", "logs", "rendezvous"))
 AGENT_NAMES = ("torch.distributed.elastic", "torch.distributed.PrefixStore", "torch.distributed.TCPStore")
-
-STORAGE = "torch.distributed.checkpoint"  # what zerolite.checkpoint is built on; its process group comes from comm
 
 
 class Import(NamedTuple):
@@ -194,8 +192,6 @@ def test_only_comm_touches_torch_distributed() -> None:
     bad = []
     for entry in ALL_IMPORTS:
         if not is_within(entry.imported, "torch.distributed") or is_within(entry.importer, "zerolite.comm"):
-            continue
-        if is_within(entry.imported, STORAGE) and is_within(entry.importer, "zerolite.checkpoint"):
             continue
         if entry.importer in MAY_TOUCH_IT:
             continue

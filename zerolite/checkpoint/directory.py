@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerolite.checkpoint import filesystem
-from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.errors import CheckpointError, NoCheckpoint
 
 logger = logging.getLogger("zerolite")
 MANIFEST = "manifest.json"
@@ -95,14 +95,11 @@ def _read_head(path: Path, tag: str) -> CompleteCheckpoint | None:
         return None
 
 
-def newest_complete(directory: Path) -> str:
-    """Return a sentence that names the newest complete checkpoint."""
-    found = complete_checkpoints(directory)
-    return f"The newest complete checkpoint there is '{found[-1].tag}'" if found else "There is no complete one there"
-
-
-class NoCheckpoint(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at this path."""
+def newest_complete(directory: Path, besides: str | None = None) -> str:
+    """Return a sentence that names the newest complete checkpoint, ``besides`` one."""
+    which = "complete" if besides is None else "other"
+    found = [known.tag for known in complete_checkpoints(directory) if known.tag != besides]
+    return f"The newest {which} checkpoint there is '{found[-1]}'" if found else f"There is no {which} checkpoint there"
 
 
 def find(directory: Path, tag: str | None = None) -> Path:

@@ -80,7 +80,10 @@ def export_checkpoint(
     keys = {entry.name: key for key, entry in entries.items()}
     with ModelWriter(out, plan) as writer:
         for file in plan:
-            writer.write(file, (_read(reader, keys[entry.name], entry) for entry in file.entries))
+            writer.begin(file)
+            for entry in file.entries:
+                writer.add(_read(reader, keys[entry.name], entry))
+            writer.finish()
         files = writer.commit()
     return Exported(reader.path, files, len(entries), sum(file.nbytes for file in plan))
 

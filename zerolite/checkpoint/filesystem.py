@@ -1,21 +1,32 @@
-"""File system operations of a save, one function each, so that tests can fail or crash at every one.
+"""Files with a checksum of each MiB, written and read, and the other file system operations of a save.
 
-No other module of this package writes, renames or removes. Errors are never hidden: they are OSErrors with the path.
+Each operation is one function, so that tests can fail or crash at every one. No other module of this package writes,
+renames or removes. Errors are never hidden: they are OSErrors with the path.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import fcntl
+import mmap
 import os
+import queue
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
-from zerolite.checkpoint.direct_write import BATCH_BYTES, write_directly
+from zerolite.checkpoint.errors import DamagedFile
 
-_MOST_VIEWS = 512  # in one call; POSIX has 1024 on Linux
+BLOCK_BYTES = 1 << 20  # bytes that have one checksum
+BUFFER_BYTES = 8 * BLOCK_BYTES  # bytes that are written or read at once
+_COPIED_BY_PYTHON = 1 << 16  # bytes: smaller parts are copied by Python, larger ones by memmove without the GIL
 
 
 def _nothing(operation: str, path: Path) -> None:
@@ -27,6 +38,20 @@ before_operation: Callable[[str, Path], None] = _nothing
 "create", "write", "fsync", "rename", "remove") and the path."""
 
 
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Context in which an OSError gets the name of the file, if it has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+# -------------------------------------------------------------------- names
+
+
 def make_directory(path: Path, exist_ok: bool = False) -> None:
     """Make a directory with its parents; it is on the disk when this returns."""
     if not (exist_ok and path.is_dir()):
@@ -35,99 +60,6 @@ def make_directory(path: Path, exist_ok: bool = False) -> None:
         os.makedirs(path, exist_ok=exist_ok)
         for made in new:
             sync_directory(made.parent)
-
-
-def open_file(path: Path) -> int:
-    """Open a file for reading and return the descriptor.
-
-    Raises OSError if it is not a regular file: opening a pipe would wait for its writer.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        found = "directory" if stat.S_ISDIR(mode) else "device"
-        raise OSError(errno.EINVAL, f"expected a file, found a {found}", str(path))
-    return descriptor
-
-
-def read_file(path: Path, most: int) -> bytes:
-    """Return the content of a file. Raises OSError if it has more than ``most`` bytes."""
-    with open(open_file(path), "rb") as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"expected at most {most} bytes, found more", str(path))
-        return file.read(most)
-
-
-def write_file(path: Path, batches: Iterable[Sequence[memoryview]], directly: bool = False) -> None:
-    """Write a new file of ``batches``; it is on the disk when this returns. Raises FileExistsError if it exists.
-
-    Args:
-        path: the file.
-        batches: its content.
-        directly: write past the page cache.
-    """
-    before_operation("create", path)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        if directly:
-            write_directly(descriptor, batches, lambda: before_operation("write", path))
-        else:
-            for batch in batches:
-                before_operation("write", path)
-                _write(descriptor, list(batch))
-        before_operation("fsync", path)
-        os.fsync(descriptor)
-    except OSError as error:
-        raise _named(error, path) from error
-    finally:
-        os.close(descriptor)
-
-
-def _write(descriptor: int, views: list[memoryview]) -> None:
-    while views:
-        written = os.writev(descriptor, views[:_MOST_VIEWS])
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if written:
-            views[0] = views[0][written:]
-
-
-def batches_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield the same bytes in batches of 8 MiB, the last one shorter.
-
-    A batch is asked for when the one before has been written.
-    """
-    batch: list[memoryview] = []
-    room = BATCH_BYTES
-    for view in views:
-        while len(view):
-            part = view[:room]
-            batch.append(part)
-            view, room = view[len(part) :], room - len(part)
-            if not room:
-                yield batch
-                batch, room = [], BATCH_BYTES
-    if batch:
-        yield batch
-
-
-def _named(error: OSError, path: Path) -> OSError:
-    return error if error.filename else type(error)(error.errno, error.strerror, str(path))
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace the content of ``path``: at any time, also after a crash, it has the old content or the new one."""
-    # Written under another name and then renamed, because a rename replaces a file in one step.
-    new = path.with_name(f".{path.name}.new")
-    remove(new)
-    try:
-        write_file(new, [[memoryview(content)]])
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-    rename(new, path)
 
 
 def rename(source: Path, target: Path) -> Path:
@@ -152,14 +84,278 @@ def sync_directory(path: Path) -> None:
     """Write the names in a directory to the disk. fsync of a file does not write its name, which belongs to the
     directory."""
     before_operation("fsync", path)
-    try:
+    with _named(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a directory may be writable without being readable
-        return
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync directories
+                raise
+        finally:
+            os.close(descriptor)
+
+
+# -------------------------------------------------------------------- writing
+
+
+def write_file(path: Path, content: bytes) -> FileEntry:
+    """Write a new file, which is on the disk when this returns. Raises FileExistsError if it exists."""
+    with FileWriter(path) as file:
+        file.write(memoryview(content))
+        return file.finish()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace the content of ``path``: at any time, also after a crash, it has the old content or the new one."""
+    # Written under another name and then renamed, because a rename replaces a file in one step.
+    new = path.with_name(f".{path.name}.new")
+    remove(new)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync directories
-            raise _named(error, path) from error
-    finally:
+        write_file(new, content)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+    rename(new, path)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Length of a file, and the CRC-32 of each block of ``BLOCK_BYTES``, as 8 hexadecimal digits."""
+
+    bytes: int
+    crc32: str
+
+    def check(self, name: str) -> None:
+        """Raise ValueError unless this can be the entry of a file called ``name``."""
+        valid_name = bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
+        if not valid_name or self.bytes < 0 or len(self.crc32) != 8 * -(-self.bytes // BLOCK_BYTES):
+            raise ValueError(f"its entry of the file {name!r:.80} makes no sense")
+
+
+class FileWriter:
+    """A new file that is written from begin to end. It is a context, which closes the file.
+
+    Full buffers are written by a thread, while the other buffer is filled, and past the page cache where the file
+    system can (direct I/O): as fast as the disk, and they evict nothing else from memory. The rest, and all of a small
+    file, is written in the ordinary way.
+
+    Raises OSError with the path; FileExistsError if the file exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._checksums: list[str] = []
+        self._written = 0  # bytes in full buffers
+        self._buffer, self._filled = _new_buffer(), 0
+        # The thread ends at None. An executor of concurrent.futures would accept no tasks once the interpreter is
+        # shutting down, when a save in the background may still be running.
+        self._full: queue.SimpleQueue[mmap.mmap | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None  # begins with the first full buffer
+        self._error: BaseException | None = None  # the first error of the thread, after which it writes nothing
+        before_operation("create", path)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_thread()
+        os.close(self._descriptor)
+
+    def write(self, view: memoryview) -> None:
+        """Append bytes, which are copied before this returns."""
+        while len(view):
+            part = view[: BUFFER_BYTES - self._filled]
+            if len(part) < _COPIED_BY_PYTHON or part.readonly:
+                self._buffer[self._filled : self._filled + len(part)] = part
+            else:
+                target = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer, self._filled))
+                ctypes.memmove(target, ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part))
+            self._filled += len(part)
+            view = view[len(part) :]
+            if self._filled == BUFFER_BYTES:
+                self._flush()
+
+    def finish(self) -> FileEntry:
+        """Write what is left. Returns the file's entry when all is on the disk."""
+        self._end_thread()
+        self._add_checksums()
+        with _named(self._path):
+            if self._error is not None:
+                raise self._error
+            self._set_direct(False)
+            if self._filled:
+                self._write_out(self._buffer, self._filled)
+            before_operation("fsync", self._path)
+            os.fsync(self._descriptor)
+        return FileEntry(self._written + self._filled, "".join(self._checksums))
+
+    def _flush(self) -> None:
+        if self._thread is None:
+            self._set_direct(True)
+            self._free.put(_new_buffer())
+            self._thread = threading.Thread(target=self._write_full, name="zerolite-write")
+            self._thread.start()
+        self._add_checksums()
+        self._written += self._filled
+        self._full.put(self._buffer)
+        self._buffer, self._filled = self._free.get(), 0
+        if self._error is not None:
+            with _named(self._path):
+                raise self._error
+
+    def _add_checksums(self) -> None:
+        content = memoryview(self._buffer)[: self._filled]
+        blocks = range(0, self._filled, BLOCK_BYTES)
+        self._checksums.extend(f"{zlib.crc32(content[start : start + BLOCK_BYTES]):08x}" for start in blocks)
+
+    def _write_full(self) -> None:
+        while (buffer := self._full.get()) is not None:
+            try:
+                if self._error is None:
+                    self._write_out(buffer, BUFFER_BYTES)
+            except BaseException as error:  # raised in the thread that fills the buffers
+                self._error = error
+            self._free.put(buffer)
+
+    def _write_out(self, buffer: mmap.mmap, nbytes: int) -> None:
+        before_operation("write", self._path)
+        view = memoryview(buffer)[:nbytes]
+        while len(view):
+            try:
+                view = view[os.write(self._descriptor, view) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                    raise
+                self._set_direct(False)  # the file system has accepted O_DIRECT, but does not support it
+
+    def _set_direct(self, on: bool) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        with contextlib.suppress(OSError):  # EINVAL: the file system has no direct access
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            self._full.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _new_buffer() -> mmap.mmap:
+    return mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # aligned, as direct I/O needs it
+
+
+# -------------------------------------------------------------------- reading
+
+
+def open_file(path: Path) -> int:
+    """Open a file for reading and return the descriptor.
+
+    Raises OSError if it is not a regular file: opening a pipe would wait for its writer.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        found = "directory" if stat.S_ISDIR(mode) else "device"
+        raise OSError(errno.EINVAL, f"expected a file, found a {found}", str(path))
+    return descriptor
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Return the content of a file. Raises OSError if it has more than ``most`` bytes."""
+    with open(open_file(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"expected at most {most} bytes, found more", str(path))
+        return file.read(most)
+
+
+class CheckedFile:
+    """A file whose bytes are compared with the checksums of its entry, block by block, as they are read.
+
+    It is a context, which closes the file. Raises DamagedFile if the file is missing, shorter, longer or changed.
+    """
+
+    def __init__(self, path: Path, entry: FileEntry) -> None:
+        self._path, self._entry = path, entry
+        self._last: tuple[int, bytearray] = (-1, bytearray())  # the latest block of which only a part was needed
+        try:
+            self._descriptor = open_file(path)
+        except OSError as error:
+            raise DamagedFile(f"'{path}' cannot be read: {error.strerror}") from error
+        found = os.fstat(self._descriptor).st_size
+        if found != entry.bytes:
+            os.close(self._descriptor)
+            raise DamagedFile(f"'{path}' is damaged: expected {entry.bytes} bytes, found {found}")
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def read(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``start`` on."""
+        end = start + len(view)
+        while start < end:
+            block = start - start % BLOCK_BYTES
+            whole = (min(end, self._entry.bytes - self._entry.bytes % BLOCK_BYTES) - start) // BLOCK_BYTES * BLOCK_BYTES
+            # Whole blocks are read straight into the view. A part of a block needs the whole block for its checksum.
+            if start == block and whole:
+                numel = min(whole, BUFFER_BYTES)
+                self.read_blocks(start, view[:numel])
+            else:
+                numel = min(block + BLOCK_BYTES, end) - start
+                view[:numel] = memoryview(self._block(block))[start - block : start - block + numel]
+            view = view[numel:]
+            start += numel
+
+    def read_blocks(self, start: int, view: memoryview) -> None:
+        """Read whole blocks, including the shorter one at the end of the file, and compare their checksums."""
+        done = 0
+        while done < len(view):
+            try:
+                # A read may return less than was asked for: Linux reads at most 2 GiB at once.
+                count = os.preadv(self._descriptor, [view[done:]], start + done)
+            except OSError as error:
+                raise DamagedFile(f"'{self._path}' cannot be read at byte {start + done}: {error.strerror}") from error
+            if not count:
+                raise DamagedFile(
+                    f"'{self._path}' is damaged: expected {self._entry.bytes} bytes, found {start + done}"
+                )
+            done += count
+        for low in range(0, len(view), BLOCK_BYTES):
+            number = (start + low) // BLOCK_BYTES
+            expected = self._entry.crc32[8 * number : 8 * number + 8]
+            found = f"{zlib.crc32(view[low : low + BLOCK_BYTES]):08x}"
+            if found != expected:
+                end = min(start + low + BLOCK_BYTES, self._entry.bytes)
+                raise DamagedFile(
+                    f"'{self._path}' is damaged between bytes {start + low} and {end}: expected checksum {expected}, "
+                    f"found {found}"
+                )
+
+    def read_all(self) -> bytes:
+        """Return the content of a small file."""
+        content = bytearray(self._entry.bytes)
+        self.read_blocks(0, memoryview(content))
+        return bytes(content)
+
+    def verify(self) -> None:
+        """Read the file to its end."""
+        buffer = memoryview(bytearray(min(BUFFER_BYTES, self._entry.bytes)))
+        for start in range(0, self._entry.bytes, BUFFER_BYTES):
+            self.read_blocks(start, buffer[: self._entry.bytes - start])
+
+    def _block(self, start: int) -> bytearray:
+        if self._last[0] != start:
+            content = bytearray(min(BLOCK_BYTES, self._entry.bytes - start))
+            self.read_blocks(start, memoryview(content))
+            self._last = (start, content)
+        return self._last[1]

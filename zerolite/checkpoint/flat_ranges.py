@@ -1,18 +1,68 @@
-"""Conversion of an engine's flat ranges to the boxes that checkpoints store."""
+"""Parts of tensors that a rank writes and reads: boxes with their values, and an engine's flat ranges as boxes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from zerolite.checkpoint.boxes import Box, boxes_of_range
-from zerolite.checkpoint.planner import Shard
-from zerolite.checkpoint.reader import Target
 from zerolite.tensor_parallel.shard_spec import ShardSpec
 from zerolite.zero.flat import dense_strides, flattened
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a tensor, which no other rank writes.
+
+    Attributes:
+        key: name of the tensor in the checkpoint.
+        shape: shape of the full tensor.
+        dtype: its dtype.
+        box: the box; one without elements declares an empty tensor, which is in no file.
+        values: tensor of the box's sizes, or a function that returns it when it is written.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    values: torch.Tensor | Callable[[], torch.Tensor]
+
+    @classmethod
+    def whole(cls, key: str, tensor: torch.Tensor) -> Shard:
+        """Return the shard that is all of ``tensor``."""
+        return cls(key, tuple(tensor.shape), tensor.dtype, everything(tensor.shape), tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.box[1]) * self.dtype.itemsize
+
+    def tensor(self) -> torch.Tensor:
+        """Return the values."""
+        return self.values if isinstance(self.values, torch.Tensor) else self.values()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A box of the tensor ``key``, and the tensor to read it into.
+
+    Attributes:
+        key: name of the tensor in the checkpoint.
+        box: the box.
+        out: tensor of the box's sizes, of any dtype, device and strides.
+    """
+
+    key: str
+    box: Box
+    out: torch.Tensor
+
+
+def everything(shape: Sequence[int]) -> Box:
+    """Return the box that is all of a tensor of ``shape``."""
+    return (0,) * len(shape), tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -40,14 +90,6 @@ class FlatRange:
     @property
     def full_shape(self) -> tuple[int, ...]:
         return self.shape if self.spec is None else self.spec.full_shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the range's boxes."""
-        numel = self.values.numel()
-        if self.spec is not None:  # padding of the shard is in no box
-            numel = sum(math.prod(sizes) for (_, sizes), _ in self.boxes())
-        return numel * self.values.dtype.itemsize
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the boxes of the range in the full tensor, and views of their values."""
@@ -82,11 +124,6 @@ def boxes_in_full_tensor(box: Box, values: torch.Tensor, spec: ShardSpec | None)
         return
     for offsets, sizes, start, length in spec.boxes(*box):
         yield (offsets, sizes), values.narrow(spec.dim, start, length)
-
-
-def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
-    """Make the shard of a tensor without elements, which is in no file."""
-    return Shard(key, tuple(shape), dtype, None, torch.empty(0, dtype=dtype, device="cpu"))
 
 
 def range_of(key: str, tensor: torch.Tensor, spec: ShardSpec | None = None) -> FlatRange:

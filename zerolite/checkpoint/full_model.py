@@ -7,7 +7,7 @@ part is gathered over the data-parallel ranks. Then it is broadcast to the ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class FullTensor:
         owner: its first name. Tied names have the same owner.
         shape: the full shape.
         parameter: it is a parameter, not a buffer.
+        in_model: it is a parameter or buffer, and not made by a hook of the state dict.
         trained: an engine trains it.
         stage: the first pipeline stage that has it.
         shards: the shard of each tensor-parallel rank of that stage; empty if each rank has the full tensor.
@@ -42,28 +43,10 @@ class FullTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parameter: bool
+    in_model: bool
     trained: bool
     stage: int = 0
     shards: tuple[ShardSpec, ...] = ()
-
-
-def describe(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: bool) -> FullTensor:
-    """Describe ``tensor`` from this rank's point of view.
-
-    Args:
-        owner: the first of its names on this rank.
-        value: its entry in the state dict, empty if the parameter is partitioned.
-    """
-    names, shard = names_of(tensor), shard_spec_of(tensor)
-    shape = shard.full_shape if shard is not None else tuple(full_shape(tensor, value))
-    parameter = isinstance(tensor, torch.nn.Parameter)
-    first = owner if names is None else names[0]
-    return FullTensor(first, shape, value.dtype, parameter, trained, shards=() if shard is None else (shard,))
-
-
-def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
-    """Return the shape that this rank's data-parallel ranks have together."""
-    return unpartitioned_shape(tensor) if sharded_param_of(tensor) is not None else value.shape
 
 
 @collective
@@ -86,23 +69,6 @@ def merge_stages(own: Mapping[str, object], topology: Topology) -> dict[str, Any
     return found
 
 
-def owners_of(model: torch.nn.Module, state: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state dict. Parameters and buffers themselves replace their entries, so that tied ones
-    are one object."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)):
-        found[clean(name)] = tensor  # some wrappers of modules leave their own name out of a state dict
-    return {name: found.get(clean(name), value) for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """Return the first name of each tensor, by its id."""
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
-    return first
-
-
 class FullModel:
     """Entries of the full model's state dict. Made on all ranks.
 
@@ -120,17 +86,46 @@ class FullModel:
         masters: ParameterAccess,
     ) -> None:
         self._topology, self._device, self._masters = topology, device, masters
-        owners = owners_of(model, state)
-        first = first_names(owners)
-        self._trained = trained = masters.positions()
-        own = {
-            name: describe(first[id(owners[name])], owners[name], value, id(owners[name]) in trained)
-            if name in owners
-            else value
-            for name, value in state.items()
-        }
+        registered: dict[str, torch.Tensor] = {}  # some wrappers of modules leave their names out of a state dict
+        for named in (model.named_buffers, model.named_parameters):
+            registered.update((clean(name), tensor) for name, tensor in named(remove_duplicate=False))
+        self._trained = masters.positions()
+        first: dict[int, str] = {}  # first names, by the id of tensors
+        self._local: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # tensor and entry in the state, by first name
+        own = dict(state)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                # Tied names have one parameter or buffer, but an entry each.
+                tensor = registered.get(clean(name), value)
+                first.setdefault(id(tensor), name)
+                own[name] = entry = self._describe(first[id(tensor)], tensor, value, clean(name) in registered)
+                self._local.setdefault(entry.owner, (tensor, value))
         self.entries = merge_stages(own, topology)
-        self._local = {own[name].owner: (owner, state[name]) for name, owner in reversed(owners.items())}
+
+    def _describe(self, owner: str, tensor: torch.Tensor, value: torch.Tensor, in_model: bool) -> FullTensor:
+        """Describe ``tensor`` from this rank's point of view.
+
+        Args:
+            owner: the first of its names on this rank.
+            value: its entry in the state dict, empty if the parameter is partitioned.
+            in_model: see :class:`FullTensor`.
+        """
+        names, shard = names_of(tensor), shard_spec_of(tensor)
+        shape = unpartitioned_shape(tensor) if sharded_param_of(tensor) is not None else value.shape
+        return FullTensor(
+            owner=owner if names is None else names[0],
+            shape=tuple(shape) if shard is None else shard.full_shape,
+            dtype=value.dtype,
+            parameter=isinstance(tensor, torch.nn.Parameter),
+            in_model=in_model,
+            trained=id(tensor) in self._trained,
+            shards=() if shard is None else (shard,),
+        )
+
+    def parameters(self, owners: Collection[str]) -> list[torch.nn.Parameter]:
+        """Return the parameters on this rank that are called ``owners``."""
+        tensors = (tensor for owner, (tensor, _) in self._local.items() if owner in owners)
+        return [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
 
     def tensors(self) -> Iterable[tuple[str, FullTensor]]:
         return ((name, entry) for name, entry in self.entries.items() if isinstance(entry, FullTensor))
@@ -148,6 +143,30 @@ class FullModel:
         if topology.pipe.rank == entry.stage:
             part = self._part(entry, dtype, receives and (bool(entry.shards) or topology.tensor.rank == 0))
         return self._assemble(entry, exported_dtype(entry.dtype, dtype), part, needed) if receives else None
+
+    @collective
+    def set(self, entry: FullTensor, given: torch.Tensor | None) -> None:
+        """Send rank 0's full values ``given``, or this rank's part of them, into the tensor."""
+        topology, device = self._topology, self._device
+        tensor, _ = self._local.get(entry.owner, (None, None))  # None if this rank's stage does not have it
+        partitioned = tensor is not None and sharded_param_of(tensor) is not None
+        if topology.trivial and tensor is not None and not partitioned:
+            if given is not None:
+                tensor.data.copy_(given)
+            broadcast_into(tensor.data, topology.world, device, "parameters")
+            return
+        values = given
+        if not topology.trivial:
+            values = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            if given is not None:
+                values.copy_(given)
+            broadcast_into(values, topology.world, device, "parameters")
+        if tensor is None:
+            return
+        spec = shard_spec_of(tensor)
+        with GatheredParameters(tensor, modifier_rank=0, enabled=partitioned):
+            if values is not None and (topology.data.rank == 0 or not partitioned):
+                tensor.data.copy_(values if spec is None else spec.of(values))
 
     def _assemble(
         self, entry: FullTensor, dtype: torch.dtype, part: torch.Tensor | None, needed: bool

@@ -7,35 +7,32 @@ import functools
 import logging
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerolite.checkpoint.checkpointer import directory_of
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.full_model import FullModel, FullTensor, describe, first_names, merge_stages
-from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
+from zerolite.checkpoint.full_model import FullModel, FullTensor
+from zerolite.checkpoint.huggingface import ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.checkpoint.safetensors import ToStore
+from zerolite.checkpoint.saving import directory_of
 from zerolite.comm import Communicator, HostGroup, Topology, collective, raise_together
-from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
-from zerolite.utils.accelerator import host_values
 from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.utils.torch_private import as_plain_tensors
-from zerolite.zero.stage3.gathered_parameters import GatheredParameters
-from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
+from zerolite.zero.update import OptimParamShard
 
 logger = logging.getLogger("zerolite")
 
 _EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
+_NUMBER, _ELEMENTS, _OTHER = "number", "elements", "other"  # kinds of optimizer states
 
 _allowed = 0  # calls in progress that may see a rank's part of the state
 
@@ -118,6 +115,7 @@ class FullState:
     def __init__(self, states: ModelState, access: ParameterAccess) -> None:
         self._states, self._parts, self._access = states, states.parts, access
         self._topology, self._device = states.parts.topology, states.parts.device
+        self._host = HostGroup(self._topology.world, "whole model")  # not that of checkpoints: a save may be under way
 
     @torch.no_grad()
     def get(self, rank0_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -126,6 +124,7 @@ class FullState:
             raise ValueError(
                 f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, FLOATS))}, got {dtype!r}"
             )
+        self._check_readable()
         whole = self._full_model()
         copies: dict[str, torch.Tensor | None] = {}
         state: dict[str, Any] = {}
@@ -140,42 +139,79 @@ class FullState:
         """See ``Engine.load_full_state_dict``. Rank 0 sends parameters and buffers one by one, then the modules' extra
         state. Raises RuntimeError on all ranks, before anything is written."""
         self._parts.pipeline.check_available()
-        self._parts.param_gatherer.wait_all()
-        model, topology, device = self._parts.model, self._topology, self._device
-        own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        transient = {
-            f"{prefix}.{key}" if prefix else key
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            for key in module._non_persistent_buffers_set
-        }
-        own.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in transient)
-        first = first_names(own)
-        known = {name: describe(first[id(tensor)], tensor, tensor, trained=False) for name, tensor in own.items()}
-        extra = _with_extra_state(model)
-        targets = merge_stages({**known, **dict.fromkeys(extra)}, topology)
-        here = {known[name].owner: tensor for name, tensor in own.items()}
-        given = dict(state or {}) if topology.world.rank == 0 else {}
-        present = _agree(targets, given, topology.world, device, strict)
+        whole = self._full_model()
+        given = dict(state or {}) if self._topology.world.rank == 0 else {}
+        tensors = {name: entry for name, entry in whole.tensors() if entry.in_model}
+        extra = [name for name in whole.entries if name.rpartition(".")[2] == _EXTRA]
+        problem, present = self._host.broadcast(_compare(tensors | dict.fromkeys(extra), given, strict), 0)
+        if problem:
+            raise RuntimeError(
+                f"load_full_state_dict: rank 0's state does not fit the model: {problem}. Nothing was loaded."
+            )
         done: set[str] = set()
-        for name, target in targets.items():
-            if name in present and isinstance(target, FullTensor) and target.owner not in done:
-                done.add(target.owner)
-                _distribute(given.get(name), target, here.get(target.owner), topology, device)
-        others = sorted(name for name in present if targets[name] is None)
-        if others:
-            host = HostGroup(topology.world, "whole model")
-            values = host.broadcast({name: given.get(name) for name in others}, 0)
-            for name, module in extra.items():
-                if name in values:
-                    module.set_extra_state(values[name])
-        loaded = (tensor for name, tensor in own.items() if known[name].owner in done)
-        self._parts.pipeline.written.on_loaded(t for t in loaded if isinstance(t, torch.nn.Parameter))
+        for name, entry in tensors.items():
+            if name in present and entry.owner not in done:
+                done.add(entry.owner)
+                whole.set(entry, given.get(name))
+        values = self._host.broadcast({name: given[name] for name in extra if name in given}, 0)
+        for prefix, module in self._states.with_extra_state():
+            key = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
+            if key in values:
+                module.set_extra_state(values[key])
+        self._parts.pipeline.written.on_loaded(whole.parameters(done))
 
+    @torch.no_grad()
     def get_optimizer_state(self, rank0_only: bool) -> dict[str, Any]:
         """See ``Engine.full_optimizer_state_dict``. States are gathered one by one."""
+        parts, positions = self._parts, self._parts.optimizer.positions()
         self._check_readable()
-        self._parts.pipeline.state.settle()
-        return full_optimizer_state_dict(self._states, self._access, rank0_only)
+        parts.pipeline.state.settle()
+        if self._topology.pipe.world_size > 1:
+            raise RuntimeError(
+                "full_optimizer_state_dict: expected all layers on every rank, got a pipeline, whose stages each have "
+                "the states of their own layers; save_checkpoint() writes all of them"
+            )
+        here = self._topology.world.rank == 0 or not rank0_only
+        own = {shard.index: (shard, parts.optimizer.method.state_of(shard)) for shard in parts.optimizer.shards()}
+        described = {
+            index: {name: self._describe(shard, name, value) for name, value in state.items()}
+            for index, (shard, state) in own.items()
+        }
+        # Each state is a collective, so all ranks walk through the same ones: the union of all ranks' states. A state
+        # has the description of the first rank that has it.
+        described_on: dict[int, dict[str, tuple[Any, int]]] = {}
+        for row, source in self._host.gather((described, parts.groups.mean.rank)):
+            for index, kinds in row.items():
+                for name, kind in kinds.items():
+                    described_on.setdefault(index, {}).setdefault(name, (kind, source))
+        full: dict[int, dict[str, Any]] = {}
+        for index in sorted(described_on):
+            state = own[index][1] if index in own else {}
+            for name, ((kind, *details), source) in described_on[index].items():
+                value = details[0] if kind == _NUMBER else None
+                if kind == _ELEMENTS:
+                    value = self._access.full_state(index, state.get(name), details[0])
+                elif kind == _OTHER:
+                    value = self._broadcast(state.get(name), details[0], details[1], source)
+                if here:
+                    full.setdefault(positions[index], {})[name] = value.cpu() if torch.is_tensor(value) else value
+        return {"state": full, "param_groups": parts.optimizer.numbered_groups()} if here else {}
+
+    def _describe(self, shard: OptimParamShard, name: str, value: object) -> tuple[object, ...]:
+        """Return a state's kind, then its value if it is one number, otherwise its dtype, and its shape if that is not
+        the shard's."""
+        if not isinstance(value, torch.Tensor) or self._states.is_scalar(name, value, shard):
+            return _NUMBER, value.cpu() if isinstance(value, torch.Tensor) else value
+        if value.shape == self._states.shape_of(shard):
+            return _ELEMENTS, value.dtype
+        return _OTHER, value.dtype, value.shape
+
+    def _broadcast(self, own: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
+        """Broadcast a state that one data-parallel rank, or each of them, has in full."""
+        device = self._parts.buffer.placements.device
+        value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device).clone()
+        self._parts.groups.mean.broadcast(value, "access", source)
+        return value
 
     @torch.no_grad()
     def save_16bit(self, save_dir: str | os.PathLike[str], max_shard_size: str | int, exclude_frozen: bool) -> None:
@@ -193,6 +229,7 @@ class FullState:
         dtype = computes if computes in HALF else torch.bfloat16
         assert dtype is not None
         directory = Path(directory_of(save_dir, "save_dir"))
+        self._check_readable()
         whole, world, device = self._full_model(), self._topology.world, self._device
         tensors = dict(whole.tensors())
         left_out = sorted(whole.entries.keys() - tensors.keys())
@@ -207,20 +244,23 @@ class FullState:
         entries = [ToStore(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
         aliases = {clean(name): clean(first[k.owner]) for name, k in tensors.items() if name != first[k.owner]}
         plan = plan_files(entries, max_shard_size, aliases)
-        writer = ModelWriter(directory, plan)
-
-        def get(entry: ToStore) -> torch.Tensor | None:
-            return whole.get(written[entry.name], dtype, rank0_only=True)
-
+        on_rank0 = _OnRank0(world, device)
         with contextlib.ExitStack() as stack:
-            _on_rank0(functools.partial(stack.enter_context, writer), world, device)
+            writer = ModelWriter(directory, plan)
+            on_rank0.run(functools.partial(stack.enter_context, writer))
+            on_rank0.check()
             for file in plan:
-                values = _Gathered(file, get)
-                _on_rank0(functools.partial(writer.write, file, values), world, device, values)
-            _on_rank0(writer.commit, world, device)
+                on_rank0.run(functools.partial(writer.begin, file))
+                for entry in file.entries:
+                    value = whole.get(written[entry.name], dtype, rank0_only=True)
+                    on_rank0.run(functools.partial(writer.add, value))  # type: ignore[arg-type]  # there on rank 0
+                    del value  # before the next one is gathered
+                on_rank0.run(writer.finish)
+                on_rank0.check()
+            on_rank0.run(writer.commit)
+            on_rank0.check()
 
     def _full_model(self) -> FullModel:
-        self._check_readable()
         self._parts.param_gatherer.wait_all()
         model = self._parts.model
         return FullModel(model, _local_state_dict(model), self._topology, self._device, self._access)
@@ -261,186 +301,43 @@ def _training(tensors: Mapping[str, FullTensor]) -> dict[str, FullTensor]:
     }
 
 
-class _Gathered:
-    """Iterator over the full values of a file's tensors. All ranks iterate at the same time."""
+class _OnRank0:
+    """Work of rank 0 between collectives of all ranks. After its first error, rank 0 does no more, but takes part in
+    the collectives that follow, until all ranks raise."""
 
-    def __init__(self, file: ModelFile, get: Callable[[ToStore], torch.Tensor | None]) -> None:
-        self._entries = iter(file.entries)
-        self._get = get
-        self.failed = False
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self._comm, self._device = comm, device
+        self._error: Exception | None = None
 
-    def __iter__(self) -> _Gathered:
-        return self
+    def run(self, work: Callable[[], object]) -> None:
+        if self._comm.rank == 0 and self._error is None:
+            try:
+                work()
+            except Exception as error:
+                self._error = error
 
-    def __next__(self) -> Any:
-        entry = next(self._entries)
-        try:
-            return self._get(entry)
-        except BaseException:
-            self.failed = True
-            raise
-
-
-@collective
-def _on_rank0(
-    work: Callable[[], object], comm: Communicator, device: torch.device, values: _Gathered | None = None
-) -> None:
-    """Run ``work`` on rank 0, while the other ranks only iterate over ``values``. If it raises, all ranks raise: the
-    others CheckpointError."""
-    failure: Exception | None = None
-    if comm.rank == 0:
-        try:
-            work()
-        except Exception as error:
-            if values is not None and values.failed:
-                raise  # a collective's error, not rank 0's own
-            failure = error
-    if values is not None:
-        deque(values, maxlen=0)  # rank 0 too takes part in the gathers that its failed work has left over
-    raise_together(comm, device, "checkpoint", failure, "engine.save_16bit_model", CheckpointError)
+    @collective
+    def check(self) -> None:
+        """Raise on all ranks if rank 0 has failed: CheckpointError on the others."""
+        raise_together(self._comm, self._device, "checkpoint", self._error, "engine.save_16bit_model", CheckpointError)
 
 
-def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the modules with a ``get_extra_state`` of their own, by its key in a state dict."""
-    plain = torch.nn.Module.get_extra_state
-    return {
-        f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module
-        for prefix, module in model.named_modules()
-        if type(module).get_extra_state is not plain
-    }
-
-
-@collective
-def _distribute(
-    given: torch.Tensor | None, target: FullTensor, here: torch.Tensor | None, topology: Topology, device: torch.device
-) -> None:
-    """Send rank 0's full values, or this rank's part of them, into the tensor ``here``.
-
-    Args:
-        given: the values, on rank 0 alone.
-        here: None if this rank's stage does not have the tensor.
-    """
-    if topology.trivial and here is not None and sharded_param_of(here) is None:
-        if given is not None:
-            here.data.copy_(given)
-        broadcast_into(here.data, topology.world, device, "parameters")
-        return
-    values = given
-    if not topology.trivial:
-        values = torch.empty(target.shape, dtype=target.dtype, device=device)
-        if given is not None:
-            values.copy_(given)
-        broadcast_into(values, topology.world, device, "parameters")
-    if here is None:
-        return
-    spec = shard_spec_of(here)
-    with GatheredParameters(here, modifier_rank=0, enabled=sharded_param_of(here) is not None):
-        if values is not None and (topology.data.rank == 0 or sharded_param_of(here) is None):
-            here.data.copy_(values if spec is None else spec.of(values))
-
-
-def _agree(
-    targets: Mapping[str, FullTensor | None],
-    given: Mapping[str, object],
-    comm: Communicator,
-    device: torch.device,
-    strict: bool,
-) -> set[str]:
-    """Return the names that rank 0 has. Raises RuntimeError on all ranks if they or their shapes do not fit."""
-    names = list(targets)
-    flags = torch.zeros(len(names) + 1, dtype=torch.int64, device="cpu")
-    unexpected: list[str] = []
-    if comm.rank == 0:
-        unexpected = [name for name in given if name not in targets]
-        fits = [_fits(given[name], targets[name]) if name in given else None for name in names]
-        flags[:-1] = torch.tensor(
-            [0 if fit is None else 1 if fit else 2 for fit in fits], dtype=torch.int64, device="cpu"
-        )
-        flags[-1] = len(unexpected)
-    flags = flags.to(device)
-    # Rank 0's findings go to all ranks, which make the same message of them. So no error need be exchanged.
-    comm.broadcast(flags, "initial_sync")
-    codes = [int(value) for value in host_values(flags)]
-    missing = [name for name, code in zip(names, codes, strict=False) if code == 0]
-    wrong = [_expected(name, targets[name]) for name, code in zip(names, codes, strict=False) if code == 2]
-    problems = []
-    if wrong:
-        problems.append(f"shapes differ for {listed(wrong)}")
+def _compare(
+    targets: Mapping[str, FullTensor | None], given: Mapping[str, object], strict: bool
+) -> tuple[str, set[str]]:
+    """Return what does not fit ("" if all does), and the names that can be loaded. ``targets``: None for an extra
+    state."""
+    unexpected = [name for name in given if name not in targets]
+    missing = [name for name in targets if name not in given]
+    wrong = []
+    for name, target in targets.items():
+        if name in given and target is not None:
+            value = given[name]
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != target.shape:
+                wrong.append(f"{name} (expected {target.shape})")
+    problems = [f"shapes differ for {listed(wrong)}"] if wrong else []
     if strict and missing:
         problems.append(f"missing {listed(missing)}")
-    if strict and codes[-1]:
-        problems.append(f"unexpected {listed(unexpected) if unexpected else f'{codes[-1]} names (see rank 0)'}")
-    if problems:
-        raise RuntimeError(
-            f"load_full_state_dict: rank 0's state does not fit the model: {'; '.join(problems)}. Nothing was loaded."
-        )
-    return {name for name, code in zip(names, codes, strict=False) if code == 1}
-
-
-def _fits(given: object, target: FullTensor | None) -> bool:
-    return target is None or (isinstance(given, torch.Tensor) and tuple(given.shape) == target.shape)
-
-
-def _expected(name: str, target: FullTensor | None) -> str:
-    return f"{name} (expected {target.shape})" if target is not None else name
-
-
-# -------------------------------------------------------------------- an optimizer's states
-
-_NUMBER, _ELEMENTS, _OTHER = "number", "elements", "other"
-
-
-@collective
-@torch.no_grad()
-def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0_only: bool) -> dict[str, Any]:
-    """See :meth:`zerolite.Engine.full_optimizer_state_dict`."""
-    if states.parts.topology.pipe.world_size > 1:
-        raise RuntimeError(
-            "full_optimizer_state_dict: expected all layers on every rank, got a pipeline, whose stages each have the "
-            "states of their own layers; save_checkpoint() writes all of them"
-        )
-    here = states.parts.topology.world.rank == 0 or not rank0_only
-    own = {p.index: (p, states.parts.optimizer.method.state_of(p)) for p in states.parts.optimizer.shards()}
-    described = {
-        index: {name: _describe(states, shard, name, value) for name, value in state.items()}
-        for index, (shard, state) in own.items()
-    }
-    # Each state is a collective, so all ranks walk through the same ones: the union of all ranks' states. A state has
-    # the description of the first rank that has it.
-    described_on: dict[int, dict[str, tuple[Any, int]]] = {}
-    host = HostGroup(states.parts.topology.world, "whole model")  # not that of checkpoints: a save may be under way
-    for row, source in host.gather((described, states.parts.groups.mean.rank)):
-        for index, kinds in row.items():
-            for name, kind in kinds.items():
-                described_on.setdefault(index, {}).setdefault(name, (kind, source))
-    full: dict[int, dict[str, Any]] = {}
-    positions = states.parts.optimizer.positions()
-    for index in sorted(described_on):
-        state = own[index][1] if index in own else {}
-        for name, ((kind, *details), source) in described_on[index].items():
-            value = details[0] if kind == _NUMBER else None
-            if kind == _ELEMENTS:
-                value = access.full_state(index, state.get(name), details[0])
-            elif kind == _OTHER:
-                value = _broadcast(states, state.get(name), details[0], details[1], source)
-            if here:
-                full.setdefault(positions[index], {})[name] = value.cpu() if torch.is_tensor(value) else value
-    return {"state": full, "param_groups": states.parts.optimizer.numbered_groups()} if here else {}
-
-
-def _describe(states: ModelState, shard: Any, name: str, value: object) -> tuple[object, ...]:
-    """Return a state's kind, then its value if it is one number, otherwise its dtype, and its shape if that is not the
-    shard's."""
-    if not torch.is_tensor(value) or states.is_scalar(name, value, shard):
-        return _NUMBER, value.cpu() if torch.is_tensor(value) else value
-    if value.shape == states.shape_of(shard):
-        return _ELEMENTS, value.dtype
-    return _OTHER, value.dtype, value.shape
-
-
-def _broadcast(states: ModelState, own: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
-    """Broadcast a state that one data-parallel rank, or each of them, has in full."""
-    device = states.parts.buffer.placements.device
-    value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device).clone()
-    states.parts.groups.mean.broadcast(value, "access", source)
-    return value
+    if strict and unexpected:
+        problems.append(f"unexpected {listed(unexpected)}")
+    return "; ".join(problems), targets.keys() & given.keys()

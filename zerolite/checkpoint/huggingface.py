@@ -14,7 +14,8 @@ import torch
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
+from zerolite.checkpoint.filesystem import FileWriter
+from zerolite.checkpoint.safetensors import ToStore, build_header, bytes_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.utils.text import parse_size
 
@@ -80,16 +81,19 @@ def plan_files(entries: Iterable[ToStore], max_shard_size: str | int, aliases: M
 class ModelWriter:
     """Writes the files of :func:`plan_files` into ``directory``.
 
-    It is a context: :meth:`write` is called for each file, in any order, and :meth:`commit` at the end. Before the
-    commit nothing in the directory changes, and without it nothing is left behind. Raises CheckpointError if the
-    directory cannot be written.
+    It is a context. Within it, :meth:`begin`, :meth:`add` for each tensor and :meth:`finish` are called for each file,
+    in any order, and :meth:`commit` at the end. Before the commit nothing in the directory changes, and without it
+    nothing is left behind. Raises CheckpointError if the directory cannot be written.
 
     The commit replaces the files of the plan, the index, and the files that an earlier index names. Other files stay.
     """
 
     def __init__(self, directory: Path, files: Sequence[ModelFile]) -> None:
-        self._directory = directory
-        self._files = files
+        self._directory, self._files = directory, files
+        self._path = directory
+        self._entries: Iterator[ToStore] = iter(())  # of the file that is being written
+        self._open = contextlib.ExitStack()
+        self._writer: FileWriter | None = None
 
     def __enter__(self) -> ModelWriter:
         if self._directory.exists() and not self._directory.is_dir():
@@ -102,13 +106,35 @@ class ModelWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._open.close()
         with contextlib.suppress(OSError):
             self._remove_incomplete()
 
-    def write(self, file: ModelFile, values: Iterable[torch.Tensor]) -> None:
-        """Write ``file``. ``values`` are its tensors, on any device; each is freed before the next one is asked for."""
-        with _named(self._directory / file.name):
-            filesystem.write_file(self._incomplete(file.name), _chunks(file, iter(values)))
+    def begin(self, file: ModelFile) -> None:
+        """Begin to write ``file``."""
+        header, _ = build_header(file.entries, file.metadata)
+        self._path, self._entries = self._directory / file.name, iter(file.entries)
+        with _named(self._path):
+            self._writer = self._open.enter_context(FileWriter(self._incomplete(file.name)))
+            self._writer.write(memoryview(header))
+
+    def add(self, value: torch.Tensor) -> None:
+        """Write the next tensor of the file, which may be on any device."""
+        entry = next(self._entries)
+        if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
+            raise ValueError(
+                f"tensor '{entry.name}': expected {entry.dtype} {entry.shape}, got {value.dtype} {tuple(value.shape)}"
+            )
+        assert self._writer is not None
+        with _named(self._path):
+            self._writer.write(bytes_of(value))
+
+    def finish(self) -> None:
+        """End the file, which is on the disk when this returns."""
+        assert self._writer is not None
+        with _named(self._path):
+            self._writer.finish()
+        self._open.close()
 
     def commit(self) -> list[Path]:
         """Rename the files to their names, and return their paths.
@@ -150,25 +176,6 @@ class ModelWriter:
     def _remove_incomplete(self) -> None:
         for path in sorted(self._directory.glob(f".model*.safetensors{_INCOMPLETE}")):
             filesystem.remove(path)
-
-
-def _chunks(file: ModelFile, values: Iterator[torch.Tensor]) -> Iterator[list[memoryview]]:
-    header, _ = build_header(file.entries, file.metadata)
-    yield [memoryview(header)]
-    for entry in file.entries:
-        chunk = _bytes_of(next(values), entry)
-        yield [chunk]
-        chunk.release()  # frees the tensor before the next one is read
-    if next(values, None) is not None:
-        raise ValueError(f"expected {len(file.entries)} tensors for '{file.name}', got more")
-
-
-def _bytes_of(value: torch.Tensor, entry: ToStore) -> memoryview:
-    if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
-        raise ValueError(
-            f"tensor '{entry.name}': expected {entry.dtype} {entry.shape}, got {value.dtype} {tuple(value.shape)}"
-        )
-    return as_bytes(value.detach().resolve_conj().resolve_neg().to("cpu").contiguous())
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 
 from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.flat_ranges import Target
 from zerolite.checkpoint.manifest import INDEX, SavedGrid
 from zerolite.checkpoint.matching import (
     NameMatch,
@@ -26,8 +27,8 @@ from zerolite.checkpoint.matching import (
 )
 from zerolite.checkpoint.model_state import OPTIMIZER, RANKS, Kinds, ModelState
 from zerolite.checkpoint.random_state import load_random_state
-from zerolite.checkpoint.reader import CheckpointReader, Target
-from zerolite.checkpoint.saving import barrier, one_request
+from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.checkpoint.saving import barrier, one_request, undisturbed
 from zerolite.checkpoint.state import (
     GroupState,
     ModelFacts,
@@ -38,7 +39,7 @@ from zerolite.checkpoint.state import (
     check_hyperparameters,
     joined,
 )
-from zerolite.checkpoint.training_run import TrainingRun
+from zerolite.checkpoint.training_run import run_of_this_job
 from zerolite.comm import HostGroup, RaiseTogether, collective
 from zerolite.data.dataloader import Loaders
 from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
@@ -88,30 +89,32 @@ class Loader:
     """Loads checkpoints into one engine."""
 
     def __init__(
-        self, state: ModelState, host: HostGroup, register_unfrozen_params: Callable[[], None], run: TrainingRun
+        self, state: ModelState, host: HostGroup, loaders: Loaders, register_unfrozen_params: Callable[[], None]
     ) -> None:
         """See :class:`~zerolite.checkpoint.saving.Saver`."""
-        self._model_state, self._parts = state, state.parts
-        self._host, self._register_unfrozen_params, self._run = host, register_unfrozen_params, run
+        self._model_state, self._parts, self._host = state, state.parts, host
+        self._loaders, self._register_unfrozen_params = loaders, register_unfrozen_params
+        self._run = run_of_this_job()
 
     @collective
-    def load(self, request: LoadRequest, scheduler: Any, loaders: Loaders) -> tuple[str | None, dict[str, Any]]:
+    @undisturbed()
+    def load(self, request: LoadRequest, scheduler: Any) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint. Returns its directory and the client state; (None, {}) if a missing one is allowed.
 
         Raises CheckpointError. Until the tensors are read, nothing has been changed when it is raised.
         """
         ranks = barrier(self._host, self._parts.config, _CALL)
-        one_request(_CALL, dict(enumerate(ranks.gather(lambda: request))))
+        one_request(_CALL, ranks.gather(lambda: request))
         path = self._find(request, ranks)
         if path is None:
             return None, {}
         there = complete_checkpoints(path.parent) if self._host.rank == 0 else []
         self._register_unfrozen_params()
         stages = self._stages(ranks)
-        plan = ranks.run(lambda: self._plan(path, request, stages, scheduler, loaders))
+        plan = ranks.run(lambda: self._plan(path, request, stages, scheduler))
         self._read(plan, ranks)
         if not request.load_module_only:
-            ranks.run(lambda: plan.reader.trust(lambda: self._resume(plan, scheduler, loaders)))
+            ranks.run(lambda: plan.reader.trust(lambda: self._resume(plan, scheduler)))
         if self._host.rank == 0:  # the rank that commits
             loaded = plan.reader.manifest.about.head
             self._run.take_over(path.parent, there, loaded, resumed=not request.load_module_only)
@@ -141,9 +144,7 @@ class Loader:
 
     # ---------------------------------------------------------------- deciding
 
-    def _plan(
-        self, path: Path, request: LoadRequest, stages: list[ModelFacts], scheduler: object, loaders: Loaders
-    ) -> _Plan:
+    def _plan(self, path: Path, request: LoadRequest, stages: list[ModelFacts], scheduler: object) -> _Plan:
         self._parts.pipeline.check_between_steps()
         reader = self._open(path)
         state = reader.read_state(SavedState)
@@ -162,7 +163,7 @@ class Loader:
                 self._check_flags(model, groups, trains, state.optimizer.groups)
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
         if state.loaders:
-            loaders.check_state_dict(state.loaders)
+            self._loaders.check_state_dict(state.loaders)
         begins = scheduler is not None and schedule is None
         updated = {name for names in (kinds or {}).values() for name in names}
         untrained = [name for name, stored in match.names.items() if stored in updated and name not in trains]
@@ -176,7 +177,8 @@ class Loader:
             )
         reader = CheckpointReader(path)
         if self._host.rank == 0:
-            reader.check_sizes()
+            for problem in reader.problems(sizes_only=True):
+                raise problem
         return reader
 
     def _match(self, reader: CheckpointReader, state: SavedState, model: ModelFacts, strict: bool) -> NameMatch:
@@ -208,12 +210,6 @@ class Loader:
             missing = [name for name in everywhere if name not in stored]
             check_complete("buffer", missing, [name for name in stored if name not in everywhere])
         common = [name for name in here if name in stored]
-        shared = [n for n in common if _shares_elements(here[n])]
-        if shared:
-            raise CheckpointError(
-                f"buffer '{shared[0]}' cannot take values: its elements share memory (expand). Nothing was loaded; "
-                "register a contiguous copy of it"
-            )
         check_shapes("buffer ", {name: (here[name].shape, stored[name].shape) for name in common})
         return common
 
@@ -331,14 +327,14 @@ class Loader:
             targets.append(Target(own if same and own in stored else target.key, target.box, target.out))
         return targets
 
-    def _resume(self, plan: _Plan, scheduler: Any, loaders: Loaders) -> None:
+    def _resume(self, plan: _Plan, scheduler: Any) -> None:
         """Load everything except the tensors of the model and the optimizer."""
         state = plan.state
         self._parts.pipeline.on_all_loaded({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
         if plan.scheduler_state is not None:
             scheduler.load_state_dict(plan.scheduler_state)
         if state.loaders:
-            loaders.load_state_dict(state.loaders)
+            self._loaders.load_state_dict(state.loaders)
         key = f"{RANKS}{self._rank_there(plan.reader.manifest.about.grid)}/random"
         if key in plan.reader.tensors:
             load_random_state(plan.reader.read(key), self._parts.device)
@@ -366,42 +362,32 @@ class Loader:
         match = plan.match
         if match.missing or match.unexpected:
             logger.warning(
-                "%s: %d parameters of the model are not in '%s' and stay as they are%s; %d of it are not in the "
-                "model%s",
-                _CALL,
-                len(match.missing),
-                plan.reader.path,
-                f" ({listed(match.missing)})" if match.missing else "",
-                len(match.unexpected),
-                f" ({listed(match.unexpected)})" if match.unexpected else "",
+                "%s: %d parameters of the model are not in '%s' and stay as they are (%s); %d of it are not in the "
+                "model (%s)",
+                *(_CALL, len(match.missing), plan.reader.path, listed(match.missing)),
+                *(len(match.unexpected), listed(match.unexpected)),
             )
         unmatched = [str(index) for index, found in enumerate(plan.groups) if found is None]
         if unmatched and plan.kinds is not None:
             logger.warning(
                 "%s: no param group in the checkpoint has the parameters of group %s, which keeps its learning rate "
                 "and other values",
-                _CALL,
-                ", ".join(unmatched),
+                *(_CALL, ", ".join(unmatched)),
             )
         if plan.untrained:
             logger.warning(
                 "%s: %d parameters are frozen here and have optimizer states in the checkpoint, which are not loaded "
                 "(%s). To train them on, unfreeze them before load_checkpoint",
-                _CALL,
-                len(plan.untrained),
-                listed(plan.untrained),
+                *(_CALL, len(plan.untrained), listed(plan.untrained)),
             )
         about = plan.reader.manifest.about
         saved, here = about.grid.data, self._grid.data
-        changed = changed_batch(about.config, saved, self._parts.config.train_batch_size, here)
-        if changed is not None and not request.load_module_only:
-            logger.warning("%s: %s", _CALL, changed)
-        if saved < here and not request.load_module_only:
-            logger.info(
-                "%s: random number generators of ranks %d and above go on as they are: there were %d ranks",
-                _CALL,
-                saved,
-                saved,
+        before, now = about.config.get("train_batch_size"), self._parts.config.train_batch_size
+        if saved != here and None not in (before, now) and before != now and not request.load_module_only:
+            logger.warning(
+                "%s: a step takes %s samples on %d ranks, and took %s on %d when the checkpoint was saved; set "
+                "train_batch_size to have one size for any number of ranks",
+                *(_CALL, now, here, before, saved),
             )
 
 
@@ -446,26 +432,3 @@ def _update_group(group: dict[str, Any], values: Mapping[str, object]) -> None:
             group[key].fill_(value)
         else:
             group[key] = value.item() if isinstance(value, torch.Tensor) else value
-
-
-def changed_batch(saved: Mapping[str, object], saved_ranks: int, here: int | None, ranks: int) -> str | None:
-    """Return a sentence if steps have more or fewer samples because the number of ranks has changed; else None.
-
-    Args:
-        saved: the configuration that the checkpoint was saved with.
-        saved_ranks: number of data-parallel ranks then.
-        here: the train batch size now, in samples; None if the user's own loader decides.
-        ranks: number of data-parallel ranks now.
-    """
-    before = saved.get("train_batch_size")
-    if saved_ranks == ranks or here is None or not isinstance(before, int) or before == here:
-        return None
-    return (
-        f"a step takes {here} samples on {ranks} rank{'s' if ranks != 1 else ''}, and took {before} on {saved_ranks} "
-        "when the checkpoint was saved; set train_batch_size to have one size for any number of ranks"
-    )
-
-
-def _shares_elements(tensor: torch.Tensor) -> bool:
-    """Return True if elements of ``tensor`` share memory, as those of an expanded tensor."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -18,9 +18,9 @@ from pydantic.dataclasses import dataclass
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import Box, covers
 from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES, CompleteCheckpoint
-from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.file_model import STRICT, FileModel, Natural, validated
-from zerolite.checkpoint.state import ParameterFacts
+from zerolite.checkpoint.errors import DamagedFile
+from zerolite.checkpoint.filesystem import BLOCK_BYTES, FileEntry
+from zerolite.checkpoint.state import STRICT, FileModel, Natural, ParameterFacts, validated
 from zerolite.utils.dtypes import BY_CODE, CODES
 from zerolite.version import __version__
 
@@ -31,22 +31,7 @@ FORMAT = "zerolite checkpoint"
 VERSION = 1
 INDEX = "tensors.json"
 STATE = "state.json"
-BLOCK_BYTES = 1 << 20
 MOST_DIMENSIONS = 64  # the most that torch's operators accept
-
-
-@dataclass(frozen=True, config=STRICT)
-class FileEntry:
-    """Length of a file, and the CRC-32 of each block of ``BLOCK_BYTES``, as 8 hexadecimal digits."""
-
-    bytes: Natural
-    crc32: str
-
-    def check(self, name: str) -> None:
-        """Raise ValueError unless this can be the entry of a file called ``name``."""
-        valid_name = bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
-        if not valid_name or len(self.crc32) != 8 * -(-self.bytes // BLOCK_BYTES):
-            raise ValueError(f"its entry of the file {name!r:.80} makes no sense")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -153,35 +138,35 @@ def _checksum(body: Mapping[str, object]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest in the directory ``path``. Raises CheckpointError if it is damaged or of a later version."""
+    """Read the manifest in the directory ``path``. Raises DamagedFile if it is damaged or of a later version."""
     file = path / MANIFEST
     try:
-        return _manifest(file, filesystem.read_file(file, MOST_JSON_BYTES))
+        return _manifest(filesystem.read_file(file, MOST_JSON_BYTES))
     except OSError as error:
-        raise CheckpointError(f"'{file}' cannot be read: {error.strerror}") from error
+        raise DamagedFile(f"'{file}' cannot be read: {error.strerror}") from error
     except (RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"'{file}' is damaged: {error}") from error
+        raise DamagedFile(f"'{file}' is damaged, or of another version: {error}") from error
 
 
-def _manifest(file: Path, content: bytes) -> Manifest:
+def _manifest(content: bytes) -> Manifest:
     body = json.loads(content)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CheckpointError(f"'{file}': expected the manifest of a {FORMAT}, got another file")
+        raise ValueError(f"expected the manifest of a {FORMAT}, got another file")
     version = body.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         by = body["versions"].get("zerolite", "?") if isinstance(body.get("versions"), dict) else "?"
-        raise CheckpointError(
-            f"'{file}' has format version {version!r}, written by zerolite {by}; this one reads versions up to "
-            f"{VERSION}: update it"
+        raise ValueError(
+            f"it has format version {version!r}, written by zerolite {by}; this one reads versions up to {VERSION}: "
+            "update it"
         )
     found = body.pop("crc32", None)
     expected = _checksum(body)
     if found != expected:
-        raise CheckpointError(f"'{file}' is damaged: expected checksum {expected}, found {found}")
+        raise ValueError(f"expected checksum {expected}, found {found}")
     manifest = validated(lambda: Manifest(_ABOUT.validate_json(content), _Files.model_validate_json(content).files))
     for name in (INDEX, STATE):
         if name not in manifest.files:
-            raise CheckpointError(f"'{file}' is damaged: it has no entry of the file '{name}'")
+            raise ValueError(f"it has no entry of the file '{name}'")
     return manifest
 
 
@@ -210,7 +195,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: tuple[StoredBox, ...]
+    boxes: list[StoredBox]
 
     @property
     def numel(self) -> int:
@@ -235,14 +220,11 @@ def index_to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
     return json.dumps({"files": files, "tensors": entries}, separators=(",", ":")).encode()
 
 
-def index_from_json(file: Path, content: bytes, files: Mapping[str, FileEntry]) -> dict[str, StoredTensor]:
-    """Read the index. Raises CheckpointError for anything that :func:`index_to_json` does not write."""
-    try:
-        body = validated(lambda: _Index.model_validate_json(content))
-        tensors = {key: entry.stored(body.files) for key, entry in body.tensors.items()}
-        _check(tensors, files)
-    except (LookupError, ValueError) as error:
-        raise CheckpointError(f"'{file}' is damaged: {error}") from error
+def index_from_json(content: bytes, files: Mapping[str, FileEntry]) -> dict[str, StoredTensor]:
+    """Read the index. Raises ValueError or LookupError for anything that :func:`index_to_json` does not write."""
+    body = validated(lambda: _Index.model_validate_json(content))
+    tensors = {key: entry.stored(body.files) for key, entry in body.tensors.items()}
+    _check(tensors, files)
     return tensors
 
 
@@ -254,13 +236,21 @@ class _IndexEntry(FileModel):
     boxes: list[tuple[Natural, Natural, tuple[Natural, ...], tuple[Natural, ...]]]
 
     def stored(self, names: list[str]) -> StoredTensor:
-        boxes = tuple(StoredBox((offsets, sizes), names[file], start) for file, start, offsets, sizes in self.boxes)
+        boxes = [StoredBox((offsets, sizes), names[file], start) for file, start, offsets, sizes in self.boxes]
         return StoredTensor(tuple(self.shape), BY_CODE[self.dtype], boxes)
 
 
 class _Index(FileModel):
     files: list[str]
     tensors: dict[str, _IndexEntry]
+
+
+def check_complete(key: str, tensor: StoredTensor) -> None:
+    """Raise ValueError unless the boxes of ``tensor`` make up all of it, each element once."""
+    if math.prod(max(1, size) for size in tensor.shape) >= 2**63:
+        raise ValueError(f"tensor '{key}' has the shape {str(tensor.shape):.80}, which no tensor has")
+    if not covers([box.box for box in tensor.boxes], tensor.shape):
+        raise ValueError(f"the ranks' parts of '{key}' do not make up its shape {tensor.shape}")
 
 
 def _check(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileEntry]) -> None:
@@ -270,10 +260,7 @@ def _check(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileEntry]) 
     """
     room = {name: entry.bytes for name, entry in files.items()}
     for key, tensor in tensors.items():
-        if math.prod(max(1, size) for size in tensor.shape) >= 2**63:
-            raise ValueError(f"tensor '{key}' has the shape {str(tensor.shape):.80}, which no tensor has")
-        if not covers([box.box for box in tensor.boxes], tensor.shape):
-            raise ValueError(f"the parts of tensor '{key}' do not make up its shape {tensor.shape}")
+        check_complete(key, tensor)
         for box in tensor.boxes:
             nbytes = math.prod(box.box[1]) * tensor.dtype.itemsize
             if box.start + nbytes > files[box.file].bytes:

@@ -19,12 +19,19 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.flat_ranges import FlatRange, boxes_in_full_tensor, empty_shard, range_of, split_evenly
+from zerolite.checkpoint.flat_ranges import (
+    FlatRange,
+    Shard,
+    Target,
+    boxes_in_full_tensor,
+    everything,
+    range_of,
+    split_evenly,
+)
 from zerolite.checkpoint.names import clean
-from zerolite.checkpoint.planner import Scalars, Shard
-from zerolite.checkpoint.reader import Target
 from zerolite.checkpoint.safetensors import dtype_name
 from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
+from zerolite.checkpoint.storage import Scalars
 from zerolite.comm import collective
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.engine_parts import EngineParts
@@ -78,14 +85,15 @@ class ModelState:
 
     def extra_state(self) -> dict[str, Any]:
         """Return the state that modules add to their state dict by ``get_extra_state``."""
-        return {clean(name): module.get_extra_state() for name, module in self._with_extra_state()}
+        return {clean(name): module.get_extra_state() for name, module in self.with_extra_state()}
 
     def load_extra_state(self, extra: dict[str, object]) -> None:
-        for name, module in self._with_extra_state():
+        for name, module in self.with_extra_state():
             if clean(name) in extra:
                 module.set_extra_state(extra[clean(name)])
 
-    def _with_extra_state(self) -> Iterator[tuple[str, torch.nn.Module]]:
+    def with_extra_state(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield the modules with a ``get_extra_state`` of their own, and their names."""
         default = torch.nn.Module.get_extra_state
         return ((n, m) for n, m in self.parts.model.named_modules() if type(m).get_extra_state is not default)
 
@@ -173,25 +181,6 @@ class ModelState:
             elsewhere: names of the parameters that another stage writes.
         """
         scalars: Scalars = {}
-        shards = [shard for part in self._ranges(exclude_frozen, elsewhere, scalars) for shard in part.shards()]
-        trained = self.index_of()
-        for name, parameter in self.named_parameters().items():
-            if not math.prod(_full_shape(parameter)) and (id(parameter) in trained or not exclude_frozen):
-                shards.append(empty_shard(PARAMETERS + name, _full_shape(parameter), parameter.dtype))
-        return shards, scalars
-
-    def nbytes(self) -> int:
-        """Return the bytes of all parameters and states that this rank writes; ``shards`` would add up to the same."""
-        return sum(part.nbytes for part in self._ranges(exclude_frozen=False))
-
-    def _ranges(
-        self, exclude_frozen: bool, elsewhere: Collection[str] = (), scalars: Scalars | None = None
-    ) -> list[FlatRange]:
-        """Return the ranges that this rank writes. Arguments as for :meth:`shards`.
-
-        Args:
-            scalars: copies of the states that are one number are added here; None: they are left out.
-        """
         names = self.names_by_index()
         chosen = {i for i, p in enumerate(self.parts.buffer.parameters) if names[i] not in elsewhere and self.writes(p)}
         sharded = [part for index, part in self._masters(names) if index in chosen]
@@ -202,7 +191,7 @@ class ModelState:
             for kind, value in state.items():
                 if not self.is_scalar(kind, value, param_shard):
                     sharded.append(self._state_range(param_shard, name, kind, value))
-                elif scalars is not None and self._writes_scalars(param_shard):
+                elif self._writes_scalars(param_shard):
                     scalars.setdefault(kind, {})[name] = _number(value)
         if not self.parts.buffer.shard:
             # Stage 0: every rank has all masters and states, so they are divided evenly like other full tensors.
@@ -218,7 +207,17 @@ class ModelState:
             elif groups.is_first_replica and (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 # The user may have written into a gathered parameter; its shard does not have that value yet.
                 written.append(replace(part, values=handle.local_shard()) if handle.status is AVAILABLE else part)
-        return [*written, *split_evenly(everywhere, groups.mean.rank, groups.mean.world_size)]
+        ranges = (*written, *split_evenly(everywhere, groups.mean.rank, groups.mean.world_size))
+        shards = [shard for part in ranges for shard in part.shards()]
+        trained = self.index_of()
+        for name, parameter in self.named_parameters().items():
+            if not math.prod(_full_shape(parameter)) and (id(parameter) in trained or not exclude_frozen):
+                shards.append(Shard.whole(PARAMETERS + name, parameter.new_empty(_full_shape(parameter))))
+        return shards, scalars
+
+    def nbytes(self) -> int:
+        """Return the bytes of all parameters and states that this rank writes."""
+        return sum(shard.nbytes for shard in self.shards(exclude_frozen=False)[0])
 
     def _writes_scalars(self, param_shard: OptimParamShard) -> bool:
         groups = self.parts.groups
@@ -365,8 +364,7 @@ def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _targets_of(key: str, out: torch.Tensor, spec: ShardSpec | None) -> Iterator[Target]:
-    everything = ((0,) * out.dim(), tuple(out.shape))
-    for box, part in boxes_in_full_tensor(everything, out, spec):
+    for box, part in boxes_in_full_tensor(everything(out.shape), out, spec):
         yield Target(key, box, part)
 
 

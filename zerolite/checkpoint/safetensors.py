@@ -62,13 +62,10 @@ def build_header(entries: Iterable[ToStore], metadata: Mapping[str, str] | None 
 
     Raises:
         CheckpointError: the format lacks a dtype, or readers would refuse so large a header.
-        ValueError: a name comes twice.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     begins, position = [], 0
     for entry in entries:
-        if entry.name in table or entry.name == _METADATA:
-            raise ValueError(f"expected each tensor's name once, and none called '{_METADATA}', got '{entry.name}'")
         begins.append(position)
         position += entry.nbytes
         table[entry.name] = {
@@ -88,6 +85,11 @@ def build_header(entries: Iterable[ToStore], metadata: Mapping[str, str] | None 
 
 
 # -------------------------------------------------------------------- bytes of tensors
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of any tensor in row-major order; a view of its memory where that has them so."""
+    return as_bytes(tensor.detach().to("cpu").contiguous().resolve_conj().resolve_neg())
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

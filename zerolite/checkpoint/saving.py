@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import check_tag, default_tag
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.flat_ranges import empty_shard, range_of
+from zerolite.checkpoint.flat_ranges import Shard
 from zerolite.checkpoint.manifest import About, SavedGrid, count_parameters, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
-from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
-from zerolite.checkpoint.safetensors import as_bytes
+from zerolite.checkpoint.safetensors import bytes_of
 from zerolite.checkpoint.state import ModelFacts, joined
-from zerolite.checkpoint.storage import Commit, now, write_checkpoint
-from zerolite.checkpoint.training_run import TrainingRun
+from zerolite.checkpoint.storage import Commit, Scalars, now, write_checkpoint
+from zerolite.checkpoint.training_run import run_of_this_job
 from zerolite.comm import HostGroup, RaiseTogether, collective, keep_track
 from zerolite.config import ZeroliteConfig
+from zerolite.data.dataloader import Loaders
 from zerolite.utils.accelerator import host_memory
 from zerolite.utils.dtypes import CODES
+from zerolite.utils.lazy import collector_off
 from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
 
+Request = TypeVar("Request")
 logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"
 _CALL = "engine.save_checkpoint"
 _ALIGNMENT = 64  # bytes, of shards in a host copy
 # References that keep savers alive, even after their engines, until everything is written or the failure is reported.
 _unfinished: set[Saver] = set()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Context without ``torch.inference_mode`` and without the cyclic garbage collector.
+
+    Tensors made in inference mode could not be changed outside of it. And the plans of a save are many small objects
+    without cycles. A collection looks at all objects of the program, which can take 0.2 s.
+    """
+    with collector_off(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @dataclass(frozen=True)
@@ -47,14 +62,6 @@ class SaveRequest:
     save_latest: bool
     exclude_frozen_parameters: bool
     async_save: bool
-
-
-@dataclass(frozen=True)
-class UserState:
-    """The user's state that is saved: rank 0's."""
-
-    client_state: dict[str, Any]
-    loaders: list[Any]
 
 
 @dataclass(frozen=True)
@@ -76,17 +83,18 @@ class Saver:
     """Saves one engine's checkpoints, one at a time."""
 
     def __init__(
-        self, state: ModelState, host: HostGroup, register_unfrozen_params: Callable[[], None], run: TrainingRun
+        self, state: ModelState, host: HostGroup, loaders: Loaders, register_unfrozen_params: Callable[[], None]
     ) -> None:
         """
         Args:
             state: the tensors of the engine.
             host: all ranks of the job.
+            loaders: the engine's data loaders, whose positions are saved.
             register_unfrozen_params: trains parameters from now on that have been unfrozen since the last backward.
-            run: of this job, which its checkpoints belong to.
         """
-        self._model_state, self._parts = state, state.parts
-        self._host, self._register_unfrozen_params, self._run = host, register_unfrozen_params, run
+        self._model_state, self._parts, self._host = state, state.parts, host
+        self._loaders, self._register_unfrozen_params = loaders, register_unfrozen_params
+        self._run = run_of_this_job()  # which the checkpoints belong to
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._warned = False  # the warning that nothing is saved in the background has been logged
         self._running: threading.Thread | None = None
@@ -94,30 +102,33 @@ class Saver:
         keep_track(self)
 
     @collective
-    def save(self, request: SaveRequest, user: Callable[[], UserState], scheduler: object) -> str:
+    @undisturbed()
+    def save(self, request: SaveRequest, client_state: object, scheduler: object) -> str:
         """Save a checkpoint and return its directory.
 
         Args:
             request: arguments of the call.
-            user: returns the user's state.
+            client_state: the user's.
             scheduler: the learning rate schedule.
         """
         self.wait_for_all()
         ranks = barrier(self._host, self._parts.config, _CALL)
         # Parameters that the user has just unfrozen need masters and states, which are part of the checkpoint.
         self._register_unfrozen_params()
-        own: list[UserState] = []
+        user: dict[str, object] = {}
 
         def offer() -> _Offer:
             if request.tag is not None:
                 check_tag(request.tag)
-            own.append(user())
+            if client_state is not None and not isinstance(client_state, dict):
+                raise TypeError(f"expected client_state to be a dict, got {type(client_state).__name__}")
+            user.update(loaders=self._loaders.state_dict(), client_state=dict(client_state or {}))
             # Encode it once here, so that a value that cannot be saved is an error before anything is written.
-            json_codec.encode(own[0].client_state, "client_state", [])
+            json_codec.encode(user["client_state"], "client_state", [])
             return self._offer(request)
 
         offers = ranks.gather(offer)
-        agreed: SaveRequest = one_request(_CALL, {rank: of_rank.request for rank, of_rank in enumerate(offers)})
+        agreed = one_request(_CALL, [of_rank.request for of_rank in offers])
         self._parts.pipeline.check_ranks()
         save_dir = Path(agreed.save_dir)
         tag = agreed.tag or default_tag(self._parts.pipeline.state.global_steps)
@@ -127,7 +138,7 @@ class Saver:
             shards, scalars = self._shards(offers, agreed.exclude_frozen_parameters)
             commit = None
             if self._host.rank == 0:
-                commit, tensors = self._commit(save_dir, tag, agreed, offers, own[0], scheduler)
+                commit, tensors = self._commit(tag, agreed, offers, user, scheduler)
                 shards += tensors
             if in_background:
                 shards = self._copied(shards)
@@ -154,10 +165,6 @@ class Saver:
         return found
 
     # ---------------------------------------------------------------- in the background
-
-    def nbytes(self) -> int:
-        """Return the bytes of parameters, masters and states that this rank writes."""
-        return self._model_state.nbytes()
 
     def wait(self) -> None:
         """Wait until a save in the background has ended. Raises its error, once."""
@@ -199,7 +206,7 @@ class Saver:
         The memory is kept for the next save, because the first touch of new memory takes longer than the copy. It is
         pinned if shards come from a CUDA device.
         """
-        values = [shard.values if isinstance(shard.values, torch.Tensor) else shard.values() for shard in shards]
+        values = [shard.tensor() for shard in shards]
         on_cuda = next((value.device for value in values if value.device.type == "cuda"), None)
         rooms = [-(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT for shard in shards]
         if self._staging.numel() < sum(rooms):
@@ -207,11 +214,9 @@ class Saver:
             self._staging = host_memory(sum(rooms), pin=on_cuda is not None)
         copies, position = [], 0
         for shard, value, room in zip(shards, values, rooms, strict=True):
-            if shard.box is not None:
-                memory = self._staging.narrow(0, position, shard.nbytes).view(shard.dtype).view(shard.box[1])
-                memory.copy_(value, non_blocking=on_cuda is not None)
-                value = memory
-            copies.append(replace(shard, values=value))
+            memory = self._staging.narrow(0, position, shard.nbytes).view(shard.dtype).view(shard.box[1])
+            memory.copy_(value, non_blocking=on_cuda is not None)
+            copies.append(replace(shard, values=memory))
             position += room
         if on_cuda is not None:
             torch.cuda.current_stream(on_cuda).synchronize()
@@ -225,7 +230,7 @@ class Saver:
                 f"saving checkpoint '{tag}' failed: the process group was destroyed meanwhile; call "
                 "engine.wait_for_checkpoint() first, or zerolite.destroy() instead"
             )
-        write_checkpoint(save_dir, tag, shards, scalars, commit, self._host.group)
+        write_checkpoint(save_dir, tag, shards, scalars, commit, self._host)
 
     # ---------------------------------------------------------------- contents
 
@@ -255,8 +260,7 @@ class Saver:
         stages = [offer.stage for offer in offers if offer.stage is not None]
         earlier = stages[: self._parts.topology.pipe.rank]
         shards, scalars = model.shards(exclude_frozen, {name for stage in earlier for name in stage.parameters})
-        random = save_random_state(self._parts.device)
-        shards += range_of(f"{RANKS}{self._host.rank}/random", random).shards()
+        shards.append(Shard.whole(f"{RANKS}{self._host.rank}/random", save_random_state(self._parts.device)))
         return shards + self._buffers([offer.buffers for offer in offers]), scalars
 
     def _buffers(self, checksums: Sequence[dict[str, int]]) -> list[Shard]:
@@ -268,16 +272,14 @@ class Saver:
         shards: list[Shard] = []
         for name, buffer in self._model_state.named_buffers().items():
             first = next(place for place, of_rank in enumerate(checksums) if name in of_rank)
-            if not buffer.numel():
-                shards.append(empty_shard(BUFFERS + name, buffer.shape, buffer.dtype))
-            elif rank == first:
-                shards += range_of(BUFFERS + name, buffer.detach()).shards()
+            if rank == first:
+                shards.append(Shard.whole(BUFFERS + name, buffer.detach()))
             elif checksums[rank][name] != checksums[first][name]:
-                shards += range_of(f"{RANKS}{rank}/{BUFFERS}{name}", buffer.detach()).shards()
+                shards.append(Shard.whole(f"{RANKS}{rank}/{BUFFERS}{name}", buffer.detach()))
         return shards
 
     def _commit(
-        self, save_dir: Path, tag: str, agreed: SaveRequest, offers: Sequence[_Offer], user: UserState, scheduler: Any
+        self, tag: str, agreed: SaveRequest, offers: Sequence[_Offer], user: dict[str, object], scheduler: Any
     ) -> tuple[Commit, list[Shard]]:
         """Return the inputs of the commit, and the user's tensors, which the rank that commits writes."""
         model = joined([offer.stage for offer in offers if offer.stage is not None] or [self._facts()])
@@ -285,17 +287,13 @@ class Saver:
         state = {
             key: json_codec.encode(value, key, tensors) for key, value in self._state(model, user, scheduler).items()
         }
-        shards: list[Shard] = []
-        for index, tensor in enumerate(tensors):
-            key = f"{CLIENT}{index}"
-            empty = not tensor.numel()
-            shards += [empty_shard(key, tensor.shape, tensor.dtype)] if empty else range_of(key, tensor).shards()
+        shards = [Shard.whole(f"{CLIENT}{index}", tensor) for index, tensor in enumerate(tensors)]
         about = self._about(tag, agreed, model)
         settings = self._parts.config.checkpoint
-        commit = Commit(save_dir, about, state, self._run, agreed.save_latest, settings.keep_last, settings.overwrite)
-        return commit, shards
+        rules = agreed.save_latest, settings.keep_last, settings.overwrite
+        return Commit(Path(agreed.save_dir), about, state, self._run, *rules), shards
 
-    def _state(self, model: ModelFacts, user: UserState, scheduler: Any) -> dict[str, object]:
+    def _state(self, model: ModelFacts, user: dict[str, object], scheduler: Any) -> dict[str, object]:
         """Return the content of state.json before it is encoded. ``model``: facts of the full model."""
         optimizer = self._parts.optimizer
         groups = [
@@ -312,13 +310,11 @@ class Saver:
             "extra": model.extra,
             "optimizer": {"type": type(optimizer.inner).__name__, "groups": groups},
             "lr_scheduler": schedule,
-            "loaders": user.loaders,
-            "client_state": user.client_state,
+            **user,
         }
 
     def _about(self, tag: str, agreed: SaveRequest, described: ModelFacts) -> About:
         parts = self._parts
-        layout = parts.buffer.layout
         return About(
             tag=tag,
             saved_at=now(),
@@ -332,20 +328,14 @@ class Saver:
             config=parts.config.model_dump(mode="json"),
             versions=library_versions(),
             parameters=count_parameters(described.parameters),
-            layout={
-                "partitioned": parts.buffer.shard,
-                "alignment": layout.alignment,
-                "buckets": [bucket.numel for bucket in layout.buckets],
-                "grid": asdict(SavedGrid.of(parts.topology)),
-            },
+            layout={"grid": asdict(SavedGrid.of(parts.topology))},
             exclude_frozen_parameters=agreed.exclude_frozen_parameters,
             run=self._run.id,
         )
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    host = tensor.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
-    return zlib.crc32(as_bytes(host))
+    return zlib.crc32(bytes_of(tensor))
 
 
 def barrier(host: HostGroup, config: ZeroliteConfig, call: str) -> RaiseTogether:
@@ -360,19 +350,26 @@ def barrier(host: HostGroup, config: ZeroliteConfig, call: str) -> RaiseTogether
     return RaiseTogether(host, call, CheckpointError, same=CheckpointError)
 
 
-def one_request(what: str, requests: Mapping[int, Any]) -> Any:
+def one_request(what: str, requests: Sequence[Request]) -> Request:
     """Return the request of all ranks. Raises CheckpointError on all of them if the requests differ.
 
     Args:
         what: the call.
         requests: dataclasses by rank.
     """
-    first = min(requests)
-    for rank, request in requests.items():
-        for name, value in asdict(requests[first]).items():
+    first: Any = requests[0]
+    for rank, request in enumerate(requests):
+        for name, value in asdict(first).items():
             if getattr(request, name) != value:
                 raise CheckpointError(
-                    f"{what}: expected the same arguments on all ranks, got {name}={value!r} on rank {first} and "
+                    f"{what}: expected the same arguments on all ranks, got {name}={value!r} on rank 0 and "
                     f"{name}={getattr(request, name)!r} on rank {rank}"
                 )
-    return requests[first]
+    return requests[0]
+
+
+def directory_of(path: str | os.PathLike[str], what: str) -> str:
+    """Return an absolute path. Raises ValueError, calling it ``what``, if it is not a path."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"expected {what} to be a directory, got {path!r}")
+    return os.path.abspath(os.fspath(path))

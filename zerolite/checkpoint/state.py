@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import AfterValidator, Field, InstanceOf
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.file_model import FileModel, Natural
 from zerolite.utils.dtypes import BY_CODE
+
+Result = TypeVar("Result")
+STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+Natural = Annotated[int, Field(ge=0)]
+
+
+class FileModel(BaseModel):
+    """A JSON object. Types must match exactly; keys that this version does not know are ignored."""
+
+    model_config = STRICT
+
+
+def validated(validate: Callable[[], Result]) -> Result:
+    """Return the result of ``validate``, which calls pydantic.
+
+    Raises ValueError with the path of the first wrong value, what was expected, and what was found.
+    """
+    try:
+        return validate()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    # Raised outside of the except clause: as the context of the new exception, the ValidationError would live on. The
+    # garbage collector cannot look into it, so cycles through its frames, and the engine in them, would never be freed.
+    where = ".".join(map(str, first["loc"])) or "it"
+    if first["type"] == "missing":
+        raise ValueError(f"{where}: expected this entry, found none")
+    expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    raise ValueError(f"{where}: {expected}, found {_describe_value(first['input'])}")
+
+
+def _describe_value(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python refuses to print a number of thousands of digits
+        return f"a {type(value).__name__}"
 
 
 def _known_dtype(code: str) -> str:

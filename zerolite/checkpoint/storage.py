@@ -1,49 +1,152 @@
-"""Storage of torch.distributed.checkpoint: one safetensors file per rank, JSON instead of pickles, and the commit."""
+"""Writing of one checkpoint: a safetensors file from each rank, then index, state and manifest from the first one."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
-import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from zerolite.checkpoint import directory, filesystem, json_codec
-from zerolite.checkpoint.checksums import BlockChecksums, entry_of
+from zerolite.checkpoint.boxes import Box
 from zerolite.checkpoint.directory import MANIFEST, newest_complete
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.filesystem import FileEntry, FileWriter
+from zerolite.checkpoint.flat_ranges import Shard
 from zerolite.checkpoint.manifest import (
     INDEX,
     STATE,
     About,
-    FileEntry,
     Manifest,
     StoredBox,
     StoredTensor,
+    check_complete,
     index_to_json,
 )
-from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
-from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
+from zerolite.checkpoint.safetensors import ToStore, build_header, bytes_of
 from zerolite.checkpoint.training_run import TrainingRun
-from zerolite.comm import collective, read_objects_without_numpy
+from zerolite.comm import Communicator, HostGroup, RaiseTogether, collective
+
+Result = TypeVar("Result")
+Scalars = dict[str, dict[str, Any]]  # state -> parameter -> value
 
 
-@dataclass(frozen=True)
+@collective
+def write_checkpoint(
+    save_dir: Path,
+    tag: str,
+    shards: Sequence[Shard],
+    scalars: Scalars,
+    commit: Commit | None,
+    host: HostGroup | None = None,
+) -> Path:
+    """Write ``shards`` and commit. Returns the checkpoint's directory.
+
+    Args:
+        shards: shards of this rank; functions in them are called when their values are written.
+        scalars: optimizer states that are one number.
+        commit: on the first rank, None on the others.
+        host: the ranks that write; None for one process alone.
+
+    Raises:
+        CheckpointError: on all ranks if one has failed. Then earlier checkpoints are as before.
+    """
+    host = host or HostGroup(Communicator(), "checkpoint")
+    ranks = RaiseTogether(host, "save_checkpoint", CheckpointError, same=CheckpointError)
+
+    def naming(action: Callable[[], Result]) -> Callable[[], Result]:
+        """Return an action whose error names checkpoint and rank, so that all ranks raise the same one."""
+
+        def run() -> Result:
+            try:
+                return action()
+            except Exception as error:
+                said = f"rank {host.rank}: {_sentence(error)}"
+                raise CheckpointError(_failed(save_dir, tag, said)) from error
+
+        return run
+
+    try:
+        file = ranks.run(naming(lambda: _RankFile(host.rank, shards)))
+        parts = host.gather_to_first((file.parts, scalars))
+        path = ranks.gather(naming(lambda: save_dir if commit is None else commit.begin(parts)))[0]
+        entry = ranks.run(naming(lambda: file.write(path)))
+        entries = host.gather_to_first(entry)
+        ranks.run(naming(lambda: None if commit is None else commit.finish(entries)))
+    except CheckpointError:
+        raise
+    except RuntimeError as error:  # of a collective
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        said = f"a rank has ended, or cannot be reached ({first})"
+        raise CheckpointError(_failed(save_dir, tag, said)) from error
+    finally:
+        if commit is not None:
+            commit.close()
+    return save_dir / tag
+
+
+def _failed(save_dir: Path, tag: str, said: str) -> str:
+    return f"saving checkpoint '{tag}' failed: {said.rstrip('. ')}. {newest_complete(save_dir)} in '{save_dir}'"
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"'{error.filename}': {error.strerror}"
+    return str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
+
+
+class _Part(NamedTuple):
+    """A shard without its values, as the first rank gets it. ``box`` is None for an empty tensor."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: StoredBox | None
+
+
+class _RankFile:
+    """The file of one rank, with all of its shards; without any there is no file.
+
+    Shards of the widest dtypes come first, as the format's own library orders them, so that every tensor is aligned.
+    """
+
+    def __init__(self, rank: int, shards: Sequence[Shard]) -> None:
+        self.name = f"rank_{rank:05d}.safetensors"
+        self._shards = sorted((shard for shard in shards if shard.nbytes), key=lambda shard: -shard.dtype.itemsize)
+        entries = [ToStore(_name(shard.key, shard.box), shard.dtype, shard.box[1]) for shard in self._shards]
+        self._header, starts = build_header(entries, {"format": "pt"})
+        self.parts = [_Part(shard.key, shard.shape, shard.dtype, None) for shard in shards if not shard.nbytes]
+        for shard, start in zip(self._shards, starts, strict=True):
+            self.parts.append(_Part(shard.key, shard.shape, shard.dtype, StoredBox(shard.box, self.name, start)))
+
+    def write(self, directory: Path) -> dict[str, FileEntry]:
+        """Write the file. Returns its entry, by its name."""
+        if not self._shards:
+            return {}
+        with FileWriter(directory / self.name) as file:
+            file.write(memoryview(self._header))
+            for shard in self._shards:
+                values = shard.tensor()
+                if values.dtype != shard.dtype or tuple(values.shape) != shard.box[1]:
+                    raise AssertionError(f"{shard.key} is not as planned: {tuple(values.shape)} of {values.dtype}")
+                file.write(bytes_of(values))
+            return {self.name: file.finish()}
+
+
+def _name(key: str, box: Box) -> str:
+    return f"{key}@{','.join(map(str, box[0]))}"
+
+
+@dataclass
 class Commit:
-    """Inputs of the commit, which follows when all ranks have written.
+    """What the first rank does for a checkpoint: makes its directory, and completes it when all ranks have written.
+
+    It must be closed, which removes a checkpoint that is not complete.
 
     Attributes:
         save_dir: directory of the checkpoints.
@@ -62,201 +165,87 @@ class Commit:
     save_latest: bool = True
     keep_last: int | None = None
     overwrite: bool = False
+    _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
+    _path: Path | None = field(default=None, init=False)  # from the begin until the checkpoint has its name
+    _tensors: dict[str, StoredTensor] = field(default_factory=dict, init=False)
+    _beside: str = field(default="", init=False)  # reason, if `latest` and other checkpoints must be left alone
 
+    def begin(self, ranks: Sequence[tuple[Sequence[_Part], Scalars]]) -> Path:
+        """Lock the directory of the checkpoints, and make the one that all ranks write into.
 
-@collective
-def write_checkpoint(
-    save_dir: Path, tag: str, shards: Sequence[Shard], scalars: Scalars, commit: Commit | None, group: Any = None
-) -> Path:
-    """Write ``shards`` and commit. Returns the checkpoint's directory.
+        Args:
+            ranks: the parts and scalars of each rank. Raises CheckpointError unless they make up every tensor.
+        """
+        scalars: Scalars = {}
+        for parts, of_rank in ranks:
+            for part in parts:
+                self._add(part)
+            for kind, values in of_rank.items():
+                scalars.setdefault(kind, {}).update(values)
+        self.state["optimizer"]["scalars"] = json_codec.encode(scalars, "optimizer states", [])
+        for key, tensor in self._tensors.items():
+            try:
+                check_complete(key, tensor)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{error}; nothing was saved. This is a bug in zerolite: please report it"
+                ) from error
+        self._open.enter_context(directory.locked(self.save_dir))
+        new = self.about.head
+        self._beside = self.run.check(self.save_dir, new, self.save_latest, self.keep_last, self.overwrite)
+        self._path = directory.begin(self.save_dir, new.tag)
+        return self._path
 
-    Args:
-        shards: shards of this rank; functions in them are called when their values are written.
-        scalars: optimizer states that are one number.
-        commit: on the group's first rank, None on the others.
-        group: gloo group of the ranks that write; None for one process alone.
+    def _add(self, part: _Part) -> None:
+        known = self._tensors.setdefault(part.key, StoredTensor(part.shape, part.dtype, []))
+        if (known.shape, known.dtype) != (part.shape, part.dtype):
+            raise CheckpointError(
+                f"'{part.key}' is {known.shape} of {known.dtype} on one rank and {part.shape} of {part.dtype} on "
+                "another; nothing was saved"
+            )
+        if part.box is not None:
+            known.boxes.append(part.box)
 
-    Raises:
-        CheckpointError: on all ranks if one has failed. Then earlier checkpoints are as before.
-    """
-    writer = _CheckpointWriter(commit)
-    try:
-        with _raised_on_all(
-            f"saving checkpoint '{tag}' failed", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
-        ):
-            read_objects_without_numpy()
-            _save(writer, ShardSavePlanner(shards, scalars), group)
-    finally:
-        writer.close()
-    return save_dir / tag
-
-
-def _save(writer: _CheckpointWriter, planner: ShardSavePlanner, group: Any) -> None:
-    alone = group is None  # one process by itself, also where torch.distributed runs
-    # torch warns that it saves alone; in torch 2.6 only the deprecated function can. A filter stays, because contexts
-    # of warnings are not for threads.
-    for message in ("torch.distributed is ", "`save_state_dict` is deprecated"):
-        warnings.filterwarnings("ignore", message)
-    if "no_dist" in inspect.signature(dcp.save).parameters:
-        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-    else:
-        dcp.save_state_dict({}, writer, group, no_dist=alone, planner=planner)
-
-
-@contextlib.contextmanager
-def _raised_on_all(what: str, remedy: Callable[[], str]) -> Iterator[None]:
-    """Convert the errors that torch.distributed.checkpoint raises on all ranks, if one fails, to CheckpointErrors."""
-    try:
-        yield
-    except CheckpointException as failed:
-        rank, (error, _) = min(failed.failures.items())
-        said = f"'{error.filename}': {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        if not isinstance(error, (CheckpointError, OSError)):
-            said = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{what}: rank {rank}: {said.rstrip('. ')}. {remedy()}") from error
-    except CheckpointError:
-        raise
-    except RuntimeError as error:  # the error of a collective
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(f"{what}: a rank has ended, or cannot be reached ({first}). {remedy()}") from error
-
-
-@dataclass(frozen=True)
-class _Written:
-    """File and offset of a written item. All items of a file share one ``entry`` object, which is filled at the end."""
-
-    file: str
-    start: int
-    entry: FileEntry
-
-
-class _CheckpointWriter(StorageWriter):
-    """Writer of one checkpoint. Only the coordinator needs ``commit`` and must call :meth:`close`."""
-
-    def __init__(self, commit: Commit | None) -> None:
-        self._commit = commit
-        self._open = contextlib.ExitStack()
-        self._written_in: Path | None = None
-        self._beside = ""  # reason, if `latest` and other checkpoints must be left alone
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lock the directory, and make the one that all ranks write into."""
-        commit = self._commit
-        assert commit is not None
-        save_dir, new = commit.save_dir, commit.about.head
-        self._open.enter_context(directory.locked(save_dir))
-        self._beside = commit.run.check(save_dir, new, commit.save_latest, commit.keep_last, commit.overwrite)
-        path = self._written_in = directory.begin(save_dir, new.tag)
-        return [replace(plan, storage_data=path / f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(_write_items(plan.storage_data, plan.items, planner))
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, entries: Sequence[dict[str, FileEntry]]) -> None:
         """Check the files of all ranks, write index, state and manifest, and rename the directory to its tag."""
-        commit, path = self._commit, self._written_in
-        assert commit is not None and path is not None
-        about = commit.about
-        files = {result.storage_data.file: result.storage_data.entry for of_rank in results for result in of_rank}
+        path, tag = self._path, self.about.tag
+        assert path is not None
+        files = {name: entry for of_rank in entries for name, entry in of_rank.items()}
         for name, entry in sorted(files.items()):
             _check_size(path / name, entry.bytes)
-        scalars = json_codec.encode(metadata.planner_data, "optimizer states", [])
-        state = {**commit.state, "optimizer": {**commit.state["optimizer"], "scalars": scalars}}
-        contents = {
-            INDEX: index_to_json(_index(metadata, results)),
-            STATE: json.dumps(state, separators=(",", ":")).encode(),
-        }
-        for name, content in contents.items():
-            filesystem.write_file(path / name, [[memoryview(content)]])
-            files[name] = entry_of(content)
+        files[INDEX] = filesystem.write_file(path / INDEX, index_to_json(self._tensors))
+        files[STATE] = filesystem.write_file(path / STATE, json.dumps(self.state, separators=(",", ":")).encode())
         # The manifest is the last file: a directory without it is not a checkpoint. Only then is the directory renamed.
-        manifest = Manifest(about, dict(sorted(files.items()))).to_json()
-        filesystem.write_file(path / MANIFEST, [[memoryview(manifest)]])
-        directory.commit(path, about.tag)
-        self._written_in = None
+        filesystem.write_file(path / MANIFEST, Manifest(self.about, dict(sorted(files.items()))).to_json())
+        directory.commit(path, tag)
+        self._path = None
         if self._beside:  # report it only now: the job must not lose its own checkpoint because of others
             raise CheckpointError(
-                f"it is complete in '{commit.save_dir}' as '{about.tag}', but '{directory.LATEST}' and all other "
-                f"checkpoints were left alone: {self._beside}"
+                f"it is complete in '{self.save_dir}' as '{tag}', but '{directory.LATEST}' and all other checkpoints "
+                f"were left alone: {self._beside}"
             )
-        if commit.save_latest:
-            _set_latest(commit.save_dir, about.tag)
-        if commit.keep_last is not None:
-            directory.prune(commit.save_dir, commit.keep_last, about.tag)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
+        if self.save_latest:
+            try:
+                directory.set_latest(self.save_dir, tag)
+            except OSError as error:
+                raise CheckpointError(
+                    f"it is complete in '{self.save_dir}', but the file '{directory.LATEST}' could not be replaced "
+                    f"({error.strerror}) and names another one, or none; load it with tag='{tag}'"
+                ) from error
+        if self.keep_last is not None:
+            directory.prune(self.save_dir, self.keep_last, tag)
 
     def close(self) -> None:
         """Unlock the directory, and remove a checkpoint that was not committed."""
         with self._open:
-            # Set from the begin of the save until the commit: then the save has failed.
-            if self._written_in is not None:
+            if self._path is not None:
                 with contextlib.suppress(OSError):  # the next save removes it
-                    filesystem.remove(self._written_in)
+                    filesystem.remove(self._path)
 
 
 def now() -> str:
     """Return the current time for a manifest."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
-
-
-def _set_latest(save_dir: Path, tag: str) -> None:
-    try:
-        directory.set_latest(save_dir, tag)
-    except OSError as error:
-        raise CheckpointError(
-            f"it is complete in '{save_dir}', but the file '{directory.LATEST}' could not be replaced "
-            f"({error.strerror}) and names another one, or none; load it with tag='{tag}'"
-        ) from error
-
-
-def _write_items(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """Write one file with all items; no items, no file.
-
-    Items of the widest dtypes come first, as the format's own library orders them, so that every tensor is aligned.
-    """
-    if not items:
-        return []
-    entries = sorted(((_entry(item), item) for item in items), key=lambda pair: -pair[0].dtype.itemsize)
-    header, starts = build_header([entry for entry, _ in entries], {"format": "pt"})
-    sums = BlockChecksums()
-    try:
-        batches = filesystem.batches_of(_bytes(header, entries, planner))
-        filesystem.write_file(path, sums.of(batches), directly=True)
-    finally:
-        written = sums.finish()
-    return [
-        WriteResult(item.index, entry.nbytes, _Written(path.name, start, written))
-        for (entry, item), start in zip(entries, starts, strict=True)
-    ]
-
-
-def _entry(item: WriteItem) -> ToStore:
-    data = item.tensor_data
-    assert data is not None
-    name = f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}"
-    return ToStore(name, data.properties.dtype, tuple(data.chunk.sizes))
-
-
-def _bytes(header: bytes, entries: Sequence[tuple[ToStore, WriteItem]], planner: SavePlanner) -> Iterator[memoryview]:
-    yield memoryview(header)
-    for entry, item in entries:
-        values = planner.resolve_data(item)
-        assert isinstance(values, torch.Tensor)
-        if values.dtype != entry.dtype or values.shape != entry.shape:
-            raise AssertionError(f"{entry.name} is not as planned: {tuple(values.shape)} of {values.dtype}")
-        yield as_bytes(values.detach().to("cpu").contiguous().resolve_conj().resolve_neg())
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -271,15 +260,3 @@ def _check_size(path: Path, expected: int) -> None:
         raise CheckpointError(
             f"'{path}': expected {expected} bytes, as written, found {found}; the checkpoint is dropped"
         )
-
-
-def _index(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[str, StoredTensor]:
-    places = {result.index: result.storage_data for of_rank in results for result in of_rank}
-    tensors = {}
-    for key, tensor in metadata.state_dict_metadata.items():
-        boxes = []
-        for chunk in tensor.chunks:  # type: ignore[union-attr]  # all are tensors
-            place = places[MetadataIndex(key, chunk.offsets)]
-            boxes.append(StoredBox((tuple(chunk.offsets), tuple(chunk.sizes)), place.file, place.start))
-        tensors[key] = StoredTensor(tuple(tensor.size), tensor.properties.dtype, tuple(boxes))  # type: ignore[union-attr]
-    return tensors

@@ -10,7 +10,6 @@ from zerolite.comm.create import create_communicator, dry_communicator, second_c
 from zerolite.comm.environment import ranks_of_host, ranks_of_job
 from zerolite.comm.flight_recorder import collective, wait_for_result
 from zerolite.comm.host_group import HostGroup, HostLinks, HostMaximum, largest
-from zerolite.comm.objects import read_objects_without_numpy
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded
 from zerolite.comm.store import SharedStore
@@ -54,7 +53,6 @@ __all__ = [
     "raise_together",
     "ranks_of_host",
     "ranks_of_job",
-    "read_objects_without_numpy",
     "record",
     "second_communicator",
     "stages_communicator",

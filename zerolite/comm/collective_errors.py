@@ -34,7 +34,7 @@ class RaiseTogether:
         kind: Type of the exception on ranks that have none of their own. An error of this type is quoted without verb
             and type, unless it is RuntimeError, which any library raises.
         failed: The verb of the message.
-        same: Errors of these types are raised unchanged on all ranks, because they are not about one rank.
+        same: Errors of these types are raised unchanged on all ranks; if several ranks have one, that of the first.
     """
 
     host: HostGroup
@@ -58,9 +58,10 @@ class RaiseTogether:
         """Return every rank's ``value``, in rank order, if no rank has an ``error``."""
         # The failing rank takes part too: without it the others would wait in this exchange.
         rows = self.host.gather([self._to_raise(error), value])
-        if error is not None:
-            raise error
         told = [told for told, _ in rows if told is not None]
+        is_first = all(told is None for told, _ in rows[: self.host.rank])
+        if error is not None and (is_first or not isinstance(error, self.same)):
+            raise error
         if not told:
             return [value for _, value in rows]
         if isinstance(told[0], Exception):

@@ -104,6 +104,11 @@ class HostGroup:
         group = self.group
         return [value] if group is None else gather_objects(value, group)
 
+    def gather_to_first(self, value: object) -> list[Any]:
+        """Return every rank's ``value``, in rank order, on the first rank, and [] on the others."""
+        group = self.group
+        return [value] if group is None else gather_objects(value, group, to_first=True)
+
     def broadcast(self, value: object, source: int) -> Any:
         """Return rank ``source``'s ``value``."""
         group = self.group

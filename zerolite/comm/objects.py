@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from zerolite.comm.flight_recorder import collective
 from zerolite.utils.network import SECRET_VARIABLE
-from zerolite.utils.torch_private import read_objects_by
 
 _SIGNATURE = 32  # bytes of a signature
 
@@ -46,19 +45,26 @@ def _signature(content: bytes) -> bytes:
 
 
 @collective
-def gather_objects(value: object, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's ``value``, in rank order."""
+def gather_objects(value: object, group: dist.ProcessGroup, to_first: bool = False) -> list[Any]:
+    """Return every rank's ``value``, in rank order; with ``to_first`` on the group's first rank alone, [] on others."""
     own = pack(value)
     # Gloo gathers equal lengths only: first all lengths, then the bytes, padded to the longest.
     lengths = _gather(torch.tensor([own.numel()], device="cpu"), group).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: own.numel()] = own
-    return [unpack(row, length) for row, length in zip(_gather(padded, group), lengths, strict=True)]
+    if to_first and dist.get_rank(group) != 0:
+        dist.gather(padded, None, dist.get_global_rank(group, 0), group)
+        return []
+    rows = _gather(padded, group, to_first)
+    return [unpack(row, length) for row, length in zip(rows, lengths, strict=True)]
 
 
-def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather(own: torch.Tensor, group: dist.ProcessGroup, to_first: bool = False) -> torch.Tensor:
     rows = torch.empty(dist.get_world_size(group), own.numel(), dtype=own.dtype, device="cpu")
-    dist.all_gather(list(rows), own, group=group)
+    if to_first:
+        dist.gather(own, list(rows), dist.get_global_rank(group, 0), group)
+    else:
+        dist.all_gather(list(rows), own, group=group)
     return rows
 
 
@@ -72,19 +78,3 @@ def broadcast_object(value: object, source: int, group: dist.ProcessGroup) -> An
     packed = packed if is_source else torch.empty(int(length), dtype=torch.uint8, device="cpu")
     dist.broadcast(packed, dist.get_global_rank(group, source), group=group)
     return value if is_source else unpack(packed, packed.numel())
-
-
-def read_objects_without_numpy() -> None:
-    """Let torch's own object collectives run without numpy; torch.distributed.checkpoint calls them.
-
-    torch uses numpy only to read the bytes of a tensor. Called before each of these collectives; cheap.
-    """
-    try:
-        torch.empty(0, dtype=torch.uint8, device="cpu").numpy()
-    except RuntimeError:
-        read_objects_by(_unpickled)
-
-
-def _unpickled(tensor: torch.Tensor, tensor_size: int, group: object) -> object:
-    on_host = tensor.cpu().contiguous()
-    return pickle.loads(ctypes.string_at(on_host.data_ptr(), int(tensor_size)))

@@ -11,7 +11,7 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +19,8 @@ import torch
 from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import MANIFEST, check_tag
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.flat_ranges import Shard, everything
 from zerolite.checkpoint.manifest import About, count_parameters, library_versions
-from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.state import StoredModel
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
@@ -36,7 +36,6 @@ EPILOG = """\
 OUT becomes a directory of checkpoints for engine.load_checkpoint."""
 
 logger = logging.getLogger("zerolite")
-Values = torch.Tensor | Callable[[], torch.Tensor]
 
 
 def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify: bool = True) -> Path:
@@ -69,18 +68,14 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
     tensors: list[torch.Tensor] = []
     scalars = imported.state["optimizer"].pop("scalars")
     state = {key: json_codec.encode(value, key, tensors) for key, value in imported.state.items()}
-    shards = [_shard(*tensor) for tensor in imported.tensors]
-    shards += [_shard(f"client_state/{i}", tuple(t.shape), t.dtype, t) for i, t in enumerate(tensors)]
+    shards = [Shard(key, shape, dtype, everything(shape), values) for key, shape, dtype, values in imported.tensors]
+    shards += [Shard.whole(f"client_state/{index}", tensor) for index, tensor in enumerate(tensors)]
     # The manifest of an imported checkpoint names no run, so every job may replace it.
     commit = Commit(out, _about(imported), state, TrainingRun())
     try:
         return write_checkpoint(out, imported.tag, shards, scalars, commit)
     except CheckpointError as error:
         raise CheckpointError(f"'{imported.directory}' was not imported: {error}") from error
-
-
-def _shard(key: str, shape: tuple[int, ...], dtype: torch.dtype, values: Values) -> Shard:
-    return Shard(key, shape, dtype, ((0,) * len(shape), shape) if math.prod(shape) else None, values)
 
 
 def _about(imported: ImportedCheckpoint) -> About:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from zerolite.checkpoint.checkpointer import Checkpointer
 from zerolite.checkpoint.full_state import FullState
+from zerolite.checkpoint.loading import Loader, LoadRequest
+from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.parameter_access import ParameterAccess
-from zerolite.comm import DeviceMesh, collective, local_rank
+from zerolite.checkpoint.saving import Saver, SaveRequest, directory_of
+from zerolite.comm import DeviceMesh, HostGroup, collective, local_rank
 from zerolite.data.dataloader import Loaders
 from zerolite.engine.lifetime import EngineRef
 from zerolite.engine.state_offload import StateOffload
@@ -52,8 +54,10 @@ class EngineBase:
         self._loaders = Loaders(data, parts.accumulation, device.type, size, drops, collate_fn)
         self._access = ParameterAccess(parts)  # zerolite.get_full_grad and the like find it by EngineRef.access
         self._offload = StateOffload(parts)
-        self._checkpointer = Checkpointer(parts, self._loaders, register_unfrozen_params)
-        self._full_state = FullState(self._checkpointer.model_state, self._access)
+        model_state = ModelState(parts)
+        shared = model_state, HostGroup(parts.topology.world, "checkpoint"), self._loaders, register_unfrozen_params
+        self._saver, self._loader = Saver(*shared), Loader(*shared)
+        self._full_state = FullState(model_state, self._access)
         self._reference = EngineRef(self)
 
     # ---------------------------------------------------------------- memory and traffic
@@ -140,8 +144,9 @@ class EngineBase:
             FloatingPointError: for non-finite weights.
             TypeError: for a client_state that is not plain.
         """
-        request = save_dir, tag, save_latest, exclude_frozen_parameters, async_save
-        return self._checkpointer.save(self.lr_scheduler, client_state, *request)
+        flags = bool(save_latest), bool(exclude_frozen_parameters), bool(async_save)
+        request = SaveRequest(directory_of(save_dir, "save_dir"), tag, *flags)
+        return self._saver.save(request, client_state, self.lr_scheduler)
 
     @collective
     def load_checkpoint(
@@ -175,12 +180,14 @@ class EngineBase:
                 to be damaged, a part has been loaded.
         """
         flags = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, missing_ok
-        return self._checkpointer.load(self.lr_scheduler, load_dir, tag, *flags)
+        request = LoadRequest(directory_of(load_dir, "load_dir"), tag, *map(bool, flags))
+        self._saver.wait_for_all()
+        return self._loader.load(request, self.lr_scheduler)
 
     @collective
     def wait_for_checkpoint(self) -> None:
         """Wait for a save in the background. Raises CheckpointError if it fails."""
-        self._checkpointer.wait()
+        self._saver.wait()
 
     # ---------------------------------------------------------------- full models
 

@@ -314,14 +314,3 @@ def backward_of_weights(parameters: Iterator[torch.nn.Parameter], groups: list[d
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(parameters, groups)
-
-
-# -------------------------------------------------------------------- checkpoints
-
-
-def read_objects_by(read: Callable[[torch.Tensor, int, object], object]) -> None:
-    """Let torch's object collectives read a tensor's bytes by ``read``; torch.distributed.checkpoint calls them.
-
-    torch reads the bytes by numpy, which need not be installed.
-    """
-    setattr(distributed_c10d, "_tensor_to_object", read)  # noqa: B010  mypy knows no such function
