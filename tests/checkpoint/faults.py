@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint import filesystem
-from zerolite.checkpoint.directory import complete_checkpoints, default_tag, find
+from zerolite.checkpoint.directory import default_tag, find
 from zerolite.checkpoint.flat_ranges import Shard, range_of, split_evenly
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.reader import CheckpointReader
@@ -125,8 +125,8 @@ def shards_of(key: str, tensor: torch.Tensor, ranks: int = 1) -> list[Shard]:
     return [shard for rank in range(ranks) for part in split_evenly(flat, rank, ranks) for shard in part.shards()]
 
 
-def save(save_dir: Path, step: int, tag: str | None = None, run: TrainingRun = RUN, **commit: Any) -> Path:
-    described = about(step, tag, run.id)
+def save(save_dir: Path, step: int, tag: str | None = None, run: TrainingRun | None = RUN, **commit: Any) -> Path:
+    described = about(step, tag, run.id if run else TrainingRun().id)
     shards = [shard for key, tensor in values(step).items() for shard in shards_of(key, tensor)]
     what = Commit(save_dir, described, state(step), run, **commit)
     return write_checkpoint(save_dir, described.tag, shards, {"step": {"weight": step}}, what)
@@ -159,11 +159,10 @@ def load(save_dir: Path, tag: str | None = None) -> int:
     return step
 
 
-def resumed(save_dir: Path, whole: bool = True) -> TrainingRun:
-    """Return the run of another job, which has loaded the checkpoint that is found, or only its parameters."""
+def resumed(save_dir: Path) -> TrainingRun:
+    """Return the run of another job, which has loaded the checkpoint that is found."""
     run = TrainingRun()
-    loaded = CheckpointReader(find(save_dir)).manifest.about.head
-    run.take_over(save_dir, complete_checkpoints(save_dir), loaded, whole)
+    run.resume(CheckpointReader(find(save_dir)).manifest.about.head)
     return run
 
 

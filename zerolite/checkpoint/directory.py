@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from zerolite.checkpoint.errors import CheckpointError, NoCheckpoint
 logger = logging.getLogger("zerolite")
 MANIFEST = "manifest.json"
 LATEST = "latest"
-REPLACE = "replace"  # one of the ways in which a save harms another checkpoint; see :func:`harmed`
 _INCOMPLETE, _REPLACED, _REMOVED = ".incomplete-", ".replaced-", ".removed-"
 MOST_JSON_BYTES = 1 << 30  # limit of a manifest, which has 8 bytes for each MiB of the checkpoint
 _MOST_LATEST_BYTES = 4096
@@ -185,11 +184,26 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def begin(directory: Path, tag: str) -> Path:
+def begin(directory: Path, tag: str, owns: Callable[[CompleteCheckpoint], bool]) -> Path:
     """Make a fresh directory for the checkpoint ``tag``. Called by one rank, with the lock.
 
-    It removes the remains of killed saves. Raises CheckpointError if something that is not a checkpoint has the name.
+    It removes the remains of killed saves.
+
+    Args:
+        owns: whether the job may replace a checkpoint.
+
+    Raises:
+        CheckpointError: something that is not a checkpoint has the name, or a checkpoint that the job does not own.
     """
+    path = _candidates(directory).get(tag)
+    known = None if path is None else _read_head(path, tag)
+    if known is not None and not owns(known):
+        raise CheckpointError(
+            f"this save would replace checkpoint '{tag}' (step {known.global_steps}, saved at {known.saved_at}), which "
+            f"is of another run ('{known.run}'). To continue that run, call engine.load_checkpoint on that directory "
+            "before the first save; to begin anew, save into another directory, remove the checkpoints, or set "
+            '"checkpoint": {"overwrite": true}; to keep both, pass another tag'
+        )
     for path in sorted(directory.iterdir()):
         if path.name.startswith((_INCOMPLETE, _REMOVED)) or path.name == f".{LATEST}.new":
             filesystem.remove(path)
@@ -253,49 +267,15 @@ def set_latest(directory: Path, tag: str) -> None:
     filesystem.replace_file(directory / LATEST, f"{tag}\n".encode())
 
 
-def prune(directory: Path, keep: int, saved: str) -> None:
+def prune(directory: Path, keep: int, saved: str, owns: Callable[[CompleteCheckpoint], bool]) -> None:
     """Remove checkpoints with a default tag, except the ``keep`` newest, ``saved`` and the latest.
 
-    Tags that the user has chosen stay. Called by one rank, with the lock.
+    Tags that the user has chosen stay, and checkpoints that the job does not own. Called by one rank, with the lock.
     """
-    for known in _prunable(directory, keep, saved, _latest(directory)):
-        _remove(directory / known.tag)
-
-
-def _prunable(directory: Path, keep: int, saved: str, latest: str | None) -> list[CompleteCheckpoint]:
-    """Return the checkpoints that :func:`prune` removes when ``saved`` is complete and ``latest`` is the content of
-    that file."""
-    others = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag)]
+    latest = _latest(directory)
+    others = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag) and owns(known)]
     others = sorted((known for known in others if known.tag != saved), key=lambda known: known.saved_at)
     keep -= 1 if _DEFAULT_TAG.fullmatch(saved) else 0
-    return [known for known in others[: max(len(others) - keep, 0)] if known.tag != latest]
-
-
-def harmed(
-    directory: Path, tag: str, save_latest: bool, keep_last: int | None
-) -> Iterator[tuple[str, CompleteCheckpoint]]:
-    """Yield the checkpoints that saving ``tag`` would replace, remove, or no longer be the latest; each with a verb for
-    that.
-
-    Checkpoints without a readable manifest are left out.
-    """
-    if not directory.exists():
-        return
-    candidates = _candidates(directory)
-    latest = _latest_if_valid(directory)
-    if tag in candidates and (head := _read_head(candidates[tag], tag)) is not None:
-        yield REPLACE, head
-    if save_latest:
-        found = _read_head(candidates[latest], latest) if latest in candidates else None
-        newest = complete_checkpoints(directory)[-1:] if latest is None else [found]
-        yield from (("move 'latest' away from", head) for head in newest if head is not None)
-    if keep_last is not None:
-        pruned = _prunable(directory, keep_last, tag, tag if save_latest else latest)
-        yield from (("remove, because of keep_last,", head) for head in pruned)
-
-
-def _latest_if_valid(directory: Path) -> str | None:
-    try:
-        return _latest(directory)
-    except CheckpointError:
-        return None
+    for known in others[: max(len(others) - keep, 0)]:
+        if known.tag != latest:
+            _remove(directory / known.tag)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
-from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.directory import find
+from zerolite.checkpoint.errors import CheckpointError, NoCheckpoint
 from zerolite.checkpoint.flat_ranges import Target
 from zerolite.checkpoint.manifest import INDEX, SavedGrid
 from zerolite.checkpoint.matching import (
@@ -108,16 +108,13 @@ class Loader:
         path = self._find(request, ranks)
         if path is None:
             return None, {}
-        there = complete_checkpoints(path.parent) if self._host.rank == 0 else []
         self._register_unfrozen_params()
         stages = self._stages(ranks)
         plan = ranks.run(lambda: self._plan(path, request, stages, scheduler))
         self._read(plan, ranks)
         if not request.load_module_only:
             ranks.run(lambda: plan.reader.trust(lambda: self._resume(plan, scheduler)))
-        if self._host.rank == 0:  # the rank that commits
-            loaded = plan.reader.manifest.about.head
-            self._run.take_over(path.parent, there, loaded, resumed=not request.load_module_only)
+            self._run.resume(plan.reader.manifest.about.head)
         self._report(plan, request)
         return str(path), plan.state.client_state
 

@@ -290,8 +290,8 @@ class Saver:
         shards = [Shard.whole(f"{CLIENT}{index}", tensor) for index, tensor in enumerate(tensors)]
         about = self._about(tag, agreed, model)
         settings = self._parts.config.checkpoint
-        rules = agreed.save_latest, settings.keep_last, settings.overwrite
-        return Commit(Path(agreed.save_dir), about, state, self._run, *rules), shards
+        run = None if settings.overwrite else self._run
+        return Commit(Path(agreed.save_dir), about, state, run, agreed.save_latest, settings.keep_last), shards
 
     def _state(self, model: ModelFacts, user: dict[str, object], scheduler: Any) -> dict[str, object]:
         """Return the content of state.json before it is encoded. ``model``: facts of the full model."""

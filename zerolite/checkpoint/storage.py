@@ -14,7 +14,7 @@ import torch
 
 from zerolite.checkpoint import directory, filesystem, json_codec
 from zerolite.checkpoint.boxes import Box
-from zerolite.checkpoint.directory import MANIFEST, newest_complete
+from zerolite.checkpoint.directory import MANIFEST, CompleteCheckpoint, newest_complete
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.filesystem import FileEntry, FileWriter
 from zerolite.checkpoint.flat_ranges import Shard
@@ -152,23 +152,20 @@ class Commit:
         save_dir: directory of the checkpoints.
         about: content of the manifest.
         state: content of state.json, to which the optimizer's scalars are added.
-        run: run of the job that saves.
+        run: run of the job that saves; None may replace and remove the checkpoints of all runs.
         save_latest: let ``latest`` point to this checkpoint.
         keep_last: see :func:`directory.prune`; None removes nothing.
-        overwrite: see :meth:`TrainingRun.check`.
     """
 
     save_dir: Path
     about: About
     state: dict[str, Any]
-    run: TrainingRun
+    run: TrainingRun | None
     save_latest: bool = True
     keep_last: int | None = None
-    overwrite: bool = False
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
     _path: Path | None = field(default=None, init=False)  # from the begin until the checkpoint has its name
     _tensors: dict[str, StoredTensor] = field(default_factory=dict, init=False)
-    _beside: str = field(default="", init=False)  # reason, if `latest` and other checkpoints must be left alone
 
     def begin(self, ranks: Sequence[tuple[Sequence[_Part], Scalars]]) -> Path:
         """Lock the directory of the checkpoints, and make the one that all ranks write into.
@@ -191,10 +188,11 @@ class Commit:
                     f"{error}; nothing was saved. This is a bug in zerolite: please report it"
                 ) from error
         self._open.enter_context(directory.locked(self.save_dir))
-        new = self.about.head
-        self._beside = self.run.check(self.save_dir, new, self.save_latest, self.keep_last, self.overwrite)
-        self._path = directory.begin(self.save_dir, new.tag)
+        self._path = directory.begin(self.save_dir, self.about.tag, self._owns)
         return self._path
+
+    def _owns(self, known: CompleteCheckpoint) -> bool:
+        return self.run is None or self.run.owns(known)
 
     def _add(self, part: _Part) -> None:
         known = self._tensors.setdefault(part.key, StoredTensor(part.shape, part.dtype, []))
@@ -219,11 +217,6 @@ class Commit:
         filesystem.write_file(path / MANIFEST, Manifest(self.about, dict(sorted(files.items()))).to_json())
         directory.commit(path, tag)
         self._path = None
-        if self._beside:  # report it only now: the job must not lose its own checkpoint because of others
-            raise CheckpointError(
-                f"it is complete in '{self.save_dir}' as '{tag}', but '{directory.LATEST}' and all other checkpoints "
-                f"were left alone: {self._beside}"
-            )
         if self.save_latest:
             try:
                 directory.set_latest(self.save_dir, tag)
@@ -233,7 +226,7 @@ class Commit:
                     f"({error.strerror}) and names another one, or none; load it with tag='{tag}'"
                 ) from error
         if self.keep_last is not None:
-            directory.prune(self.save_dir, self.keep_last, tag)
+            directory.prune(self.save_dir, self.keep_last, tag, self._owns)
 
     def close(self) -> None:
         """Unlock the directory, and remove a checkpoint that was not committed."""

@@ -87,8 +87,8 @@ class CheckpointConfig(Block):
     """Number of newest checkpoints with the default tag, `global_step<N>`, to keep. null: all. Checkpoints with tags of
     your own always stay. (zerolite's own key.)"""
     overwrite: Bool = False
-    """Let a job that has loaded no checkpoint from its save directory replace the checkpoints of other runs there.
-    false: that is an error. (zerolite's own key.)"""
+    """Let a job that has not loaded a checkpoint of a run replace and remove that run's checkpoints. false: to replace
+    one is an error, and they are not removed. (zerolite's own key.)"""
     timeout_s: Positive = 300.0
     """Seconds that ranks wait for each other at the beginning of a save or load, before an error names the missing
     ones. (zerolite's own key.)"""
