@@ -16,7 +16,7 @@ import zerolite
 from tests.checkpoint.recipes import ZERO, Recipe, share
 from tests.toolkit import models
 from tests.toolkit.training import raised
-from zerolite.checkpoint.names import clean
+from zerolite.checkpoint.state import clean
 from zerolite.zero import GatheredParameters
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")

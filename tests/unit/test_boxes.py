@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import zerolite
-from zerolite.checkpoint.flat_ranges import FlatRange
 from zerolite.checkpoint.model_state import ModelState
-from zerolite.tensor_parallel.shard_spec import ShardSpec
-
-SHAPES = [(), (1,), (7,), (1, 1), (3, 4), (5, 1), (1, 5), (2, 3, 4), (3, 1, 2), (2, 2, 3, 2), (2, 1, 2, 1, 3)]
-EMPTY = [(0,), (0, 5), (5, 0), (2, 0, 3)]
-
-
-def ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    numel = math.prod(shape)
-    return ((start, end - start) for start in range(numel + 1) for end in range(start, numel + 1))
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, *EMPTY])
-def test_a_range_has_the_bytes_of_its_shards(shape: tuple[int, ...]) -> None:
-    values = torch.zeros(math.prod(shape), dtype=torch.bfloat16)
-    specs: list[ShardSpec | None] = [None]
-    for dim, length in enumerate(shape):  # rank 1 of 2; the last rows are padding
-        full, rows = (*shape[:dim], 2 * length - length // 2, *shape[dim + 1 :]), ((0, length, length - length // 2),)
-        specs.append(ShardSpec(full, dim, rows, length, 1, 2))
-    for spec, (start, numel) in itertools.product(specs, ranges(shape)):
-        part = FlatRange("w", shape, torch.empty(shape).stride(), start, values[start : start + numel], spec)
-        assert part.nbytes == sum(shard.nbytes for shard in part.shards())
 
 
 class Mixed(torch.nn.Module):

@@ -24,7 +24,7 @@ PURE = (
     "zerolite.version", "zerolite.utils.failure_record", "zerolite.utils.lazy",
     "zerolite.launcher.resources", "zerolite.utils.text",
     "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
-    "zerolite.checkpoint.names", "zerolite.zero.accumulation",
+    "zerolite.zero.accumulation",
     "zerolite.precision.loss_scaler",
     "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.layout",
     "zerolite.zero.stage3.fetch_plan",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint.huggingface import exported_dtype
-from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.parameter_access import ParameterAccess
+from zerolite.checkpoint.state import clean
 from zerolite.comm import HostGroup, Topology, collective
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of

@@ -18,10 +18,10 @@ from zerolite.checkpoint.full_model import FullModel, FullTensor
 from zerolite.checkpoint.huggingface import ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.model_state import ModelState
-from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.saving import directory_of
+from zerolite.checkpoint.state import clean
 from zerolite.comm import Communicator, HostGroup, Topology, collective, raise_together
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS, HALF
@@ -37,50 +37,35 @@ _NUMBER, _ELEMENTS, _OTHER = "number", "elements", "other"  # kinds of optimizer
 _allowed = 0  # calls in progress that may see a rank's part of the state
 
 
-def _sharded_names(module: torch.nn.Module, prefix: str) -> list[str]:
-    """Return the names of a module's parameters of which this rank has only a part."""
-    named = module.named_parameters(remove_duplicate=False)
-    return [prefix + key for key, parameter in named if shard_spec_of(parameter) is not None]
+class _Refusal(ModuleHook):
+    """Hook that raises RuntimeError where a rank's part of a model would be taken for the full one.
 
+    A copy of the module keeps the hook if it is such a part too.
+    """
 
-class _RefusalHook(ModuleHook):
-    """Hook that calls ``refuse``. A copy of the module keeps the hook if it has parts of parameters too."""
+    def __init__(self, module: torch.nn.Module, call: str, instead: str, stage: str) -> None:
+        """
+        Args:
+            call: the method of the module that raises.
+            instead: the engine's method for the full model.
+            stage: what this rank has of a pipeline; "" if the module may only have tensor-parallel shards.
+        """
+        self._module = weakref.ref(module)
+        self._call, self._instead, self._stage = call, instead, stage
 
-    def __init__(self, refuse: Callable[..., None], module: torch.nn.Module) -> None:
-        self._refuse, self._module = refuse, weakref.ref(module)
+    def __call__(self, module: torch.nn.Module, *args: Any) -> None:
+        has = "" if _allowed else self._part_of(module)
+        if has:
+            raise RuntimeError(f"{self._call}: this rank has {has}. Call engine.{self._instead} on all ranks")
 
-    def __call__(self, *args: Any) -> None:
-        self._refuse(*args)
+    def _part_of(self, module: torch.nn.Module) -> str:
+        named = module.named_parameters(remove_duplicate=False)
+        sharded = [name for name, parameter in named if shard_spec_of(parameter) is not None]
+        return self._stage or (f"tensor-parallel shards of parameters: {listed(sharded)}" if sharded else "")
 
     def stays_in_copies(self) -> bool:
         module = self._module()
-        return module is None or bool(_sharded_names(module, ""))
-
-
-def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    found = [] if _allowed else _sharded_names(module, prefix)
-    if found:
-        raise RuntimeError(
-            f"state_dict: this rank has tensor-parallel shards of parameters: {listed(found)}. Call "
-            "engine.full_state_dict() on all ranks, which returns the full parameters."
-        )
-
-
-def _before_load(module: torch.nn.Module, state: object, prefix: str, *rest: Any) -> None:
-    found = [] if _allowed else _sharded_names(module, prefix)
-    if found:
-        raise RuntimeError(
-            f"load_state_dict: this rank has tensor-parallel shards of parameters, which cannot load full "
-            f"values: {listed(found)}. Call engine.load_full_state_dict(state) on all ranks."
-        )
-
-
-def _forbid_shard_state_dicts(model: torch.nn.Module) -> None:
-    """Let ``state_dict`` and ``load_state_dict`` of modules with sharded parameters raise RuntimeError, for good."""
-    for module in model.modules():
-        if not any(isinstance(hook, _RefusalHook) for hook in module._state_dict_pre_hooks.values()):
-            _RefusalHook(_before_save, module).install(module.register_state_dict_pre_hook)
-            _RefusalHook(_before_load, module).install(module.register_load_state_dict_pre_hook)
+        return module is None or bool(self._part_of(module))
 
 
 def forbid_partial_state_dicts(model: torch.nn.Module, topology: Topology) -> None:
@@ -89,23 +74,16 @@ def forbid_partial_state_dicts(model: torch.nn.Module, topology: Topology) -> No
     This holds for all modules with tensor-parallel shards, and for the model of a pipeline stage. The hooks are never
     removed, because the model stays a part of the full one when its engine is deleted.
     """
-    if topology.tensor.world_size > 1:
-        _forbid_shard_state_dicts(model)
-    if topology.pipe.world_size > 1:
-        stage = f"this rank has stage {topology.pipe.rank + 1} of {topology.pipe.world_size} of the model only"
-        model.register_state_dict_pre_hook(functools.partial(_refuse_stage, f"state_dict: {stage}", _SAVE_REMEDY))
-        model.register_load_state_dict_pre_hook(
-            functools.partial(_refuse_stage, f"load_state_dict: {stage}", _LOAD_REMEDY)
-        )
-
-
-_SAVE_REMEDY = "Call engine.full_state_dict() on all ranks, which returns that of the full model."
-_LOAD_REMEDY = "Call engine.load_full_state_dict(state) on all ranks, which takes that of the full model."
-
-
-def _refuse_stage(what: str, remedy: str, module: torch.nn.Module, *rest: Any) -> None:
-    if not _allowed:
-        raise RuntimeError(f"{what}. {remedy}")
+    pipe = topology.pipe
+    stage = f"stage {pipe.rank + 1} of {pipe.world_size} of the model only" if pipe.world_size > 1 else ""
+    parts = list(model.modules()) if topology.tensor.world_size > 1 else [model] if stage else []
+    for module in parts:
+        if not any(isinstance(hook, _Refusal) for hook in module._state_dict_pre_hooks.values()):
+            of_stage = stage if module is model else ""
+            save = _Refusal(module, "state_dict", "full_state_dict()", of_stage)
+            load = _Refusal(module, "load_state_dict", "load_full_state_dict(state)", of_stage)
+            save.install(module.register_state_dict_pre_hook)
+            load.install(module.register_load_state_dict_pre_hook)
 
 
 @collective

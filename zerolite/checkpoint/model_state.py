@@ -28,9 +28,8 @@ from zerolite.checkpoint.flat_ranges import (
     range_of,
     split_evenly,
 )
-from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import dtype_name
-from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
+from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts, clean
 from zerolite.checkpoint.storage import Scalars
 from zerolite.comm import collective
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of

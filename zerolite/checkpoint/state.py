@@ -18,6 +18,16 @@ STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 Natural = Annotated[int, Field(ge=0)]
 
 
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, and its wrapper of checkpointed modules
+
+
+def clean(name: str) -> str:
+    """Return a parameter's name in the model as it was written, without the names of wrappers around its modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 class FileModel(BaseModel):
     """A JSON object. Types must match exactly; keys that this version does not know are ignored."""
 

@@ -13,7 +13,7 @@ import torch
 
 from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.names import clean
+from zerolite.checkpoint.state import clean
 from zerolite.compat.deepspeed_files import Files, find_tag, read_files
 from zerolite.compat.deepspeed_groups import (
     Group,
