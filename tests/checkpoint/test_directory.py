@@ -259,7 +259,7 @@ def test_another_run_is_not_harmed(ram: Path) -> None:
     assert after.keys() - before.keys() == {"global_step5"} and after.items() >= before.items()
     assert faults.load(ram) == 5
     faults.save(ram, 6, "best", run=None, keep_last=1)  # as with "overwrite"
-    assert tags(ram) == {"best"} and faults.load(ram) == 6
+    assert tags(ram) == {"best", "global_step5"} and faults.load(ram) == 6
 
 
 def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:

@@ -296,7 +296,7 @@ def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(tmp_path: Path) -> No
     engine = trained(3)
 
     def save() -> None:
-        engine.save_16bit_model(tmp_path, max_shard_size="500B")
+        engine.save_16bit_model(tmp_path, max_shard_size="100B")
 
     save()
     before = read_model(tmp_path)[0]

@@ -144,7 +144,7 @@ def _name(key: str, box: Box) -> str:
 
 @dataclass
 class Commit:
-    """What the first rank does for a checkpoint: makes its directory, and completes it when all ranks have written.
+    """The first rank's part in a save: it makes the directory, and completes it when all ranks have written.
 
     It must be closed, which removes a checkpoint that is not complete.
 
