@@ -81,6 +81,9 @@ class LateTransport(ProcessGroupTransport):
     def reduce_scatter(self, out: Tensor, full: Tensor) -> Any:
         return _LateWork(super().reduce_scatter, [out], [full], (out, full))
 
+    def all_to_all(self, out: Tensor, full: Tensor) -> Any:
+        return _LateWork(super().all_to_all, [out], [full], (out, full))
+
     def all_gather(self, full: Tensor, own: Tensor) -> Any:
         return _LateWork(super().all_gather, [full], [own], (full, own))
 

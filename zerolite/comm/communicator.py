@@ -218,6 +218,11 @@ class Communicator:
         start = self._reduce_scatter
         return self._launch("reduce_scatter", full, tag, key, start, full, tag, divisor, dtype or full.dtype)
 
+    def all_to_all(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
+        """Send part ``i`` of ``full`` to rank ``i``: part ``i`` of the result, as long as ``full``, is what rank ``i``
+        has sent here."""
+        return self._launch("all_to_all", full, tag, key, self._all_to_all, full, tag)
+
     def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
         """Gather in place: this rank's part of ``full`` is sent, the other parts are received."""
         return self._launch("all_gather", full, tag, key, self._all_gather, full, tag)
@@ -302,6 +307,9 @@ class Communicator:
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         return done(divide(full, divisor).to(dtype))
 
+    def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
+        return done(full)
+
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         return done(full)
 
@@ -332,6 +340,10 @@ class NativeCommunicator(Communicator):
         out = empty(full.numel() // self.world_size, full.dtype, full)
         work = self.transport.reduce_scatter(out, full)
         return Pending((work,), (full, out), lambda: tag_memory(divide(out, divisor).to(dtype), BUCKETS))
+
+    def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
+        out = empty(full.numel(), full.dtype, full)
+        return Pending((self.transport.all_to_all(out, full),), (full, out), lambda: out)
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         return Pending((self.transport.all_gather(full, self.shard(full)),), (full,), lambda: full)

@@ -83,6 +83,15 @@ class GlooCommunicator(Communicator):
 
         return Pending(works, (full, sent, *received.values()), finish)
 
+    def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
+        sent = full.cpu()
+        received = empty(full.numel(), full.dtype, sent)
+        self.shard(received).copy_(self.shard(sent))
+        number = self._next_tag("all_to_all", tag, full.numel() * full.element_size())
+        works = [self.transport.receive(self.shard(received, peer), peer, number) for peer in self._peers]
+        works += [self.transport.send(self.shard(sent, peer), peer, number) for peer in self._peers]
+        return Pending(works, (full, sent, received), lambda: received.to(full.device))
+
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         host = full.cpu()
         part = self.shard(host)

@@ -20,7 +20,7 @@ class CollectiveCall:
     """One logical collective, or a message between two stages.
 
     Attributes:
-        op: all_reduce, reduce_scatter, all_gather, broadcast, send or receive.
+        op: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, send or receive.
         numel: elements of the full tensors on one rank.
         dtype: dtype of the first tensor.
         nbytes: bytes of the full tensors on one rank.
@@ -116,7 +116,7 @@ def _add(call: CollectiveCall) -> None:
         recorder.calls.append(call)
 
 
-_DIVIDED = ("all_gather", "reduce_scatter")
+_DIVIDED = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives that work on each rank's equal part of a tensor."""
 
 

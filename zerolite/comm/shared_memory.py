@@ -258,6 +258,16 @@ class SharedMemoryCommunicator(GlooCommunicator):
         )
         return pending or super()._reduce_scatter(full, tag, divisor, dtype)
 
+    def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
+        def copy_in(region: torch.Tensor) -> None:
+            region.view(full.dtype).copy_(full)
+
+        def finish(regions: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([self.shard(region.view(full.dtype)) for region in regions])
+
+        pending = self._exchange(self._large, _Announcement("all_to_all", tag, _bytes(full)), (full,), copy_in, finish)
+        return pending or super()._all_to_all(full, tag)
+
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         def copy_in(region: torch.Tensor) -> None:
             self.shard(region.view(full.dtype)).copy_(self.shard(full))

@@ -74,6 +74,10 @@ class Transport(ABC):
         """Write the sum over ranks of this rank's part of ``full`` into ``out`` [numel of ``full`` / world_size]."""
 
     @abstractmethod
+    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+        """Write part ``rank`` of every rank's ``full`` into ``out``, in the order of ranks; both are equally long."""
+
+    @abstractmethod
     def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
         """Write every rank's ``own`` into ``full`` [world_size * numel of ``own``]; ``own`` may be this rank's part of
         it."""
@@ -146,6 +150,9 @@ class DryTransport(Transport):
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         return _DONE
 
+    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+        return _DONE
+
     def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
         return _DONE
 
@@ -200,6 +207,9 @@ class ProcessGroupTransport(Transport):
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         return _reduce_scatter_single(out, full, group=self.group, async_op=True)
+
+    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+        return dist.all_to_all_single(out, full, group=self.group, async_op=True)
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
         return _all_gather_single(full, own, group=self.group, async_op=True)

@@ -70,7 +70,9 @@ class Traffic(_Frozen):
             NCCL takes a slow path.
     """
 
-    op: str = Field(description="all_reduce, reduce_scatter, all_gather or broadcast; send or receive between stages")
+    op: str = Field(
+        description="all_reduce, reduce_scatter, all_gather, all_to_all or broadcast; send or receive between stages"
+    )
     tag: str = Field(description="its purpose: gradients, parameters, stats, ...")
     dimension: str = Field(
         default="data",

@@ -1,0 +1,135 @@
+"""Compressed traffic between sets of ranks, whose wire is slow: 8 bits an element for values, 4 for gradients.
+
+    all_gather       own part --8 bits--> every rank unpacks all parts, its own too
+    reduce_scatter   a row for each rank --4 bits--> each rank unpacks and adds its row of all ranks, in fp32
+    all_reduce       a reduce_scatter, then an all_gather of the sums
+
+All ranks end with the same bits, because they unpack the same bytes. A number that is not finite makes its block of 256
+NaN on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerolite.comm import Chained, Communicator, Pending, collective, done
+from zerolite.comm.communicator import empty
+from zerolite.ops.quantization import dequantize, dequantize_sum, quantize, row_bytes
+from zerolite.utils.dtypes import FLOATS
+from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
+
+VALUE_BITS, GRADIENT_BITS = 8, 4
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """Error feedback: the part of a gradient that packing loses is added to later ones (LoCo, Xie et al. 2024).
+
+    Attributes:
+        err_beta: weight of the earlier errors in their moving average.
+        reset_every: reductions of a bucket after which its error is forgotten.
+    """
+
+    err_beta: float = 0.8
+    reset_every: int = 1024
+
+
+class Compression:
+    """Compressed collectives over one communicator, with the arguments and results of its own.
+
+    Attributes:
+        comm: ranks of different sets.
+    """
+
+    def __init__(self, comm: Communicator, feedback: ErrorFeedback | None = None) -> None:
+        self.comm, self._feedback = comm, feedback
+        # By the key of the collective, which is a bucket's: what this rank has lost, and the number of reductions.
+        self._errors: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        """Return the errors that are kept between steps."""
+        return [error for error, _ in self._errors.values()]
+
+    @collective
+    def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
+        """Gather in place: this rank's part of ``full`` is sent with 8 bits. Every part, this rank's own too, becomes
+        what arrives."""
+        comm = self.comm
+        packed = _rows(comm.world_size, full.numel() // comm.world_size, VALUE_BITS, full)
+        quantize(comm.shard(full), packed.narrow(0, comm.rank, 1), VALUE_BITS)
+        gathered = comm.all_gather(packed.view(-1), tag, key)
+
+        def unpack(_: torch.Tensor) -> Pending:
+            dequantize(packed, full, VALUE_BITS)
+            _used_here(packed)
+            return done(full)
+
+        return Chained(gathered, unpack, keep=(full,))
+
+    @collective
+    def reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
+        """Sum ``full`` over ranks, divided by ``divisor``, of 4 bits an element. ``wait()`` returns this rank's part in
+        the dtype of ``full``."""
+        comm, values = self.comm, full if full.dtype in FLOATS else full.float()
+        numel = full.numel() // comm.world_size
+        packed = _rows(comm.world_size, numel, GRADIENT_BITS, full)
+        error = self._error(key, values)
+        quantize(values, packed, GRADIENT_BITS, error, 0.0 if self._feedback is None else self._feedback.err_beta)
+        total = empty(numel, values.dtype, full)
+        exchanged = comm.all_to_all(packed.view(-1), tag, key)
+
+        def add(received: torch.Tensor) -> Pending:
+            dequantize_sum(received.view_as(packed), total, GRADIENT_BITS, divisor)
+            _used_here(packed, received, total)
+            return done(total.to(full.dtype))
+
+        return Chained(exchanged, add, keep=(packed, total))
+
+    @collective
+    def all_reduce(self, full: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
+        """Sum ``full`` over ranks, divided by ``divisor``: 4 bits an element to the rank that adds, 8 bits from there.
+        ``wait()`` returns the sum, of the length of ``full``."""
+        ranks, numel = self.comm.world_size, full.numel()
+        padded = full
+        if numel % ranks:
+            padded = empty(-(-numel // ranks) * ranks, full.dtype, full)
+            padded[:numel].copy_(full)
+            padded[numel:].zero_()
+
+        def gather(part: torch.Tensor) -> Pending:
+            self.comm.shard(padded).copy_(part)
+            return Chained(self.all_gather(padded, tag, key), lambda total: done(total[:numel]))
+
+        summed = Chained(self.reduce_scatter(padded, tag, divisor, key), gather, keep=(padded,))
+        if full.is_cuda:  # the host does not wait: the current stream launches the gather behind the sum
+            summed.advance()
+        return summed
+
+    def _error(self, key: int, values: torch.Tensor) -> torch.Tensor | None:
+        """Return the error of a bucket, zeros for a new one and after ``reset_every`` reductions."""
+        if self._feedback is None:
+            return None
+        error, count = self._errors.get(key, (None, 0))
+        if error is None or error.numel() != values.numel():
+            error, count = tag_memory(torch.zeros_like(values, dtype=torch.bfloat16), GRADIENTS), 0
+        elif count == self._feedback.reset_every:
+            error.zero_()
+            count = 0
+        self._errors[key] = error, count + 1
+        return error
+
+
+def _rows(rows: int, numel: int, bits: int, like: torch.Tensor) -> torch.Tensor:
+    nbytes = row_bytes(numel, bits)
+    return tag_memory(empty(rows * nbytes, torch.uint8, like), BUCKETS).view(rows, nbytes)
+
+
+def _used_here(*tensors: torch.Tensor) -> None:
+    """Note that this stream has used tensors which another stream may have allocated, and waited for their collective.
+    Their memory is given to no later work of that other stream before."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
