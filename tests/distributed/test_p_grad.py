@@ -20,7 +20,7 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, SGD, at, config
 from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import backward, make_engine, raises, run_steps, snapshot
+from tests.toolkit.training import backward, loss_of, make_engine, raises, run_steps, snapshot
 from zerolite.comm import record
 from zerolite.utils import user_line
 from zerolite.zero.sharded_gradient import ShardedGradient
@@ -208,6 +208,36 @@ def test_a_failed_backward_leaves_only_what_came_before(stage: int) -> None:
         run_steps(engine, 1, step)
         run_steps(plain, 1, step)
     assert_same_bits(snapshot(engine), snapshot(plain), f"stage {stage}")
+
+
+@pytest.mark.fast("1-2")
+@on_ranks(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_tensor_that_is_there_before_a_backward_is_refused(stage: int) -> None:
+    """Also where nothing of the engine's runs before the first gradient has been added to it, in the first backward
+    and in later ones. ``torch.autograd.grad`` adds nothing."""
+    engine = make_engine(at(stage), "Mlp")
+
+    def refused(loss: torch.Tensor, name: str) -> None:
+        engine.module.get_parameter(name).grad = torch.ones(engine.module.get_parameter(name).shape)
+        with raises(RuntimeError, f"parameter '{name}'", "when a backward begins, got a tensor of your own"):
+            loss.backward()
+        engine.zero_grad()
+
+    for step in range(2):
+        for name, parameter in engine.module.named_parameters():
+            refused(loss_of(engine.module, step), name)
+            if stage < 3:  # there a backward begins with the outputs of modules
+                parameter.grad = torch.ones(parameter.shape)
+                torch.autograd.grad(loss_of(engine.module, step), list(engine.module.parameters()))
+                parameter.grad = None
+        loss_of(engine.module, step).backward()
+        engine.update()
+        engine.publish()
+        refused(loss_of(engine.module, step), "first.weight")
+        loss_of(engine.module, step).backward()
+        engine.step()
+    assert engine.global_steps == 4
 
 
 @on_ranks(2)

@@ -80,7 +80,7 @@ def _end(reference: EngineRef, parts: EngineParts, restore: Callable[[], None], 
         parts.partitioned.context.gathers_for_operations = True  # the next engine decides
     parts.reducer.current.end()  # an exception may have cut its last backward short
     parameters = parts.reducer.parameters
-    _remove(parts.reducer.hooks.handles, *hooks)
+    _remove(parts.reducer.hooks.handles, [*parts.reducer.hooks.early.values()], *hooks)
     for parameter in parameters:  # pending gradients are gone; those of a later life of the model stay
         if reference.destroyed or isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 from zerolite.utils.memory_tags import listeners
 from zerolite.utils.torch_private import current_backward
@@ -128,8 +129,14 @@ coordinators: weakref.WeakSet[PartitionedParameterCoordinator] = weakref.WeakSet
 class GradientHooks:
     """The hooks of one engine. They run inside backward, and call the reducer.
 
+    A backward may pass no hook of the engine before the first gradient has been accumulated. A tensor of the user's in
+    that ``p.grad`` has become a part of a sum by then. So a second hook looks at ``p.grad`` before: at first on all
+    parameters, and from the first backward on where a gradient has come first. (The first time that another one does,
+    nothing sees a tensor there. All others are seen when the backward begins.)
+
     Attributes:
         handles: handles of the installed hooks.
+        early: handles of the hooks that run before a gradient is accumulated, by index of the parameter.
     """
 
     def __init__(self, reducer: Reducer, copy_on_arrival: bool) -> None:
@@ -141,6 +148,9 @@ class GradientHooks:
         self._reducer: Reducer = weakref.proxy(reducer)
         self._current, self._copy_on_arrival = reducer.current, copy_on_arrival
         self.handles: list[Any] = []
+        self.early: dict[int, Any] = {}
+        self._came_first: set[int] = set()
+        self._assigned = -1  # parameter to whose gradient autograd has added while the user's tensor was in `p.grad`
         self._hook_dicts: list[dict[int, Any]] = []  # of each parameter: all its hooks of this kind, in their order
         self._seen_gradient = False  # this backward has brought a gradient
 
@@ -163,6 +173,19 @@ class GradientHooks:
             parameter: Any = reducer.parameters[slot.index]
             self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
             self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
+            self._look_early(slot.index)
+
+    def _look_early(self, index: int) -> None:
+        parameter: Any = self._reducer.parameters[index]
+        self.early[index] = parameter.register_hook(_make_early_hook(weakref.ref(self), index))
+
+    def _on_first(self, index: int) -> None:
+        """Look at ``p.grad`` early where a gradient has come first, and nowhere else."""
+        self._came_first.add(index)
+        if index not in self.early:
+            self._look_early(index)
+        for other in self.early.keys() - self._came_first:
+            self.early.pop(other).remove()
 
     def begin_backward(self) -> None:
         """Let hooks that the user has registered since run before the engine's, which takes the gradient out."""
@@ -217,7 +240,7 @@ class GradientHooks:
         if isinstance(gradient, ShardedGradient):  # autograd has added to it
             added, gradient.added = gradient.added, None
             gradient = added
-        else:
+        elif self._assigned != slot.index:  # otherwise the beginning finds and refuses it
             # If the engine did not know of this backward, what it has shown would still be in ``p.grad``, unless the
             # user has removed it. Beginning the backward then finds None there, as on ranks where another parameter's
             # gradient comes first.
@@ -225,6 +248,8 @@ class GradientHooks:
         if not self._current.open:
             self._begin()
         if not self._seen_gradient:
+            if len(self.early) != len(self._came_first) or slot.index not in self._came_first:
+                self._on_first(slot.index)
             if self._check_first is not None:
                 self._check_first(slot.name)
             self._seen_gradient = True
@@ -279,3 +304,17 @@ def _make_hook(hooks_ref: weakref.ref[GradientHooks], slot: Slot) -> Callable[[t
         hooks._process(slot, parameter)
 
     return hook
+
+
+def _make_early_hook(hooks_ref: weakref.ref[GradientHooks], index: int) -> Callable[[torch.Tensor], None]:
+    """Return the hook that looks at ``p.grad`` before autograd adds to it. ``torch.autograd.grad`` calls it too, and
+    adds nothing: so it only takes a note."""
+
+    @unserializable_hook
+    def early(gradient: torch.Tensor) -> None:
+        hooks = hooks_ref()
+        if hooks is not None and not hooks._current.open:
+            content = hooks._reducer.parameters[index].grad
+            hooks._assigned = -1 if content is None or isinstance(content, ShardedGradient) else index
+
+    return early

@@ -400,16 +400,17 @@ class Gradients:
             if self._collector.latest is not None:
                 self._collector.latest.replace(index, None)
 
-    def refuse_assigned(self) -> None:
-        """Raise RuntimeError for an assigned tensor, because a backward is about to add to it.
+    def refuse_assigned(self, found: Mapping[int, torch.Tensor | None]) -> None:
+        """Raise RuntimeError for a tensor in ``found``, because a backward is about to add to it.
 
         It would count as this rank's gradient or as the mean of all ranks, and nothing tells which.
         """
-        raise RuntimeError(
-            f"parameter '{self._buffer.layout.slots[min(self.assigned)].name}': expected None or the gradient of "
-            "earlier backwards in p.grad when a backward begins, got a tensor of your own; put it there after the last "
-            "backward of the step, or call engine.zero_grad() to drop it"
-        )
+        for index in sorted(index for index, value in found.items() if value is not None):
+            raise RuntimeError(
+                f"parameter '{self._buffer.layout.slots[index].name}': expected None or the gradient of earlier "
+                "backwards in p.grad when a backward begins, got a tensor of your own; put it there after the last "
+                "backward of the step, or call engine.zero_grad() to drop it"
+            )
 
     @torch.no_grad()
     def store(self, stats: StatsVector) -> None:

@@ -187,7 +187,8 @@ class Reducer:
             if complete or not self.shown.all_dropped():  # else the user has dropped all gradients
                 self._show()
             if reducing:
-                self._reduce_late(complete)
+                if self.by_group or self._learning or self._new_buckets:
+                    self._reduce_late(complete)
                 self.current.on_all_reduced()
         except BaseException:  # of the disk, or for a gradient that came too late
             self._close_all()  # what hooks have left in p.grad is not the user's
@@ -288,7 +289,7 @@ class Reducer:
     @torch.no_grad()
     def _reduce_late(self, complete: bool) -> None:
         """Reduce the buckets again that had late gradients on any rank. Below stage 3 the ranks agree on them, and take
-        over when to launch buckets from now on. Called at the end of a backward, on all ranks.
+        over when to launch buckets from now on. Called at the end of a backward that may have some, on all ranks.
 
         Args:
             complete: False if an exception has cut the backward short: then its values may be gone.
@@ -298,10 +299,10 @@ class Reducer:
                 one has come, and no backward of a group has gathered the values.
         """
         if not self.by_group:
-            if self._learning or self._new_buckets:
-                self._agree_on_late()
+            self._agree_on_late()
             return
-        self._reduce_again([bucket for bucket in self.order if bucket.ended_again])
+        if again := [bucket for bucket in self.order if bucket.ended_again]:
+            self._reduce_again(again)
         for bucket in self.order:  # last, because the other ranks may have had no late gradient
             if bucket.state is BucketState.LATE and not bucket.ended_again:
                 self.current.on_gradient_lost()
@@ -349,8 +350,6 @@ class Reducer:
 
     def _reduce_again(self, late: Sequence[Bucket]) -> None:
         """Reduce late gradients, and round their sum with the earlier mean to the dtype of a single contribution."""
-        if not late:
-            return
         for bucket in late:
             self._launch(bucket)
         self._wait_for_all()

@@ -186,6 +186,7 @@ class StepPipeline:
                 notify()
             return
         if self._updated:  # an update without zero_grad() has used the gradients: nothing is added to them
+            self.grads.refuse_assigned(self._reducer.shown.changed())
             self.zero_grad()
         scaled, weighted = bool(engine_scaled), weight is not None
         self.look_at_grads(before_backward=True)
@@ -271,7 +272,7 @@ class StepPipeline:
             self._adopt_changes(changed, before_update and not self._updated)
         if self.grads.assigned:
             if before_backward:
-                self.grads.refuse_assigned()
+                self.grads.refuse_assigned(self.grads.assigned)
             if self._collector.latest is not None and not self._updated:
                 self.grads.store(self._collector.latest)
 
