@@ -27,7 +27,13 @@ class Pending:
 
     NCCL reads and writes them on its own stream while Python goes on: memory that was freed before would be reused by
     other kernels. Because of this no ``record_stream`` is needed.
+
+    Attributes:
+        entry: the flight recorder's entry, for messages.
+        call: the record of this collective, which learns of the wait; None if nothing recorded its launch.
     """
+
+    call: recorder.CollectiveCall | None = None
 
     def __init__(
         self,
@@ -48,7 +54,7 @@ class Pending:
         self._finish = finish
         self._result = result
         self._lock = threading.RLock()  # any thread may read a parameter whose gather is in flight
-        self.entry: Raw | None = None  # flight recorder's entry, for messages
+        self.entry: Raw | None = None
 
     def arrived(self) -> bool:
         """Return True if nothing is left to wait for."""
@@ -63,6 +69,8 @@ class Pending:
         if self._finish is not None:
             with self._lock:
                 if self._finish is not None:
+                    if self.call is not None:
+                        recorder.note_wait(self.call)
                     if self._works:
                         wait_for(self._works, self.entry)
                     self._result = self._finish()
@@ -251,8 +259,9 @@ class Communicator:
         """
         if self.world_size == 1:
             return self._gather_shards(fulls, shards, tag, key)
+        call = None
         if recorder.active:
-            recorder.note_gather(fulls, shards, tag, self.dimension, self.world_size, key)
+            call = recorder.note_gather(fulls, shards, tag, self.dimension, self.world_size, key)
         # As in _launch, but written out: stage 3 calls this for every layer, twice in a step, and a call costs time.
         entry: Raw = ("all_gather", tag, [ShardSize(s) for s in shards] if lasting is None else lasting, None, key)
         flight_recorder = self.flight_recorder
@@ -260,6 +269,8 @@ class Communicator:
         flight_recorder.latest.append(entry)
         pending = self._gather_shards(fulls, shards, tag, key)
         pending.entry = entry
+        if call is not None:
+            pending.call = call
         return pending
 
     def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
@@ -285,14 +296,17 @@ class Communicator:
         """Record a collective over ``tensor`` and launch it by ``start(*arguments)``."""
         if self.world_size == 1:
             return start(*arguments)
+        call = None
         if recorder.active:
-            recorder.note(op, tensor, tag, self.dimension, self.world_size, key)
+            call = recorder.note(op, tensor, tag, self.dimension, self.world_size, key)
         entry: Raw = (op, tag, tensor.numel(), tensor.dtype, key)
         flight_recorder = self.flight_recorder
         flight_recorder.count += 1
         flight_recorder.latest.append(entry)
         pending = start(*arguments)
         pending.entry = entry
+        if call is not None:
+            pending.call = call
         return pending
 
     def _all_reduce_max(self, tensor: torch.Tensor) -> Pending:

@@ -66,14 +66,25 @@ class Recorder:
         """Return the number of calls by (op, tag)."""
         return dict(Counter((call.op, call.tag) for call in self.calls))
 
+    def on_launch(self, call: CollectiveCall) -> None:
+        """Add a collective that is being launched."""
+        self.calls.append(call)
+
+    def on_wait(self, call: CollectiveCall) -> None:
+        """Called before the wait for a collective that was launched while a recorder was active."""
+
 
 active: list[Recorder] = []  # recorders that record now
 
 
 @contextlib.contextmanager
-def record() -> Iterator[Recorder]:
-    """Record the logical collectives that zerolite launches inside the context; contexts nest."""
-    recorder = Recorder()
+def record(recorder: Recorder | None = None) -> Iterator[Recorder]:
+    """Record the logical collectives that zerolite launches inside the context; contexts nest.
+
+    Args:
+        recorder: takes the collectives; None: a new one.
+    """
+    recorder = recorder or Recorder()
     active.append(recorder)
     try:
         yield recorder
@@ -91,29 +102,41 @@ def unrecorded() -> Iterator[None]:
         active[:] = outside
 
 
-def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1, key: int = 0) -> None:
-    """Record a collective. The communicator calls this once for each logical collective."""
-    if active:
-        unaligned = _unaligned(tensor, ranks if op in _DIVIDED else 1)
-        nbytes = tensor.numel() * tensor.element_size()
-        _add(CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks, key, unaligned))
+def note(
+    op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1, key: int = 0
+) -> CollectiveCall | None:
+    """Record a collective, and return it; None if no recorder is active. The communicator calls this once for each
+    logical collective."""
+    if not active:
+        return None
+    unaligned = _unaligned(tensor, ranks if op in _DIVIDED else 1)
+    nbytes = tensor.numel() * tensor.element_size()
+    return _add(CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks, key, unaligned))
+
+
+def note_wait(call: CollectiveCall) -> None:
+    """Report the wait for a recorded collective."""
+    for recorder in active:
+        recorder.on_wait(call)
 
 
 def note_gather(
     fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, dimension: str, ranks: int, key: int
-) -> None:
-    """Record a gather of several tensors, unless all are empty."""
+) -> CollectiveCall | None:
+    """Record a gather of several tensors, unless all are empty, and return it."""
     numel = sum(full.numel() for full in fulls)
-    if active and numel:
-        unaligned = sum(_unaligned(full, ranks) for full in fulls) + sum(_unaligned(shard, 1) for shard in shards)
-        nbytes = sum(full.numel() * full.element_size() for full in fulls)
-        dtype, tensors = fulls[0].dtype, len(fulls)
-        _add(CollectiveCall("all_gather", numel, dtype, nbytes, tag, tensors, dimension, ranks, key, unaligned))
+    if not (active and numel):
+        return None
+    unaligned = sum(_unaligned(full, ranks) for full in fulls) + sum(_unaligned(shard, 1) for shard in shards)
+    nbytes = sum(full.numel() * full.element_size() for full in fulls)
+    dtype, tensors = fulls[0].dtype, len(fulls)
+    return _add(CollectiveCall("all_gather", numel, dtype, nbytes, tag, tensors, dimension, ranks, key, unaligned))
 
 
-def _add(call: CollectiveCall) -> None:
+def _add(call: CollectiveCall) -> CollectiveCall:
     for recorder in active:
-        recorder.calls.append(call)
+        recorder.on_launch(call)
+    return call
 
 
 _DIVIDED = ("all_gather", "reduce_scatter", "all_to_all")

@@ -14,15 +14,17 @@ from zerolite.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from zerolite.planning.make import plan
-    from zerolite.planning.result import Comparison, Peak, Plan, PlanError, TimePoint, Traffic
+    from zerolite.planning.result import Comparison, Machine, Peak, Plan, PlanError, StepTime, TimePoint, Traffic
     from zerolite.planning.settings import compare
     from zerolite.planning.sources import load_model_fn
 
 __all__ = [
     "Comparison",
+    "Machine",
     "Peak",
     "Plan",
     "PlanError",
+    "StepTime",
     "TimePoint",
     "Traffic",
     "compare",
@@ -30,7 +32,9 @@ __all__ = [
     "plan",
 ]
 
-_MODULES = dict.fromkeys(("Comparison", "Peak", "Plan", "PlanError", "TimePoint", "Traffic"), "result")
+_MODULES = dict.fromkeys(
+    ("Comparison", "Machine", "Peak", "Plan", "PlanError", "StepTime", "TimePoint", "Traffic"), "result"
+)
 _MODULES |= {"load_model_fn": "sources", "compare": "settings", "plan": "make"}
 
 __getattr__ = lazy_names(__name__, {name: f"zerolite.planning.{module}" for name, module in _MODULES.items()})

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
-from zerolite.planning.result import PlanError
+from zerolite.planning.result import Machine, PlanError
 from zerolite.planning.traffic import grid_of
 from zerolite.utils.text import parse_size
 
@@ -72,6 +73,16 @@ def _count(text: str) -> int:
     return _rank(text, 1)
 
 
+def _speed(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
 def _size(text: str) -> int:
     try:
         return parse_size(text)
@@ -86,6 +97,7 @@ def build_parser(prog: str) -> _Parser:
     _add_step(
         parser.add_argument_group("a step", "Without a batch, no forward is run and activations are not counted.")
     )
+    _add_machine(parser.add_argument_group("the time of a step", "Played on a simulated clock, if --tflops is given."))
     _add_actions(parser.add_argument_group("what to do"))
     return parser
 
@@ -122,9 +134,25 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--loss", metavar="FUNCTION", help=loss)
 
 
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    speed = group.add_argument
+    flops = "TFLOP/s that forward and backward reach on a device, everything between products included"
+    speed("--tflops", type=_speed, metavar="N", help=flops)
+    intra = "GB/s of a rank to the others of its node, in each direction"
+    speed("--intra-bandwidth", type=_speed, metavar="GB/s", help=intra)
+    inter = "GB/s of a node to the others, all its network cards together, in each direction"
+    speed("--inter-bandwidth", type=_speed, metavar="GB/s", help=inter)
+    speed("--latency", type=_speed, metavar="US", help="microseconds of a hop between nodes (default: 10)")
+    memory = "GB/s of a device's memory, for copies, sums and the update (default: they take no time)"
+    speed("--memory-bandwidth", type=_speed, metavar="GB/s", help=memory)
+
+
 def _add_actions(group: argparse._ArgumentGroup) -> None:
     do = group.add_argument
-    compare = "plan stages 0 to 3, where none fits also with offload, and mark the lowest stage that fits"
+    compare = (
+        "plan stages 0 to 3, on several nodes also with replicas, where none fits also with offload, and mark the "
+        "first that fits, or with --tflops the fastest"
+    )
     do("--compare", action="store_true", help=compare)
     do("--json", metavar="FILE", help="write the plan as JSON; - prints only the JSON")
     do("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
@@ -150,11 +178,25 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return f"--world-size {size} does not divide by --nodes {nodes}: every node has the same number of ranks"
     if options.rank is not None and options.rank >= size:
         return f"--rank expects 0 to {size - 1} with --world-size {size}, and got {options.rank}"
+    try:
+        machine = machine_of(options)
+    except ValueError as error:
+        return str(error)
+    if machine is not None and (lacking := machine.lacks(size, nodes)):
+        return f"the time of a step of {size} ranks needs --{lacking.replace('_', '-')}"
     if options.loss and not (options.batch or options.input_spec):
         return "--loss needs --batch or --input-spec: without a batch no forward is run"
     if options.png and importlib.util.find_spec("matplotlib") is None:
         return "--png needs matplotlib: pip install 'zerolite[plot]'"
     return None
+
+
+def machine_of(options: argparse.Namespace) -> Machine | None:
+    """Return the machine that ``options`` describe; None without --tflops. Raises ValueError for the others alone."""
+    given = {name: getattr(options, name) for name in Machine.model_fields if getattr(options, name) is not None}
+    if given and options.tflops is None:
+        raise ValueError(f"--{next(iter(given)).replace('_', '-')} is for the time of a step, which needs --tflops")
+    return Machine(**given) if given else None
 
 
 # -------------------------------------------------------------------- the command
@@ -168,6 +210,7 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # PlanError reports what fails
     names = ("nodes", "rank", "device", "device_memory", "host_memory")
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    given["machine"] = machine_of(options)
     if options.batch or options.input_spec:
         given["batch"] = (
             load_function(options.batch, "--batch") if options.batch else parse_input_spec(options.input_spec)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zerolite.activation_checkpointing.configure import isolated
 from zerolite.checkpoint.model_state import ModelState
@@ -35,6 +36,7 @@ from zerolite.engine.initialize import parallelize_model
 from zerolite.engine.special_engines import PipelineEngine
 from zerolite.monitor.flops import Flops
 from zerolite.pipe.dependencies import Skeleton
+from zerolite.planning.clock import Trace
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
 from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker, PeakMoment
@@ -145,6 +147,7 @@ class Outcome:
         at_rest: bytes of each item after that step.
         timeline: see :meth:`MemoryTracker.timeline`.
         recorder: collectives of that step.
+        trace: what the engine did in that step and the one before, for :func:`~zerolite.planning.clock.step_time`.
         host_waits: number of reads for which the host waits in the step that begins them.
         checkpoint: bytes that this rank writes.
         original_model: host memory of the model before the engine takes it over.
@@ -166,6 +169,7 @@ class Outcome:
     at_rest: dict[str, int]
     timeline: list[tuple[dict[str, int], str, str]]
     recorder: Recorder
+    trace: Trace
     host_waits: int
     checkpoint: int
     original_model: int
@@ -291,14 +295,22 @@ class _DryRun:
         self._prepare_chunks(engine)
         initialize = tracker.peak
         tracker.reset_peak()
-        for _ in range(self._job.warm_up):
+        for _ in range(self._job.warm_up - 1):
             self._step(engine)
-        warm_up = tracker.peak
-        tracker.reset_peak()
-        tracker.record()
-        self._platform.reset_host_waits()
-        with record() as recorder:
+        overlaps = parts_of(engine).param_gatherer.overlaps
+        trace = Trace(tracker, self._job.device == "cuda", overlaps)
+        parts_of(engine).observers.on_update_begin.append(lambda: trace.on_update(_bytes_of_update(engine)))
+        with record(trace), _uses_noted(engine, trace) if overlaps else contextlib.nullcontext():
+            trace.begin_step()
             self._step(engine)
+            warm_up = tracker.peak
+            tracker.reset_peak()
+            tracker.record()
+            self._platform.reset_host_waits()
+            trace.begin_step()
+            with record() as recorder:
+                self._step(engine)
+            trace.end_step()
         later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self._job.stage]
         return Outcome(
             model_name=type(model).__name__,
@@ -314,6 +326,7 @@ class _DryRun:
             at_rest=dict(tracker.items[DEVICE]),
             timeline=tracker.timeline(),
             recorder=recorder,
+            trace=trace,
             host_waits=self._platform.host_waits,
             checkpoint=ModelState(parts_of(engine)).nbytes(),
             original_model=original_model,
@@ -390,6 +403,35 @@ class _DryRun:
         where = "the optimizer's step" if phase == STEP else f"the model's {phase}"
         with self._mode.phase(phase == STEP), as_plan_error(where, self._tracker.modules.now):
             yield
+
+
+@contextlib.contextmanager
+def _uses_noted(engine: Engine, trace: Trace) -> Iterator[None]:
+    """Context in which every module that is called tells ``trace`` that the buckets of its parameters are used."""
+    buckets = parts_of(engine).buffer.buckets
+    key_of = {id(parameter): bucket.index + 1 for bucket in buckets for parameter in bucket.parameters}
+
+    def before(module: torch.nn.Module, args: Any) -> None:
+        for key in dict.fromkeys(key_of.get(id(parameter), 0) for parameter in module._parameters.values()):
+            trace.on_use(key)
+
+    handle = register_module_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _bytes_of_update(engine: Engine) -> int:
+    """Return the bytes that an update on the device reads and writes: masters and states both, mean gradients are read
+    for the norm and for the update, and compute parameters are written."""
+    nbytes = 0
+    for bucket in parts_of(engine).buffer.buckets:
+        if not (bucket.updates_on_host or bucket.is_offloaded):
+            changed = sum(tensor.nbytes for tensor in (bucket.master, *bucket.states.values()))
+            gradient = bucket.master.numel() * bucket.dtypes.mean[0].itemsize
+            nbytes += 2 * changed + 2 * gradient + (bucket.owned.nbytes if bucket.separate else 0)
+    return nbytes
 
 
 def _unsharded_numel(parameter: torch.nn.Parameter) -> int:

@@ -10,11 +10,13 @@ import torch
 
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
+from zerolite.planning.clock import step_time
 from zerolite.planning.dry_run import Job, Outcome, run_stages
-from zerolite.planning.result import Items, Peak, Plan, PlanError, Stage, TimePoint
+from zerolite.planning.result import Items, Machine, Peak, Plan, PlanError, Stage, StepTime, TimePoint
 from zerolite.planning.tracker import PeakMoment
 from zerolite.planning.traffic import grid_of, summarize
 from zerolite.planning.training_step import required_parameters
+from zerolite.planning.wire import Wires
 from zerolite.utils.memory_tags import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
 from zerolite.utils.text import format_size, parse_size
 
@@ -39,8 +41,9 @@ def plan(
     host_memory: int | str | None = None,
     batch: Callable[..., Any] | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
+    machine: Machine | None = None,
 ) -> Plan:
-    """Plan memory and traffic of one rank of a training job.
+    """Plan memory and traffic of one rank of a training job, and the time of a step.
 
     The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated. No
     process group is needed or started.
@@ -61,6 +64,7 @@ def plan(
         loss: function of the model's output that returns a scalar; default: the output itself, its ``loss``, or the
             mean of its first floating tensor. It may be a function of outputs and targets. Then, and if a
             PipelineModule has a loss function, a batch is a pair (inputs, targets), as for ``engine.train_batch``.
+        machine: speeds of devices and wires, for the time of a step; None: it is not computed.
 
     Raises:
         PlanError: the model reads values of tensors, or the engine refuses the job (RefusedError).
@@ -68,6 +72,8 @@ def plan(
         ValueError: for the other arguments.
     """
     _check_arguments(world_size, nodes, rank, device)
+    if machine is not None and (lacking := machine.lacks(world_size, nodes)):
+        raise ValueError(f"plan: the time of a step of {world_size} ranks needs {lacking}")
     memory = _memory("device_memory", device_memory), _memory("host_memory", host_memory)
     loaded = load_config(config)
     grid = grid_of(loaded, world_size)
@@ -83,10 +89,17 @@ def plan(
         loss=loss,
     )
     outcomes = run_stages(job)
-    plans = {stage: _plan_of(job.at_stage(stage), outcome, nodes, *memory) for stage, outcome in outcomes.items()}
+    plans = {
+        stage: _plan_of(job.at_stage(stage), outcome, nodes, machine, *memory) for stage, outcome in outcomes.items()
+    }
     if grid.pipe == 1:
         return plans[0]
     chosen = plans[job.stage] if rank is not None else max(plans.values(), key=lambda made: made.peak.bytes)
+    return _with_stages(chosen, plans, outcomes)
+
+
+def _with_stages(chosen: Plan, plans: dict[int, Plan], outcomes: dict[int, Outcome]) -> Plan:
+    """Return the plan ``chosen`` with a table of all pipeline stages, and the parameters of all."""
     update = {
         "parameters": sum(one.parameters - one.tied_parameters for one in outcomes.values()),
         "trained_parameters": sum(one.trained_parameters - one.tied_parameters for one in outcomes.values()),
@@ -135,7 +148,34 @@ def batch_maker(batch: Callable[..., Any] | None, size: int | None) -> Callable[
     return lambda: batch(size)
 
 
-def _plan_of(job: Job, outcome: Outcome, nodes: int | None, device_memory: int | None, host_memory: int | None) -> Plan:
+def _time(job: Job, outcome: Outcome, nodes: int | None, machine: Machine | None) -> StepTime | None:
+    """Return the time of a step; None where it is not asked for, or where the clock does not know all of it."""
+    if machine is None or why_untimed(job):
+        return None
+    messages = job.device == "cpu" and (nodes or 1) > 1
+    return step_time(outcome.trace, machine, Wires(machine, job.grid, nodes or 1, messages))
+
+
+def why_untimed(job: Job) -> str:
+    """Return why the time of a step is not computed; "" if it is."""
+    zero = job.config.zero_optimization
+    if job.batch is None:
+        return "needs a batch"
+    if job.grid.pipe > 1:
+        return "is not computed for pipelines, whose stages wait for each other"
+    if zero.offload_optimizer.enabled or zero.offload_param.enabled:
+        return "is not computed with offload, whose copies the clock does not know"
+    return ""
+
+
+def _plan_of(
+    job: Job,
+    outcome: Outcome,
+    nodes: int | None,
+    machine: Machine | None,
+    device_memory: int | None,
+    host_memory: int | None,
+) -> Plan:
     """Make the plan of one rank from its dry run. Sizes in bytes."""
     config = job.config
     # The parts are on ranks 0, 1, ..., 0, 1, ..., so the last rank sends to the first.
@@ -176,9 +216,10 @@ def _plan_of(job: Job, outcome: Outcome, nodes: int | None, device_memory: int |
         checkpoint=outcome.checkpoint,
         flops=None if outcome.flops is None else outcome.flops.model,
         recomputed_flops=0 if outcome.flops is None else outcome.flops.recomputed,
+        time=_time(job, outcome, nodes, machine),
         device_memory=device_memory,
         host_memory=host_memory,
-        notes=list(_notes(job, outcome)),
+        notes=list(_notes(job, outcome, machine is not None)),
     )
 
 
@@ -232,7 +273,9 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-def _notes(job: Job, outcome: Outcome) -> Iterator[str]:
+def _notes(job: Job, outcome: Outcome, timed: bool) -> Iterator[str]:
+    if timed and (why := why_untimed(job)):
+        yield f"The time of a step {why}."
     if job.batch is None:
         yield "No batch was given: activations are not in the numbers."
     elif outcome.recurrent:

@@ -89,7 +89,7 @@ def _one_plan(plan: Plan, screen: Screen) -> Iterator[list[str]]:
     yield _timeline(plan, screen)
     yield _traffic(plan, screen)
     checkpoint = f"This rank writes {format_size(plan.checkpoint)} of a checkpoint."
-    yield [*screen.paragraph(checkpoint), *screen.paragraph(_flops(plan))]
+    yield [*screen.paragraph(checkpoint), *screen.paragraph(_flops(plan)), *screen.paragraph(_time(plan))]
     yield screen.listed(plan.notes)
 
 
@@ -245,10 +245,28 @@ def _flops(plan: Plan) -> str:
     )
 
 
+def _time(plan: Plan) -> str:
+    if plan.time is None:
+        return ""
+    time = plan.time
+    return (
+        f"A step takes {_ms(time.step)}: {_ms(time.products)} forward and backward, {_ms(time.passes)} passes over "
+        f"gradients and states, {_ms(time.exposed)} in which the device waits for communication "
+        f"({100 * time.exposed / time.step:.1f} %)."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
+
+
 # -------------------------------------------------------------------- several plans
 
-_HEADS = ("states", "at rest", "peak", "sent", "collectives", "host", "disk", "fits")
-_OPTIONAL = ("collectives", "states", "at rest", "sent", "host", "disk")
+_HEADS = (
+    *("states", "at rest", "peak", "sent", "collectives", "between nodes", "host", "disk"),
+    *("step", "exposed", "fits"),
+)
+_OPTIONAL = ("collectives", "states", "at rest", "sent", "between nodes", "host", "disk")
 
 
 def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
@@ -264,12 +282,13 @@ def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]
         *screen.paragraph(_batch(plan)),
     ]
     empty = [name for name in ("host", "disk") if not any(getattr(plan, name) for plan in plans)]
+    empty += [] if any(plan.time for plan in plans) else ["between nodes", "step", "exposed"]
     heads = [head for head in _HEADS if head not in empty]
     rows = [["setting", *heads, ""]]
-    for index, (name, plan) in enumerate(comparison.rows):
-        cells = _cells(plan)
+    for index, (name, one) in enumerate(comparison.rows):
+        cells = _cells(one)
         rows.append([name, *(cells[head] for head in heads), "<- chosen" if index == comparison.chosen else ""])
-    yield screen.table(rows, _OPTIONAL)
+    yield screen.table(rows if "between nodes" in empty else _with_nodes(plan, rows), _OPTIONAL)
     yield screen.paragraph(_choice(comparison))
     yield screen.listed(list(dict.fromkeys([*comparison.left_out, *(note for plan in plans for note in plan.notes)])))
 
@@ -282,6 +301,8 @@ def _cells(plan: Plan) -> dict[str, str]:
         "collectives": f"{sum(entry.count for entry in plan.traffic):,}",
         "host": _size(sum((plan.host or {}).values())),
         "disk": _size(sum((plan.disk or {}).values())),
+        "step": "-" if plan.time is None else _ms(plan.time.step),
+        "exposed": "-" if plan.time is None else _ms(plan.time.exposed),
         "fits": {None: "?", True: "yes", False: "no" if (plan.spare or 0) < 0 else "no: host"}[plan.fits],
     }
 
@@ -308,7 +329,8 @@ def _choice(comparison: Comparison) -> str:
         both = "" if host is None else f" and a host's {format_size(host)}"
         return f"None of them fits in {format_size(memory)}{both}. The smallest is {smallest}."
     name, plan = comparison.rows[comparison.chosen]
-    text = f"{name[0].upper()}{name[1:]} is the first that fits in {format_size(memory)}. It sends"
+    which = "first" if plan.time is None else "fastest"
+    text = f"{name[0].upper()}{name[1:]} is the {which} that fits in {format_size(memory)}. It sends"
     text += f" {format_size(plan.sent)} per rank in a step."
     if plan.offloaded:
         text += f" It keeps {format_size(plan.offloaded)} of each rank's model states off the device."

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zerolite.utils.memory_tags import BUFFERS, MODEL_STATES
 
+GIGA = 1e9
 Items = dict[str, int]
 """Bytes by item, for all of zerolite.utils.memory_tags.ITEMS."""
 
@@ -84,6 +85,55 @@ class Traffic(_Frozen):
     sent: int
     inter_node: int | None = Field(description="None where the number of nodes was not given")
     unaligned: int = 0
+
+
+class Machine(_Frozen):
+    """Speeds of the devices and of the wires between them, for the time of a step.
+
+    Attributes:
+        tflops: 10^12 operations a second that forward and backward reach: products and everything between them.
+        intra_bandwidth: GB/s (10^9) of a rank to the others of its node, in each direction; None: not given.
+        inter_bandwidth: GB/s of a node to the others, all its network cards together, in each direction.
+        latency: microseconds of a hop between nodes.
+        memory_bandwidth: GB/s of a device's memory, for the passes of the engine over its own memory; None: they take
+            no time.
+    """
+
+    tflops: float = Field(gt=0)
+    intra_bandwidth: float | None = Field(default=None, gt=0)
+    inter_bandwidth: float | None = Field(default=None, gt=0)
+    latency: float = Field(default=10.0, ge=0)
+    memory_bandwidth: float | None = Field(default=None, gt=0)
+
+    def seconds(self, flops: int, nbytes: int) -> tuple[float, float]:
+        """Return the time of operations, and of passes over ``nbytes`` of memory."""
+        passes = 0.0 if self.memory_bandwidth is None else nbytes / (GIGA * self.memory_bandwidth)
+        return flops / (1e12 * self.tflops), passes
+
+    def lacks(self, world_size: int, nodes: int | None) -> str:
+        """Return the argument that a job of this size needs and that was not given; "" if it has all."""
+        if nodes is None and world_size > 1:
+            return "nodes"
+        nodes = nodes or 1
+        if world_size > nodes and self.intra_bandwidth is None:
+            return "intra_bandwidth"
+        return "inter_bandwidth" if nodes > 1 and self.inter_bandwidth is None else ""
+
+
+class StepTime(_Frozen):
+    """Time of a step in seconds, by a simulated clock.
+
+    Attributes:
+        step: from the end of one step to the end of the next.
+        products: forward and backward of the model.
+        passes: copies, sums and the update, which the memory of the device bounds.
+        exposed: the rest, in which the device waits for communication.
+    """
+
+    step: float
+    products: float
+    passes: float
+    exposed: float
 
 
 class Stage(_Frozen):
@@ -169,6 +219,7 @@ class Plan(_Frozen):
     checkpoint: int
     flops: int | None
     recomputed_flops: int = 0
+    time: StepTime | None = Field(default=None, description="of a step; None where no speeds were given")
     device_memory: int | None
     host_memory: int | None
     notes: list[str] = Field(description="sentences with assumptions, and with memory that is not in the numbers")
@@ -261,7 +312,8 @@ class Comparison(_Frozen):
 
     Attributes:
         rows: (setting, plan).
-        chosen: index of the first setting that fits; None if none does or no memory was given.
+        chosen: index of the fastest setting that fits, or without times of the first; None if none does or no memory
+            was given.
         left_out: sentences about settings that the engine refuses or that were not planned.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from zerolite.planning.make import ConfigLike, plan
 from zerolite.planning.result import Comparison, Plan, RefusedError
 
 _LOCATIONS = {"cpu": "on the host", "nvme": "on disk"}
+_ALL_RANKS: dict[str, Any] = {"shard_size": None, "mics_shard_size": -1}
 _NO_OFFLOAD = (
     "Settings with offload are not planned, because others fit. To plan them, add offload_optimizer to the config."
 )
@@ -29,12 +31,13 @@ class Setting(NamedTuple):
 
 @older_objects_frozen()
 def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_size: int, **options: Any) -> Comparison:
-    """Plan stages 0 to 3, without offload and with it, and choose the first setting that fits.
+    """Plan stages 0 to 3, without offload and with it, and choose the first setting that fits; with a ``machine`` the
+    fastest one.
 
     Settings come in this order: everything on the device, offload to the host, offload to disk; within each the lowest
-    stage first. If one without offload fits, settings with offload are planned only if ``config`` offloads. Settings
-    that the engine refuses are left out. Arguments and errors are those of :func:`~zerolite.planning.make.plan`; an
-    error is raised only if no setting can be planned.
+    stage first. Where there are several nodes, stages 1 to 3 come with replicas too. If a setting without offload fits,
+    those with offload are planned only if ``config`` offloads. Settings that the engine refuses are left out. Arguments
+    and errors are those of :func:`~zerolite.planning.make.plan`; an error is raised only if no setting can be planned.
     """
     loaded = load_config(config)
     rows: list[tuple[str, Plan]] = []
@@ -48,12 +51,15 @@ def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_s
                 refused.append((name, error))
 
     add(plain_settings(loaded))
+    add(replica_settings(loaded, world_size, options.get("nodes")))
     with_offload = offloads(loaded) or not any(made.fits for _, made in rows)
     if with_offload:
         add(offload_settings(loaded, options.get("device", "cuda")))
     if not rows:
         raise refused[0][1]
-    chosen = next((index for index, (_, made) in enumerate(rows) if made.fits), None)
+    fitting = [index for index, (_, made) in enumerate(rows) if made.fits]
+    seconds = [made.time.step if made.time is not None else math.inf for _, made in rows]
+    chosen = min(fitting, key=lambda index: seconds[index], default=None)  # the first of equals
     left_out = [*_left_out(refused), *([] if with_offload else [_NO_OFFLOAD])]
     return Comparison(rows=rows, chosen=chosen, left_out=left_out)
 
@@ -89,9 +95,22 @@ def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
 
 
 def plain_settings(config: ZeroliteConfig) -> list[Setting]:
-    """Return the settings without offload: stages 0 to 3."""
+    """Return the settings without offload and replicas: stages 0 to 3."""
     on_device = _devices(config, "none", "none")
-    return [Setting(f"stage {stage}", {"stage": stage, **on_device}) for stage in range(4)]
+    return [Setting(f"stage {stage}", {"stage": stage, **_ALL_RANKS, **on_device}) for stage in range(4)]
+
+
+def replica_settings(config: ZeroliteConfig, world_size: int, nodes: int | None) -> list[Setting]:
+    """Return stages 1 to 3 with a replica of the states in each node, or in as many ranks as ``config`` says.
+
+    There are none on one node, or where a node has one data-parallel rank.
+    """
+    own = config.zero_optimization.ranks_of_shards
+    ranks = own or world_size // ((nodes or 1) * config.tensor_parallel.ranks)
+    if (nodes or 1) == 1 or ranks <= 1 or config.pipeline.stages > 1:
+        return []
+    keys = {**_ALL_RANKS, "shard_size": ranks, **_devices(config, "none", "none")}
+    return [Setting(f"stage {stage}, replicas of {ranks}", {**keys, "stage": stage}) for stage in (1, 2, 3)]
 
 
 def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:

@@ -48,9 +48,12 @@ def _operators(names: str) -> set[Any]:
     return {getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found}
 
 
-_VIEWS = _operators(
+VIEWS = _operators(
     "view _unsafe_view as_strided detach alias permute expand unsqueeze t transpose.int select.int slice.Tensor"
 )
+UNREAD = _operators("new_empty empty_like new_empty_strided")
+"""Operators that read no values of their operands."""
+
 _LIFT = torch.ops.aten.lift_fresh.default  # the last operator of torch.tensor
 NUMBERS = _operators("linspace arange arange.start arange.start_step")
 """Operators whose results may have values, as the result of :data:`_LIFT` has. They are not cached."""
@@ -60,7 +63,7 @@ def cached_call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any],
     """Return the result of an operator from the cache, otherwise from ``run()``."""
     if func is _LIFT and type(args[0]) is torch.Tensor and args[0].device == _CPU and not args[0].numel():
         return _make(mode, _Tensor(args[0].shape, args[0].stride(), args[0].dtype))  # an empty tensor has no values
-    if func in _VIEWS and args and type(args[0]) is FakeTensor and _is_plain(args[0], mode):
+    if func in VIEWS and args and type(args[0]) is FakeTensor and _is_plain(args[0], mode):
         return _view(mode, func, args, kwargs)
     returns = _returns(func)
     # The default dtype is part of the key: it decides the result's dtype for Python numbers.

@@ -17,7 +17,7 @@ from zerolite.planning import shape_cache
 from zerolite.planning.fake_backend import DryFakeMode
 from zerolite.planning.training_step import STEP
 from zerolite.utils.accelerator import is_fake
-from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, LOCATIONS, OTHER, listeners
+from zerolite.utils.memory_tags import BUCKETS, DEVICE, DISK, GRADIENTS, HOST, ITEMS, LOCATIONS, OTHER, listeners
 from zerolite.utils.nested import find_tensors
 from zerolite.utils.torch_private import current_node, fake_mode, next_sequence_number, sequence_number
 
@@ -125,7 +125,7 @@ class MemoryTracker(TorchDispatchMode):
         phase: the current phase.
         items: bytes now, by location and item.
         nbytes: sums of ``items`` by location.
-        flops: FLOPs of forward and backward since :meth:`record`; None before it.
+        flops: FLOPs of forward and backward since :meth:`count_anew`; None before it.
     """
 
     def __init__(self, separate_memory: bool = True) -> None:
@@ -151,6 +151,7 @@ class MemoryTracker(TorchDispatchMode):
         self._events: list[tuple[str, int, str, str]] | None = None  # item, bytes, phase, module
         self._before: dict[str, int] = {}
         self.flops: Flops | None = None
+        self._passed = 0
 
     # ---------------------------------------------------------------- running
 
@@ -181,8 +182,10 @@ class MemoryTracker(TorchDispatchMode):
             out = shape_cache.cached_call(mode, func, args, given, lambda: func(*args, **given))
         else:
             out = func(*args, **given)
-        if self.flops is not None and self.phase != STEP:
-            self.flops.add(func, args, given, out)
+        if self.flops is not None:
+            self._passed += self._bytes_passed(func, args, given, out)
+            if self.phase != STEP:
+                self.flops.add(func, args, given, out)
         before = self.location
         if self._separate_memory and self.nbytes[HOST] + self.nbytes[DISK] and given.get("device") is None:
             self.location = self._location_of_result(args)
@@ -243,10 +246,30 @@ class MemoryTracker(TorchDispatchMode):
         self._peak, self._largest, self._host_peak = before
 
     def record(self) -> None:
-        """Start to record all changes, for :meth:`timeline`, and to count FLOPs of forward and backward."""
+        """Start to record all changes, for :meth:`timeline`."""
         self._report_last()
         self._events, self._before = [], self._on_device()
-        self.flops = Flops()
+
+    def count_anew(self) -> None:
+        """Start to count operations."""
+        self.flops, self._passed = Flops(), 0
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """FLOPs of forward and backward, and bytes that passes over buckets of gradients have read and written there,
+        since :meth:`count_anew`."""
+        flops = self.flops or Flops()
+        return flops.model + flops.recomputed, self._passed
+
+    def _bytes_passed(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+        """Return the bytes that an operator reads and writes, if it is a pass of the engine over gradients."""
+        if func in shape_cache.VIEWS or func in shape_cache.UNREAD:
+            return 0
+        tensors = {id(tensor): tensor for tensor in find_tensors((args, kwargs, out)) if tensor.layout is torch.strided}
+        tracked = [self._storages.get(id(tensor.untyped_storage())) for tensor in tensors.values()]
+        if not any(entry is not None and entry.item in (BUCKETS, GRADIENTS) for entry in tracked):
+            return 0
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def timeline(self, points: int = 1000) -> list[tuple[dict[str, int], str, str]]:
         """Return the memory of the device since :meth:`record` at some moments, as (bytes by item, phase, module).
