@@ -44,7 +44,8 @@ def wires(nodes: int, messages: bool = False, machine: Machine = MACHINE, data: 
         ("reduce_scatter", 4, "data", 2, False, 2.5e-6 + 2 * 2e-3, 0.75, True),
         ("all_reduce", 4, "data", 1, False, 6 * 2.5e-6, 1.5, False),
         ("all_gather", 2, "shard", 2, False, 2.5e-6, 0.5, False),
-        ("all_reduce", 2, "replicate", 2, False, 4e-3, 2.0, True),  # half of the node's bandwidth
+        ("all_reduce", 2, "replicate", 2, False, 2e-3 * 2, 2.0, True),  # half of the node's bandwidth
+        ("all_gather", 4, "data", 4, False, 2 * 2e-3, 0.75, True),  # a rank a node: PAT
         ("all_gather", 4, "data", 2, True, 2e-3, 1.0, True),  # two ranks send to two others, a quarter to each
         ("all_reduce", 4, "data", 2, True, 4e-3, 2.0, True),
         ("all_reduce", 2, "replicate", 2, True, 4e-3, 2.0, True),  # gloo's own ring
@@ -182,10 +183,11 @@ def test_a_comparison_of_nodes() -> None:
     batch = lambda: torch.ones(2, 64)  # noqa: E731
     made = compare(stack, small(0), 4, nodes=2, machine=MACHINE, batch=batch, device_memory=10**9)
     assert [name for name, _ in made.rows] == [
-        *(f"stage {stage}" for stage in range(4)), *(f"stage {stage}, replicas of 2" for stage in (1, 2, 3))
+        *(f"stage {stage}" for stage in range(4)), *(f"stage {stage}, replicas of 2" for stage in (1, 2, 3)),
+        "stage 3, parameters in 2",
     ]  # fmt: skip
     times = [one.time.step for _, one in made.rows if one.time is not None]
-    assert len(times) == 7 and made.chosen == times.index(min(times))
+    assert len(times) == 8 and made.chosen == times.index(min(times))
     text = render(made, Screen(120))
     assert "exposed" in text and "is the fastest that fits" in text
     assert json.loads(made.model_dump_json())["rows"][0][1]["time"]["step"] == times[0]

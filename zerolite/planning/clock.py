@@ -49,7 +49,7 @@ Event = Compute | Launch | Wait
 
 
 class Trace(Recorder):
-    """What the engine does, in order, by steps.
+    """Record of operations, launches and waits of an engine, in order, by steps.
 
     Attributes:
         steps: the events of each step.

@@ -16,7 +16,7 @@ from zerolite.planning.make import ConfigLike, plan
 from zerolite.planning.result import Comparison, Plan, RefusedError
 
 _LOCATIONS = {"cpu": "on the host", "nvme": "on disk"}
-_ALL_RANKS: dict[str, Any] = {"shard_size": None, "mics_shard_size": -1}
+_ALL_RANKS: dict[str, Any] = {"shard_size": None, "mics_shard_size": -1, "zero_hpz_partition_size": 1}
 _NO_OFFLOAD = (
     "Settings with offload are not planned, because others fit. To plan them, add offload_optimizer to the config."
 )
@@ -101,7 +101,8 @@ def plain_settings(config: ZeroliteConfig) -> list[Setting]:
 
 
 def replica_settings(config: ZeroliteConfig, world_size: int, nodes: int | None) -> list[Setting]:
-    """Return stages 1 to 3 with a replica of the states in each node, or in as many ranks as ``config`` says.
+    """Return stages 1 to 3 with a replica of the states in each node, or in as many ranks as ``config`` says, and
+    stage 3 with parameters divided there and states over all ranks.
 
     There are none on one node, or where a node has one data-parallel rank.
     """
@@ -109,8 +110,13 @@ def replica_settings(config: ZeroliteConfig, world_size: int, nodes: int | None)
     ranks = own or world_size // ((nodes or 1) * config.tensor_parallel.ranks)
     if (nodes or 1) == 1 or ranks <= 1 or config.pipeline.stages > 1:
         return []
-    keys = {**_ALL_RANKS, "shard_size": ranks, **_devices(config, "none", "none")}
-    return [Setting(f"stage {stage}, replicas of {ranks}", {**keys, "stage": stage}) for stage in (1, 2, 3)]
+    keys = {**_ALL_RANKS, **_devices(config, "none", "none")}
+    replicas = [
+        Setting(f"stage {stage}, replicas of {ranks}", {**keys, "stage": stage, "shard_size": ranks})
+        for stage in (1, 2, 3)
+    ]
+    parts = {**keys, "stage": 3, "zero_hpz_partition_size": ranks}
+    return [*replicas, Setting(f"stage 3, parameters in {ranks}", parts)]
 
 
 def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:

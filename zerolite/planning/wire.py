@@ -51,7 +51,8 @@ class Wires:
 
         NCCL (n ranks on m nodes, P bytes of full tensors, B the bandwidth of the slowest link of the ring, a and b the
         latencies of a hop within a node and between nodes): gather and reduce-scatter are rings, (n - 1) / n P / B and
-        n - 1 hops, of which the longest way crosses m (none for m = 1). An all-reduce is the faster of twice that and
+        n - 1 hops, of which the longest way crosses m (none for m = 1); with one rank a node NCCL from 2.23 on takes
+        PAT, of log2(n) hops. An all-reduce is the faster of twice that and
         of a tree, 2 P / B and 2 ((n / m - 1) a + log2(m) b). (Bandwidths: nccl-tests, doc/PERFORMANCE.md. Hops: NCCL,
         src/graph/tuning.cc.)
 
@@ -67,6 +68,8 @@ class Wires:
         hop, within = MICRO * self._machine.latency, MICRO * LATENCY_WITHIN
         crossed = min(nodes, ranks - 1) if nodes > 1 else 0  # links between nodes on the longest way of a part
         ring = within * (ranks - 1 - crossed) + hop * crossed
+        if nodes == ranks and not self.messages:
+            ring = hop * math.ceil(math.log2(nodes))
         own_ring = not self.messages or op == "all_reduce" and (numel % ranks or ranks == 2 and not half)
         if op in ("send", "receive", "broadcast"):
             latency, transfer = ring if op == "broadcast" else max(hop if nodes > 1 else 0, within), float(nbytes)
