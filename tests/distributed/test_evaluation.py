@@ -14,12 +14,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import zerolite
-from tests.cli.example_cases import load
-from tests.toolkit import models, reference
+from tests.toolkit import models
 from tests.toolkit.compare import from_all_ranks
-from tests.toolkit.configs import SGD, config
+from tests.toolkit.configs import config
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, raised, run_steps, snapshot, train_engine
+from tests.toolkit.training import make_engine, raised, run_steps, snapshot
 from zerolite.data.dataloader import EpochSampler
 
 
@@ -235,21 +234,3 @@ def test_training_on_data_equals_plain_training(drop_last: bool, stage: int) -> 
         micro += [kept[start : start + size * world] for start in range(0, len(kept), size * world)]
     assert gathered == micro[: updates * accumulation]
     assert len(engine.dataloader) == len(micro) // len(passes)
-
-
-# -------------------------------------------------------------------- batch norm over all ranks
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_statistics_of_all_ranks_equal_those_of_the_joint_batch(stage: int) -> None:
-    """With the layer of examples/digits; torch's own, which needs CUDA, is in tests/gpu/test_sync_batchnorm.py."""
-    joint_norm = load("digits", "batch_norm").JointBatchNorm2d
-    model, plain = models.build(models.ConvNet), models.build(models.ConvNet)
-    model.first_norm, model.second_norm = joint_norm(5), joint_norm(7)
-    found = train_engine(zerolite.initialize(model, config(stage)), "ConvNet", 4)
-    batches = [[[models.image_batch(step, 0, rank) for rank in range(2)]] for step in range(4)]
-    wanted = reference.train(plain, models.square_loss, batches, "fp32", SGD)
-    assert found["norms"] == pytest.approx(wanted.norms, rel=1e-4)
-    state = {**found["parameters"], **dict(model.named_buffers())}
-    torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-6)

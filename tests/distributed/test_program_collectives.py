@@ -15,26 +15,9 @@ from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.models import build
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.traffic import MeanOfRanks, mean_of_ranks
 from tests.toolkit.training import snapshot
 from tests.toolkit.transports import transport
-
-
-class _MeanOfRanks(torch.autograd.Function):
-    """The mean over ranks, and over the ranks' gradients in backward, on torch's default group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_too: bool) -> Tensor:
-        return _mean(x) if forward_too else x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mean(gradient), None
-
-
-def _mean(x: Tensor) -> Tensor:
-    x = x.contiguous().clone()
-    dist.all_reduce(x)
-    return x / dist.get_world_size()
 
 
 class Detector(nn.Module):
@@ -48,7 +31,7 @@ class Detector(nn.Module):
 
     def forward(self, x: Tensor, used: int) -> Tensor:
         for layer in self.backbone:
-            x = _MeanOfRanks.apply(layer(x).tanh(), self.forward_too)
+            x = MeanOfRanks.apply(layer(x).tanh(), self.forward_too)
         return sum((head(x).square().mean() for head in self.heads[:used]), x.square().mean())
 
 
@@ -125,7 +108,7 @@ def test_a_program_that_communicates_outside_of_backward(stage: int) -> None:
     engine = zerolite.initialize(build(Mean), config(stage))
     for step in range(3):
         loss = engine(torch.ones(2, 8) * (step + dist.get_rank()))
-        _mean(loss.detach())
+        mean_of_ranks(loss.detach())
         engine.backward(loss)
         dist.barrier()
         engine.step()
@@ -139,7 +122,7 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x).square().mean()
-        _mean(y.detach())
+        mean_of_ranks(y.detach())
         return y
 
 
@@ -181,7 +164,7 @@ def test_two_engines_in_one_backward(stages: str, name: str, by_call: bool) -> N
         losses(plain, step).backward()
         for parameter in (p for model in plain for p in model.parameters()):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = _mean(gradient)
+            parameter.grad = mean_of_ranks(gradient)
         optimizer.step()
     for ours, model in zip(trained, plain, strict=True):
         assert_same_bits(ours, dict(model.named_parameters()), "plain")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +16,24 @@ from tests.toolkit import models
 
 def plain_calls(recorder: Any) -> list[tuple[str, int, str, int, str]]:
     return [(call.op, call.numel, str(call.dtype), call.nbytes, call.tag) for call in recorder.calls]
+
+
+def mean_of_ranks(x: Tensor) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x)
+    return x / dist.get_world_size()
+
+
+class MeanOfRanks(torch.autograd.Function):
+    """The mean over ranks, and over the ranks' gradients in backward, on torch's default group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_too: bool) -> Tensor:
+        return mean_of_ranks(x) if forward_too else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return mean_of_ranks(gradient), None
 
 
 class Tower(nn.Module):

@@ -14,6 +14,7 @@ from torch.nn.utils.prune import l1_unstructured
 
 from tests.toolkit import models
 from tests.toolkit.drop_in import Run, between, case, each_step
+from tests.toolkit.traffic import MeanOfRanks
 
 UNUSED = {"find_unused_parameters": True}
 
@@ -55,23 +56,9 @@ def unused_parameters(run: Run) -> None:
     run.train(4)
 
 
-class MeanOfRanks(torch.autograd.Function):
-    """The mean over ranks, of gradients too, on torch's default group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x / dist.get_world_size()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return MeanOfRanks.forward(ctx, gradient)
-
-
 class Synchronized(models.Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(MeanOfRanks.apply(torch.tanh(self.first(x))))
+        return self.second(MeanOfRanks.apply(torch.tanh(self.first(x)), True))
 
 
 @case("collectives of the model's own")
