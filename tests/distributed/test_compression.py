@@ -105,7 +105,7 @@ def test_a_number_that_is_not_finite_arrives_on_all_ranks(bad: float) -> None:
 @on_ranks(2)
 def test_errors_are_fed_back_by_bucket_and_forgotten_in_time() -> None:
     comm = create_communicator(CPU)
-    compression, plain = Compression(comm, ErrorFeedback(0.5, reset_every=3)), Compression(comm)
+    compression, plain = Compression(comm, ErrorFeedback(0.5, reset_T=3)), Compression(comm)
     values = values_of(comm.rank, 2 * 1000, salt=4)
     once = plain.reduce_scatter(values.clone(), "gradients", key=1).wait()
     exact = sum(comm.shard(values_of(rank, 2 * 1000, salt=4)) for rank in range(2))

@@ -306,14 +306,16 @@ class TwoDtypes(nn.Module):
         return self.second(torch.tanh(self.first(x)).bfloat16()).float()
 
 
-def example_gpt(layers: int = 2, width: int = 10, heads: int = 2) -> nn.Module:
+def example_gpt(
+    layers: int = 2, width: int = 10, heads: int = 2, context: int = 8, vocabulary: int = VOCABULARY
+) -> nn.Module:
     """The GPT of examples/gpt, tiny."""
     path = ROOT / "examples" / "gpt" / "model.py"
     spec = importlib.util.spec_from_file_location("example_gpt_model", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sizes = {"context": 8, "layers": layers, "heads": heads, "width": width, "vocabulary": VOCABULARY}
+    sizes = {"context": context, "layers": layers, "heads": heads, "width": width, "vocabulary": vocabulary}
     model: nn.Module = module.GPT(module.GPTConfig(**sizes))
     return model
 

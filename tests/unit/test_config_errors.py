@@ -118,6 +118,13 @@ SAFE, DISK = {**ON, SAFE_KEY: ["a"]}, {"device": "nvme"}
 HOST, SEQUENCES = zero(2, offload_optimizer={"device": "cpu"}), {"size": 2, "sequence_parallel": True}
 # (key that is named, configuration, what its sentence says)
 CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "zero_optimization.zero_quantized_weights",
+        zero(3, zero_quantized_weights=True),
+        "needs .*zero_hpz_partition_size",
+    ),
+    ("zero_optimization.zero_quantized_gradients", zero(3, zero_quantized_gradients=True), "traffic between sets"),
+    ("zero_optimization.zeropp_loco_param", zero(3, shard_size=2, zeropp_loco_param={"reset_T": 9}), "errors it feeds"),
     ("fp16.enabled", {"fp16": ON, "bf16": ON}, "bf16.enabled"),
     ("fp16.enabled", {"fp16": ON, "torch_autocast": ON}, "torch_autocast.enabled"),
     ("bf16.enabled", {"bf16": ON, "torch_autocast": ON}, "torch_autocast.enabled"),
@@ -177,7 +184,7 @@ def test_a_wrong_value_causes_no_second_error() -> None:
     offload = {"offload_optimizer": {"device": "disk", "ratio": 0.5}, "offload_param": {"device": "cpu"}}
     for source, wrong in (
         ({"bf16": states}, ["bf16.bf16_master_weights_and_grads"]),
-        (zero("three", reduce_scatter=False, zero_quantized_weights=False), ["zero_optimization.stage"]),
+        (zero("three", reduce_scatter=False, legacy_stage1=False), ["zero_optimization.stage"]),
         (zero(9, **offload), ["zero_optimization.stage", "zero_optimization.offload_optimizer.device"]),
         ({"bf16": {"enabled": "yes"}, "data_types": {"grad_accum_dtype": "bf16"}}, ["bf16.enabled"]),
     ):

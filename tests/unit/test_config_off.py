@@ -63,6 +63,8 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str]] = [
     ("leaf_modules", zero(stage=1, leaf_modules=["*Block"]), "the stage is 1"),
     ("leaf_module", zero(stage=1, leaf_module={"names": ["a"]}), "the stage is 1"),
     ("zero_hpz_partition_size", zero(stage=2, zero_hpz_partition_size=8), "the stage is 2"),
+    ("zero_quantized_weights", zero(stage=3, shard_size=8, zero_quantized_weights=True), "no updated values travel"),
+    ("zero_quantized_gradients", zero(stage=2, zero_quantized_gradients=True), "between the sets of ranks of"),
     ("allgather_partitions", zero(stage=2, allgather_partitions=False), "always all-gathered"),
 ]
 
@@ -99,7 +101,7 @@ def test_infinitely_many_steps_per_print_are_never() -> None:
 
 def test_features_of_stage_3_that_do_not_exist_are_errors_there() -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
-        load_config(zero(stage=3, zero_quantized_weights=True))
+        load_config(zero(stage=3, zero_quantized_nontrainable_weights=True))
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,19 @@ def _replicas(config: ZeroliteConfig) -> Found:
             f"expected the value of its other name, zero_optimization.shard_size = {zero.shard_size}, got "
             f"{zero.mics_shard_size}; leave one of the two out",
         )
+    if zero.feeds_errors_back and not zero.zero_quantized_gradients:
+        yield (
+            "zero_optimization.zeropp_loco_param zero_optimization.zero_quantized_gradients",
+            "expected zero_optimization.zero_quantized_gradients = true beside it, whose errors it feeds back, got "
+            "false; set both or neither",
+        )
+    for name in ("zero_quantized_weights", "zero_quantized_gradients") if zero.ranks_of_shards is None else ():
+        if getattr(zero, name) and zero.stage == 3:
+            yield (
+                f"zero_optimization.{name} zero_optimization.stage",
+                "expected false, got true: it needs zero_optimization.shard_size or zero_hpz_partition_size, because "
+                "only traffic between sets of ranks is compressed; set one of them to the ranks of a node",
+            )
     if not zero.is_hierarchical:
         return
     key, size = "zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size

@@ -106,10 +106,9 @@ UNSUPPORTED: dict[str, Key] = {
     **_keys(
         STAGE_3,
         "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential pipeline_loading_checkpoint "
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
         "zero_optimization.",
     ),
-    "zero_optimization.zeropp_loco_param": Key((False, {})),
     "zero_optimization.mics_hierarchical_params_gather": Key(
         ignored="gathers stay among the ranks of shard_size, and NCCL knows which of them share a host"
     ),

@@ -63,6 +63,12 @@ def _find(zero: ZeroConfig) -> Iterator[_Found]:
         name = "shard_size" if zero.shard_size else "mics_shard_size"
         sentence = f"got {zero.ranks_of_shards}, and at stage 0 every rank keeps all states"
         yield name, sentence, {"shard_size": None, "mics_shard_size": -1}
+    if zero.zero_quantized_weights and not zero.is_hierarchical:
+        sentence = "got true, and no updated values travel between sets of ranks without zero_hpz_partition_size"
+        yield "zero_quantized_weights", sentence, {"zero_quantized_weights": False}
+    if zero.zero_quantized_gradients and (stage == 0 or zero.ranks_of_shards is None):
+        sentence = "got true, and gradients are compressed between the sets of ranks of shard_size alone"
+        yield "zero_quantized_gradients", sentence, {"zero_quantized_gradients": False}
     if stage == 0 and not zero.reduce_scatter:
         yield "reduce_scatter", "got false, and at stage 0 gradients are always all-reduced", {}
     if stage == 3 and not zero.reduce_scatter:

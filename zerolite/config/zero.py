@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, field_validator
 
 from .offload import SUB_GROUP_SIZE, OffloadOptimizerConfig, OffloadParamConfig
-from .values import NULL_IS_DEFAULT, Block, Bool, Count, Integer, Natural, Texts
+from .values import NULL_IS_DEFAULT, Block, Bool, Count, Integer, Natural, NotNegative, Texts
 
 AUTO_GRANULARITY = 1_048_576
 """Elements up to which a module is gathered as one unit if the configuration leaves the choice to zerolite."""
@@ -22,6 +22,16 @@ class LeafModuleConfig(Block):
     """Qualified names in the model, exactly, such as `model.layers.0.mlp`."""
     name_suffixes: Texts = ()
     """Ends of qualified names, such as `mlp.experts`."""
+
+
+class LocoConfig(Block):
+    """Error feedback (LoCo): the part of a gradient that is lost in 4 bits is added to later ones. On if a key is
+    given."""
+
+    err_beta: Annotated[NotNegative, Field(le=1)] | None = None
+    """Weight of earlier errors in the moving average that is added. null: 0.8."""
+    reset_T: Count | None = None
+    """Reductions of a bucket after which its average begins anew. null: 1024."""
 
 
 class ZeroConfig(Block):
@@ -42,6 +52,13 @@ class ZeroConfig(Block):
     among them. All ranks divide gradients, masters and optimizer states, and exchange updated values once a step. A
     divisor of the number of data-parallel ranks; 1 or 0: all of them divide everything. (See
     [many nodes](many-nodes.md).)"""
+    zero_quantized_weights: Bool = False
+    """With `zero_hpz_partition_size`: send updated values between sets of ranks with 8 bits an element. The owner of a
+    master keeps it exact. (See [many nodes](many-nodes.md#8-and-4-bits-between-nodes).)"""
+    zero_quantized_gradients: Bool = False
+    """With `shard_size` or `zero_hpz_partition_size`: send gradients between sets of ranks with 4 bits an element, and
+    add them in fp32."""
+    zeropp_loco_param: LocoConfig = LocoConfig()
     reduce_bucket_size: Count | None = None
     """Elements in a bucket, which one collective reduces or gathers. null or `"auto"`: the larger of 40 M and 1 M for
     each data-parallel rank; at most an eighth of the model, at least 4 Mi."""
@@ -113,6 +130,11 @@ class ZeroConfig(Block):
         None for all ranks."""
         hierarchical = self.zero_hpz_partition_size if self.is_hierarchical else None
         return self.shard_size or max(0, self.mics_shard_size) or hierarchical
+
+    @property
+    def feeds_errors_back(self) -> bool:
+        """True if a key of `zeropp_loco_param` is given."""
+        return self.zeropp_loco_param != LocoConfig()
 
     @property
     def key_of_sets(self) -> str:

@@ -36,6 +36,7 @@ from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.backward import Backward
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.compression import ErrorFeedback
 from zerolite.zero.engine_parts import EngineParts, ModuleCall
 from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.groups import RankGroups
@@ -97,7 +98,13 @@ class PartsBuilder:
         )
         self._ties = {} if pipe_stage is None else {id(tie.parameter): tie for tie in pipe_stage.ties}
         self._chunks = 1 if pipe_stage is None else len(pipe_stage.chunks)  # each has its own backward
-        self._groups = RankGroups.of(topology, self.policy, config.zero_optimization.is_hierarchical)
+        zero = config.zero_optimization
+        self._groups = RankGroups.of(topology, self.policy, zero.is_hierarchical)
+        if zero.zero_quantized_weights or zero.zero_quantized_gradients:
+            feedback = None
+            if zero.feeds_errors_back:
+                feedback = ErrorFeedback(**zero.zeropp_loco_param.model_dump(exclude_none=True))
+            self._groups.compress(zero.zero_quantized_weights, zero.zero_quantized_gradients, feedback)
         self._observers = Observers()
         self.shared_grads: SharedGradReducer | None = None
 

@@ -26,7 +26,7 @@ from zerolite.comm import Pending
 from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import sync_master_from_param_
-from zerolite.utils.memory_tags import BUCKETS, DEVICE, GRADIENTS, MASTERS, tag_memory
+from zerolite.utils.memory_tags import BUCKETS, COMPUTE, DEVICE, GRADIENTS, MASTERS, tag_memory
 from zerolite.utils.torch_private import as_plain_tensors, refuse_pointers, storage_users
 from zerolite.zero.flat import copy_assigned_data, dense_strides
 from zerolite.zero.gradient_memory import GradientDtypes
@@ -67,7 +67,8 @@ class Bucket:
         is_sharded: this rank updates its shard of the bucket, and keeps that shard of the mean gradient; False: all.
         compute: compute parameters: the full bucket [numel], of which every parameter's ``data`` is a view; at stage 3
             this rank's row of it, of which every ``ds_tensor`` is a view.
-        owned: the range of ``compute`` that this rank updates, a view.
+        owned: the range of ``compute`` that this rank updates, a view; memory of its own if gathers round values, where
+            ``compute`` has what has arrived, and ``owned`` what the masters round to.
         master: master weights of this range; ``owned`` itself, at no cost, if the dtypes are equal.
         separate: the masters have memory of their own, at ``placement``.
         shards: the parts of the parameters as the optimizer sees them.
@@ -121,7 +122,10 @@ class Bucket:
         self.placement, self.compute_placement = placements.optimizer_placement(layout.index), compute_placement
         self.updates_on_host = self.placement.location != DEVICE
         self.compute, self.device = compute, placements.device
-        self.owned = buffer.owned_range(layout, compute)
+        self.owned = self._range = buffer.owned_range(layout, compute)
+        self._rounding = memory.groups.compression if memory.groups.rounds_values else None
+        if self._rounding is not None:
+            self.owned = tag_memory(torch.zeros_like(self._range), COMPUTE)
         self.separate = master_dtype != compute.dtype
         self.master = self.owned
         if self.separate:
@@ -403,6 +407,8 @@ class Bucket:
         """
         if self.separate and not rounded:
             self.owned.copy_(self.master)
+        if self._rounding is not None:
+            self._range.copy_(self.owned)
         # The bucket was written. Parameters are views of it with version counters of their own, which have not changed.
         # With a new version autograd refuses a second backward through a graph from before the step. Without it that
         # backward would silently use the new weights.
@@ -414,6 +420,23 @@ class Bucket:
             self.gathering = updated.all_gather(self.compute, "parameters", self.index + 1)
 
     @torch.no_grad()
+    def collect_written(self) -> bool:
+        """Copy values that the user has written into the compute parameters to ``owned``, where that has memory of its
+        own; called between updates. Return True if some were.
+
+        An element was written if it is not what arrives of ``owned``.
+        """
+        if self._rounding is None:
+            return False
+        assert self.gathering is None, "the values are still on their way"
+        bits = torch.int32 if self.owned.dtype == torch.float32 else torch.int16
+        written = self._range.view(bits) != self._rounding.as_sent(self.owned).view(bits)
+        if self.device.type == "cpu" and not bool(written.any()):
+            return False
+        self.owned.copy_(torch.where(written, self._range, self.owned))
+        return True
+
+    @torch.no_grad()
     def sync_master_from_param(self) -> list[torch.Tensor]:
         """Copy values that the user has written into the compute parameters to the masters. Return the master if it
         was written.
@@ -421,12 +444,16 @@ class Bucket:
         An element was written if it is not what its master rounds to. zerolite's kernels do this while they update.
         """
         master = self.master
-        written = self.separate and sync_master_from_param_(master, self.owned.to(master.device))
+        collected = self.collect_written()
+        if not self.separate:
+            return [master] if collected else []
+        written = sync_master_from_param_(master, self.owned.to(master.device))
         return [master] if written else []
 
     @torch.no_grad()
     def copy_to_master(self, indices: Collection[int]) -> list[torch.Tensor]:
         """Copy the compute parameters of these indices to the masters, also where a master rounds to the same value.
         Return the parts of the master that were written."""
+        self.collect_written()
         chosen = [f for f in self.fragments if f.slot.index in indices] if self.separate else []
         return [self.master_view(f).copy_(self.view_of(f, self.owned)) for f in chosen]

@@ -177,6 +177,7 @@ class PartitionedParameterBuffer(ParameterBuffer):
                 bucket.master_view(fragment).copy_(shard)
             for slot, sharded_param in sharded_params.items():
                 sharded_param.move_shard(compute.narrow(0, slot.start, slot.part), placement)
+            bucket.collect_written()
             self.buckets.append(bucket)
 
     def _choose_placements(self) -> list[Placement]:

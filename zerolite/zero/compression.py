@@ -30,11 +30,11 @@ class ErrorFeedback:
 
     Attributes:
         err_beta: weight of the earlier errors in their moving average.
-        reset_every: reductions of a bucket after which its error is forgotten.
+        reset_T: reductions of a bucket after which its error is forgotten.
     """
 
     err_beta: float = 0.8
-    reset_every: int = 1024
+    reset_T: int = 1024
 
 
 class Compression:
@@ -108,14 +108,21 @@ class Compression:
             summed.advance()
         return summed
 
+    def as_sent(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what arrives of ``values``, a part that :meth:`all_gather` sends."""
+        packed, arrived = _rows(1, values.numel(), VALUE_BITS, values), torch.empty_like(values)
+        quantize(values, packed, VALUE_BITS)
+        dequantize(packed, arrived, VALUE_BITS)
+        return arrived
+
     def _error(self, key: int, values: torch.Tensor) -> torch.Tensor | None:
-        """Return the error of a bucket, zeros for a new one and after ``reset_every`` reductions."""
+        """Return the error of a bucket, zeros for a new one and after ``reset_T`` reductions."""
         if self._feedback is None:
             return None
         error, count = self._errors.get(key, (None, 0))
         if error is None or error.numel() != values.numel():
             error, count = tag_memory(torch.zeros_like(values, dtype=torch.bfloat16), GRADIENTS), 0
-        elif count == self._feedback.reset_every:
+        elif count == self._feedback.reset_T:
             error.zero_()
             count = 0
         self._errors[key] = error, count + 1

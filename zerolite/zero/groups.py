@@ -26,6 +26,7 @@ import torch
 from zerolite.comm import Chained, Communicator, Pending, Topology, collective, done, second_communicator
 from zerolite.comm.communicator import empty
 from zerolite.utils.dtypes import HALF
+from zerolite.zero.compression import Compression, ErrorFeedback
 from zerolite.zero.stages import StagePolicy
 
 
@@ -43,6 +44,8 @@ class RankGroups:
         agree: all ranks of the job. They decide together whether a step is skipped, and raise errors together.
         is_first_replica: this rank's part of the parameters counts where replicas count once.
         is_first_owner: so does its part of the states, in norms and in checkpoints.
+        compression: carries what goes over ``replicate`` in few bits; None if nothing does.
+        rounds_values: gathers after an update round what they send, so the owner of a value keeps it elsewhere.
         reduce_scatter: sums a bucket over ``shard`` and ``replicate``, with the arguments and the result of
             :meth:`Communicator.reduce_scatter`. All ranks wait for their results in the order of the launches.
     """
@@ -54,12 +57,14 @@ class RankGroups:
         mean: Communicator,
         agree: Communicator,
         states: Communicator,
-        updated: Communicator | None,
+        updated: Communicator | Compression | None,
     ) -> None:
         self.shard, self.replicate, self.mean, self.agree = shard, replicate, mean, agree
         self.states, self.updated = states, updated
         self.is_first_replica = replicate is None or replicate.rank == 0
         self.is_first_owner = self.is_first_replica or states is not shard
+        self.compression: Compression | None = None
+        self.rounds_values = False
         # Without replicas nothing stands between a bucket and its communicator.
         self.reduce_scatter: Callable[[torch.Tensor, str, float, torch.dtype, int], Pending] = shard.reduce_scatter
         if replicate is not None:
@@ -82,6 +87,18 @@ class RankGroups:
             return cls(shard, replicate, data, topology.world, states=data, updated=replicate)
         updated = None if policy.shard_parameters else shard
         return cls(shard, replicate, data, topology.world, states=shard, updated=updated)
+
+    def compress(self, values: bool, gradients: bool, feedback: ErrorFeedback | None) -> None:
+        """Send updated values, or gradients, in few bits between the sets of ranks."""
+        if self.replicate is None:
+            return
+        self.compression = Compression(self.replicate, feedback)
+        if gradients:
+            hop = self.compression
+            second = hop.all_reduce if self.states is self.shard else hop.reduce_scatter
+            self.reduce_scatter = functools.partial(_reduce_in_two_hops, self.shard, second)
+        if values and self.updated is self.replicate:
+            self.updated, self.rounds_values = self.compression, True
 
     @classmethod
     def over(cls, comm: Communicator) -> RankGroups:

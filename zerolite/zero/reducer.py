@@ -32,6 +32,7 @@ import torch
 from zerolite.comm import collective
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.utils.accelerator import host_values
+from zerolite.utils.memory_tags import GRADIENTS
 from zerolite.utils.torch_private import after_backward
 from zerolite.zero.backward import GradientHooks, coordinators
 from zerolite.zero.bucket import Bucket, BucketState
@@ -439,6 +440,8 @@ class Reducer:
         """Yield (item of the memory report, tensor) for the tensors that are kept here now, small ones left out."""
         for bucket in self.buffer.buckets:
             yield from bucket.memory()
+        if self.groups.compression is not None:
+            yield from ((GRADIENTS, error) for error in self.groups.compression.memory())
         yield from self._memory.unused()
 
     # ---------------------------------------------------------------- mean gradients

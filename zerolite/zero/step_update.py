@@ -133,6 +133,10 @@ class StepUpdate:
     def _update_all(self, inputs: UpdateInputs, gather: bool) -> None:
         syncs = gather and self._method.syncs_masters
         gatherer = self.param_gatherer
+        if self.buffer.gradient_memory.groups.rounds_values:
+            gatherer.wait_all()
+            for bucket in self.buffer.buckets:
+                bucket.collect_written()
         for spans in self._in_place:
             if gatherer.pending:  # a gather of the step before may still send what this update writes
                 gatherer.wait([span.bucket for span in spans])

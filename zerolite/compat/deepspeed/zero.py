@@ -34,7 +34,7 @@ _UNSUPPORTED = {
     "data_parallel_group": "parameters are partitioned over all data-parallel ranks",
     "zero_param_parallel_group": "parameters are partitioned over all data-parallel ranks",
     "sequence_data_parallel_group": "parameters are partitioned over all data-parallel ranks",
-    "zero_quantized_weights": "weights are gathered in their own dtype",
+    "zero_quantized_weights": "it is set in the config",
     "zero_quantized_nontrainable_weights": "weights are gathered in their own dtype",
 }
 _WITHOUT_EFFECT = ("mem_efficient_linear", "pin_memory", "param_swapper")

@@ -1,0 +1,197 @@
+"""Training whose traffic between sets of two ranks has few bits: equal bits on all ranks, exact masters, the bytes of
+the paper, and a loss as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from tests.checkpoint.runs import keep, kept
+from tests.toolkit import models
+from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
+from tests.toolkit.configs import ADAMW, at, dynamic_fp16
+from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import make_engine, run_steps, snapshot
+from zerolite.ops.call import QUANT_BLOCK
+from zerolite.zero import GatheredParameters
+
+ROWS, PAIRS = {"zero_hpz_partition_size": 2}, {"shard_size": 2}
+WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+LOCO = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
+ALL = {**WEIGHTS, **GRADIENTS, **LOCO}
+CASES = {
+    "weights": ("3 tight", {**ROWS, **WEIGHTS}),
+    "gradients": ("3 tight", {**ROWS, **GRADIENTS}),
+    "all": ("3 moving", {**ROWS, **ALL}),
+    "replicas 1": ("1", {**PAIRS, **GRADIENTS}),
+    "replicas 2": ("2", {**PAIRS, **GRADIENTS, **LOCO}),
+    "replicas 3": ("3 tight", {**PAIRS, **GRADIENTS}),
+}
+
+
+@pytest.mark.fast("4-all-bf16", "4-replicas 1-fp32")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(4)
+def test_ranks_stay_equal_and_near_uncompressed_training(case: str, precision: str) -> None:
+    stage, zero = CASES[case]
+    losses, weights = {}, {}
+    for name, of in (("plain", {k: v for k, v in zero.items() if k in (*ROWS, *PAIRS)}), ("compressed", zero)):
+        engine = make_engine(at(stage, precision, 2, CLIP, ADAMW, zero=of))
+        losses[name] = run_steps(engine, 4, model="OddModel")
+        weights[name] = snapshot(engine)
+        assert_same_on_ranks(weights[name])
+    assert losses["compressed"] != losses["plain"]
+    torch.testing.assert_close(losses["compressed"], losses["plain"], rtol=0.05, atol=0.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(4)
+def test_owners_keep_exact_masters_and_take_over_what_users_write(precision: str) -> None:
+    """A parameter is within half a step of its master. A value that nobody writes is no write, and one that somebody
+    writes becomes the master's."""
+    engine = make_engine(at("3 tight", precision, 1, 0.0, ("SGD", {"lr": 0.0}), zero={**ROWS, **WEIGHTS}), "Mlp")
+    run_steps(engine, 1)
+    names = [name for name, _ in engine.module.named_parameters()]
+    masters = dict(zip(names, zerolite.get_full_master(list(engine.module.parameters())), strict=True))
+    begin = {name: p.detach() for name, p in models.build(models.Mlp).named_parameters()}
+    assert_same_bits(masters, begin, "masters")
+    rounding = 2.0**-8 if precision == "bf16" else 2.0**-20  # of what is sent, and of what arrives
+    bound = float(max(m.abs().max() for m in masters.values())) * (1 / 127 / 2 + rounding)
+    for name, value in snapshot(engine).items():
+        assert float((value.float() - masters[name]).abs().max()) <= bound, name
+    run_steps(engine, 2, 1)
+    again = dict(zip(names, zerolite.get_full_master(list(engine.module.parameters())), strict=True))
+    assert_same_bits(again, masters, "masters")
+    first = next(iter(engine.module.parameters()))
+    with GatheredParameters([first], modifier_rank=0):
+        if engine.rank == 0:
+            first.data.fill_(0.375)
+    run_steps(engine, 1, 3)
+    assert torch.equal(zerolite.get_full_master(first), torch.full(first.ds_shape, 0.375))
+    assert_same_on_ranks(snapshot(engine))
+
+
+@on_ranks(4)
+def test_a_rank_with_nan_skips_the_step_of_all() -> None:
+    engine = make_engine(at("3 tight", "fp16", 1, CLIP, ADAMW, zero={**ROWS, **ALL}, fp16=dynamic_fp16()), "Mlp")
+    run_steps(engine, 1)
+    before = snapshot(engine)
+    x, y = models.float_batch(9, 0, engine.rank)
+    engine.backward(nn.functional.mse_loss(engine(x.half()), y.half()) * (torch.nan if engine.rank == 1 else 1.0))
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert_same_bits(snapshot(engine), before, "weights")
+    losses = run_steps(engine, 2, 2)
+    assert all(loss == loss for loss in losses)
+    assert_same_on_ranks(snapshot(engine))
+
+
+def save(directory: Path, steps: int) -> None:
+    engine = make_engine(at("3 moving", "bf16", 1, CLIP, ADAMW, zero={**ROWS, **WEIGHTS}))
+    run_steps(engine, steps, model="OddModel")
+    engine.save_checkpoint(directory)
+    run_steps(engine, 2, steps, model="OddModel")
+    keep(directory, weights=snapshot(engine))
+
+
+def load(directory: Path, steps: int) -> None:
+    engine = make_engine(at("3 moving", "bf16", 1, CLIP, ADAMW, zero={**ROWS, **WEIGHTS}))
+    engine.load_checkpoint(directory)
+    run_steps(engine, 2, steps, model="OddModel")
+    assert_same_bits(snapshot(engine), kept(directory)["weights"], "weights")
+
+
+def test_a_job_that_goes_on_has_the_bits_of_one_that_went_through(pools: Pools, tmp_path: Path) -> None:
+    for run in (save, load):
+        pools(4).run(run, {"directory": tmp_path, "steps": 3})
+
+
+class Wide(nn.Module):
+    """Two matrices, so large that neither padding nor scales of small tensors count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def bytes_between_sets(zero: dict[str, Any]) -> dict[str, int]:
+    """Bytes of a step that leave the node of two ranks, by tag: of stage 3 over all ranks everything that does."""
+    torch.manual_seed(0)
+    moving = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    engine = zerolite.initialize(
+        Wide(),
+        {
+            "bf16": {"enabled": True},
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {**moving, **zero},
+        },
+    )
+    for _ in range(2):
+        with zerolite.comm.record() as recorder:
+            engine.backward(engine(torch.randn(1, 512).bfloat16()))
+            engine.step()
+    far = [call for call in recorder.calls if call.dimension == "replicate" or (not zero and call.tag != "stats")]
+    return {tag: sum(call.nbytes for call in far if call.tag == tag) for tag in ("parameters", "gradients")}
+
+
+@on_ranks(4)
+def test_a_quarter_of_the_bytes_travels_between_nodes() -> None:
+    """ZeRO++'s figures: 2 M of gathers and M of gradients without sets, M / 2 and M / 4 with all three keys, beside a
+    64th of a byte of scales for each element. (M: the 2 bytes of all elements. Of a set's part each rank sends the
+    rest of a ring, which is the same share everywhere.)"""
+    elements = 2 * 512 * 512
+    plain, compressed = bytes_between_sets({}), bytes_between_sets({**ROWS, **ALL})
+    assert plain == {"parameters": 2 * 2 * elements, "gradients": 2 * elements}
+    part, scales = elements // 2, elements // 2 // QUANT_BLOCK * 4  # of each of the two ranks of a set
+    assert compressed == {"parameters": part + scales, "gradients": part // 2 + scales}
+    ratio = sum(plain.values()) / (2 * sum(compressed.values()))
+    assert 3.8 < ratio < 4.0
+
+
+def final_loss(zero: dict[str, Any], steps: int) -> float:
+    """The mean loss of all ranks in the last twenty steps of a small GPT on the text of the documentation."""
+    torch.manual_seed(3)
+    engine = zerolite.initialize(
+        models.example_gpt(layers=2, width=64, heads=2, context=48, vocabulary=256),
+        {
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+            "zero_optimization": {"stage": 3, **zero},
+        },
+    )
+    text = b"".join(path.read_bytes() for path in sorted(models.ROOT.glob("docs/*.md")))
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    last = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1000 * step + engine.rank)
+        starts = torch.randint(len(tokens) - 49, (4,), generator=generator)
+        batch = torch.stack([tokens[start : start + 49] for start in starts])
+        loss = engine(batch[:, :-1], batch[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        last = [*last, loss.detach().float()][-20:]
+    mean = torch.stack(last).mean()
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout=900.0)
+def test_350_steps_end_within_half_a_percent_of_the_uncompressed_loss() -> None:
+    plain = final_loss(ROWS, 350)
+    assert plain < 3.0
+    assert final_loss({**ROWS, **ALL}, 350) == pytest.approx(plain, rel=0.005)
