@@ -102,6 +102,30 @@ def test_every_wait_of_replicas(stage: str, key: str) -> None:
         assert_same_bits(train(given, "unused", True), expected, "in time and late")
 
 
+@on_ranks(4)
+def test_shards_that_an_update_still_sends() -> None:
+    """What a forward does not use stays in flight until it is read, or written to."""
+    given = at("3 moving", "bf16", 1, 0.0, ADAMW, zero={"zero_hpz_partition_size": 2})
+    with late():
+        engine = zerolite.initialize(models.build(Layers), given)
+        for step in range(2):
+            x, y = models.float_batch(step, 0, engine.rank)
+            engine.backward((engine(x).float() - y).square().mean())
+            engine.step()
+        pending = engine._parts.param_gatherer.pending
+        parameters = [p for p in engine._parts.model.parameters() if p.numel()]
+        assert len(pending) == len(engine._parts.buffer.buckets) > 2
+        with torch.no_grad():
+            parameters[0].zero_()
+        assert not parameters[0].ds_tensor.any() and 0 < len(pending) < len(engine._parts.buffer.buckets)
+        shards = [p.ds_tensor.clone() for p in parameters]
+        assert not pending and all(shard.isfinite().all() for shard in shards)
+        values = snapshot(engine)
+        for p, shard, value in zip(parameters, shards, values.values(), strict=True):
+            part = value.flatten()[p._sharded_param.groups.shard.rank * len(shard) :][: len(shard)]
+            assert torch.equal(shard[: len(part)], part)
+
+
 @pytest.mark.parametrize(
     ("stage", "tag"), [("1", "gradients"), ("2", "parameters"), ("2", "stats"), ("3 tight", "gradients")]
 )

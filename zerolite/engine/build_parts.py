@@ -251,7 +251,9 @@ class PartsBuilder:
         return optimizer
 
     def _make_gatherer(self) -> ParamGatherer:
-        overlaps = self.config.zero_optimization.overlap_comm is True and not self.policy.shard_parameters
+        overlaps = self.config.zero_optimization.overlap_comm is True
+        if self.policy.shard_parameters:  # reads of parameters gather, and gathers wait
+            overlaps = self.config.zero_optimization.overlap_comm is not False
         return ParamGatherer(self._buffer, overlaps, self._observers)
 
     def _make_pipeline(

@@ -347,6 +347,8 @@ class Bucket:
         Return False, and do nothing, if something read them at the launch but through the ``Parameter`` objects: a view
         that was taken before, a graph that has saved one, another process, a class of the user.
         """
+        if self.layout.rows:
+            return True  # parameters of stage 3 have no values of the row, and gathers from it wait
         if self._has_readers or any(type(parameter) is not torch.nn.Parameter for parameter in self.parameters):
             return False
         if not self._stand_ins:

@@ -74,6 +74,9 @@ class ParamGatherer:
     the step, and all are once the program uses ``torch.compile`` or captures CUDA graphs. All of this differs between
     ranks, and moves no launch.
 
+    At stage 3 an update sends values only if several ranks have a row, of which each updates a part. What gathers from
+    the row, or writes into it, waits.
+
     Attributes:
         pending: buckets whose gathers are in flight, in the order of their launches.
         overlaps: gathers may stay in flight after the step.
@@ -87,7 +90,8 @@ class ParamGatherer:
             observers: observers of the phase GATHER.
         """
         self._buffer, self._observers = buffer, observers
-        self.overlaps = overlaps and buffer.shard and buffer.gradient_memory.groups.shard.world_size > 1
+        updated = buffer.gradient_memory.groups.updated
+        self.overlaps = overlaps and updated is not None and updated.world_size > 1
         self.pending: list[Bucket] = []
         self._update_stream: torch.cuda.Stream | None = None
         if self.overlaps and buffer.placements.device.type == "cuda":
@@ -96,7 +100,7 @@ class ParamGatherer:
     def use_layout(self) -> None:
         """Prepare the buckets that are new. Called when the optimizer has its views of them, and the user has none."""
         for bucket in self._buffer.buckets if self.overlaps else ():
-            if bucket.absent_class is AbsentParameter:
+            if bucket.absent_class is AbsentParameter and not bucket.layout.rows:
                 bucket.absent_class = type("InFlight", (AbsentParameter,), {"source": _Gathered(self, bucket)})
                 bucket.count_own_views()
 
@@ -119,7 +123,7 @@ class ParamGatherer:
         if self.pending:
             with _lock:
                 in_flight = [b for b in self.pending if self.overlaps and b.gathering and not b.gathering.arrived()]
-                if in_flight and (_has_captured or compiler_is_used()):
+                if in_flight and not in_flight[0].layout.rows and (_has_captured or compiler_is_used()):
                     self.overlaps, in_flight = False, []
                 if self._buffer.placements.device.type == "cuda":
                     self._update_stream = torch.cuda.current_stream(self._buffer.placements.device)
@@ -136,7 +140,7 @@ class ParamGatherer:
     def _outlive_step(self) -> None:
         if self not in _in_flight:
             _in_flight.append(self)
-        if not _hook:
+        if not _hook and any(bucket.is_hidden for bucket in self.pending):
             # Installed only while there is something to wait for: hooks on the modules would cost every forward, turn
             # off the fast path of torch's transformer layers, and show in copies.
             _hook.append(register_module_forward_pre_hook(_before_forward))
@@ -183,7 +187,7 @@ class ParamGatherer:
         bucket.gathering = None
         if not self.pending and self in _in_flight:
             _in_flight.remove(self)
-            if not _in_flight:
+            if _hook and not _in_flight:
                 _hook.pop().remove()
 
     def wait_all(self) -> None:

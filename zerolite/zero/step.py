@@ -350,6 +350,7 @@ class StepPipeline:
     def check_ranks(self) -> None:
         """Raise on all ranks if their weights or the numbers of their updates differ, or if the last update has made
         weights non-finite. Called between steps."""
+        self._param_gatherer.wait_all()
         self.state.raise_error()
         facts = self.state.facts(self._max_norm, ())._replace(divisor=self.state.next_loss_scale())
         for check in self._observers.before_save:

@@ -49,6 +49,11 @@ class AbsentParameter(torch.nn.Parameter):
         """State of a partitioned parameter, for programs written for DeepSpeed."""
         return self._sharded_param.status
 
+    @property
+    def ds_tensor(self) -> Any:
+        """This rank's shard of a partitioned parameter."""
+        return self._sharded_param.current_shard()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _source_of(self).run(copy.deepcopy, (self, memo), {}, [self])
 

@@ -55,7 +55,7 @@ class AvailableParameters:
         self._offloaded = [sharded_param for sharded_param in sharded if sharded_param.placement.location != DEVICE]
         # Without the empty ones: torch's split_with_sizes_copy divides by zero on CUDA where a size is 0.
         on_device = [m for m in sharded if m.placement.location == DEVICE and m.shard.numel()]
-        self._count, self._key = len(on_device), on_device[0].index + 1 if on_device else 0
+        self._on_device = on_device
         self._rows = [self._row(sharded_params) for sharded_params in _neighbours(on_device)]
 
     def _row(self, sharded_params: Sequence[PartitionedParameter]) -> _Row:
@@ -92,7 +92,7 @@ class AvailableParameters:
                 sharded_param.mark_stale()
             self._context.gather(self._offloaded)
         if self._rows:
-            self._context.note_gather(self._key, self._count)
+            self._context.note_gather(self._on_device)
             with undispatched():
                 self._gather_rows(self._context.groups.shard)
 
@@ -105,7 +105,7 @@ class AvailableParameters:
                 full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS)
             gathered_rows.append(full)
         shards = [row.shard for row in self._rows]
-        comm.gather_shards(gathered_rows, shards, "parameters", self._key, shards).wait()
+        comm.gather_shards(gathered_rows, shards, "parameters", self._on_device[0].index + 1, shards).wait()
         for full, (_, parts, fulls) in zip(gathered_rows, self._rows, strict=True):
             if len(fulls) > 1:
                 torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=fulls)

@@ -353,7 +353,7 @@ class CommContext:
     @collective
     def issue_all_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
         """Launch one all-gather of parameters that are not available."""
-        self.note_gather(sharded_params[0].index + 1, len(sharded_params))
+        self.note_gather(sharded_params)
         # The others have their full values in their shard.
         to_gather = [sharded_param for sharded_param in sharded_params if sharded_param.storage is not None]
         fulls = [sharded_param.full for sharded_param in to_gather]
@@ -391,7 +391,7 @@ class CommContext:
             if sharded_param.pending is not None:
                 sharded_param.pending.wait()
         if released := [sharded_param for sharded_param in sharded_params if sharded_param.status is not AVAILABLE]:
-            self.note_gather(released[0].index + 1, len(released))
+            self.note_gather(released)
         copies = [p.full.clone() if p.has_full_values else p.full.new_empty(p.full.shape) for p in sharded_params]
         missing = [index for index, sharded_param in enumerate(sharded_params) if not sharded_param.has_full_values]
         if missing:
@@ -401,16 +401,14 @@ class CommContext:
             AllGather(self, to_gather, to_gather, fulls).wait_for_values()
         return copies
 
-    def note_gather(self, key: int, count: int) -> None:
-        """Report a launch to the schedule, which hashes all gathers. Raises RuntimeError while they are suspended.
-
-        Args:
-            key: number of its first parameter, from 1.
-            count: number of its parameters.
-        """
+    def note_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        """Report a launch to the schedule, which hashes all gathers, and wait for what an update still sends to the
+        shards. Raises RuntimeError while gathers are suspended."""
         coordinator = self._coordinator()
         if coordinator is not None:
-            coordinator.schedule.note_gather(key, count)
+            coordinator.schedule.note_gather(sharded_params[0].index + 1, len(sharded_params))
+            if coordinator.param_gatherer.pending:
+                coordinator.wait_for_shards(sharded_params)
         if self._suspended:
             raise RuntimeError(self._suspended)
 

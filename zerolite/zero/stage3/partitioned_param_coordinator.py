@@ -52,6 +52,7 @@ class PartitionedParameterCoordinator:
     Attributes:
         sharded_params: parameter ``i`` of the schedule is ``sharded_params[i]``.
         groups: group ``g`` of the schedule is ``groups[g]``.
+        param_gatherer: gathers of updates, which may still write shards.
         thread: thread of the last forward.
         engine_calls: calls of the engine under way. The user's hooks on the root module run outside of its execution.
     """
@@ -63,6 +64,7 @@ class PartitionedParameterCoordinator:
             parts: parts of its engine: step pipeline, reducer and observers.
         """
         self._observers, self._pipeline, self._reducer = parts.observers, parts.pipeline, parts.reducer
+        self.param_gatherer = parts.param_gatherer
         self.context, self.comm = partitioned.context, partitioned.context.groups.shard
         self.sharded_params, self.groups = partitioned.sharded_params, partitioned.groups
         indices = [[sharded_param.index for sharded_param in group.parameters] for group in self.groups]
@@ -146,6 +148,11 @@ class PartitionedParameterCoordinator:
         self._trained_persistent = AvailableParameters(self.context, persistent)
         disk = [p for p in self.sharded_params if p.placement.location == DISK]
         self.schedule.set_on_disk({p.index: p.shard.numel() for p in disk})
+
+    def wait_for_shards(self, sharded_params: Iterable[PartitionedParameter]) -> None:
+        """Wait for the new values of these shards, which an update still sends where several ranks have a shard."""
+        buckets = dict.fromkeys(self._bucket_of.get(sharded_param.index) for sharded_param in sharded_params)
+        self.param_gatherer.wait(bucket for bucket in buckets if bucket is not None)
 
     # ---------------------------------------------------------------- forward
 

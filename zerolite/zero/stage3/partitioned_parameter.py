@@ -265,6 +265,12 @@ class PartitionedParameter:
         start = min(self.groups.shard.rank * part, self.numel)
         return (self.full if full is None else full)[start : min(start + part, self.numel)]
 
+    def current_shard(self) -> torch.Tensor:
+        """Return the shard, after a wait for the values that an update may still send to it."""
+        if (coordinator := self.coordinator) is not None and coordinator.param_gatherer.pending:
+            coordinator.wait_for_shards([self])
+        return self.shard
+
     def write(self, full: torch.Tensor | None = None) -> None:
         """Copy new values, the same on all ranks, into this rank's shard. Where the master weights do not round to
         them, the next update takes them over.
@@ -278,7 +284,7 @@ class PartitionedParameter:
             self.full[: full.numel()].copy_(full)
         if self.storage is not None:
             part = self.local_shard(full)
-            self.shard[: part.numel()].copy_(part)
+            self.current_shard()[: part.numel()].copy_(part)
             if self.context.reader is not None:
                 self.context.reader.on_written(self)
 
