@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -12,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from examples.gpt.model import GPT, GPTConfig
 from tests.toolkit.tensor_parallel import CPU, Nano, Shapes, Stack, settings
 from zerolite.comm import dry_communicator
 from zerolite.tensor_parallel import RowParallelLinear, TensorPlanError, parallelize_module
 from zerolite.tensor_parallel.plan import Style, matches, parse_style, resolve
+from zerolite.tensor_parallel.regions import LocalShapeTensor
 from zerolite.tensor_parallel.shard_spec import ShardSpec, is_partial, set_names, shard_spec_of
 
 MLP = {"blocks.*.up": "column", "blocks.*.down": "row"}
@@ -60,7 +63,7 @@ def test_the_pattern_with_most_literal_parts_counts() -> None:
     names = ["blocks.0.up", "blocks.1.up", "blocks.1.down", "x.up"]
     found, unused = resolve(plan, names, optional=True)
     # Between equally many parts, "blocks" says more letters than "up".
-    assert [found[name].style.kind for name in names] == ["whole", "row", "row", "column"] and not unused
+    assert [found[name].style.sharding for name in names] == ["whole", "row", "row", "column"] and not unused
     with pytest.raises(TensorPlanError, match=r"one style for 'a\.b', got column from 'a\.\*' and row from '\*\.b'"):
         resolve({"a.*": Style("column"), "*.b": Style("row")}, ["a.b"])
     resolve({"a.*": Style("column"), "*.b": Style("column")}, ["a.b"])
@@ -468,3 +471,21 @@ def test_a_weight_that_a_function_uses() -> None:
     model.build(range(3))
     with pytest.raises(TensorPlanError, match=r"got 'layers\.0', which the forward_fn of a TiedLayerSpec uses"):
         cut(model, {"layers.0": "vocab", "layers.*.c_attn": "column", "layers.*.c_proj": "row"})
+
+
+def _sines(x: torch.Tensor) -> torch.Tensor:
+    """Detaches its input as well, in the forward and where it is recomputed."""
+    assert x.shape[-1] == 4
+    return x.sin() + 0 * x.detach()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_reentrant_checkpoint_inside_of_a_module_that_splits_its_input_is_refused(reentrant: bool) -> None:
+    leaf = torch.linspace(0, 1, 8).view(1, 1, 8).requires_grad_()
+    outside = checkpoint(lambda x: _sines(LocalShapeTensor.of(x, [1, 1, 4])), leaf * 1, use_reentrant=reentrant)
+    outside.sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, leaf.detach().cos())
+    inside = checkpoint(_sines, LocalShapeTensor.of(leaf * 1, [1, 1, 4]), use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match="with use_reentrant=False") if reentrant else contextlib.nullcontext():
+        inside.sum().backward()
+    assert torch.equal(leaf.grad, leaf.detach().cos() * (1 if reentrant else 2))

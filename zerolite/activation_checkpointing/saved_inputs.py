@@ -14,7 +14,7 @@ from zerolite.utils.accelerator import is_fake
 from zerolite.zero.flat import dense_strides
 
 SMALLEST = 4096
-"""Bytes: smaller inputs are not saved here."""
+"""Bytes: smaller inputs stay on the device."""
 _ALIGNMENT = 512  # bytes: inputs begin at multiples of it in borrowed memory
 _ALLOCATORS = 64  # bytes: operators compute the same bits for tensors that begin at multiples of it
 
@@ -84,7 +84,7 @@ class InputSaver:
     # ---------------------------------------------------------------- forward
 
     def accepts(self, value: Any) -> bool:
-        """Return True if ``value`` is saved here.
+        """Return True if ``value`` is saved on the host.
 
         These are not: parameters and other leaves, which always exist; tensors on other devices; small ones; and ones
         that are not dense.

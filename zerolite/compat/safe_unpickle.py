@@ -30,7 +30,7 @@ from zerolite.checkpoint.errors import CheckpointError
 
 
 class StubObject:
-    """Replacement of an object whose class is not imported, or of the result of a function that is not called.
+    """Replacement of an object without importing its class, or of a result without calling its function.
 
     Attributes:
         name: "module.class" of the object.
@@ -66,7 +66,7 @@ class StubObject:
 
 
 def _stub_class(name: str) -> type[StubObject]:
-    """Return a stub class with the given full name, by which torch finds the classes that a file may use."""
+    """Return a stub class with this full name. torch looks up the classes in a file by full name."""
     module, _, last = name.rpartition(".")
     return type(last, (StubObject,), {"__module__": module, "__qualname__": last, "name": name})
 

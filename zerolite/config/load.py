@@ -62,7 +62,7 @@ def load_config(source: Mapping[str, object] | str | os.PathLike[str] | Zerolite
 
 
 class _Loader:
-    """Checks of the keys that pydantic cannot judge, then of the rest by pydantic, whose errors become sentences."""
+    """Checks of a config: the keys that pydantic cannot judge, then the rest by pydantic, in plain sentences."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         self.errors: list[tuple[str, str]] = []

@@ -261,7 +261,7 @@ def build_dataloader(
         collate_fn=collate_fn,
         pin_memory=pin_memory,
         drop_last=drop_last,
-        # An IterableDataset may split itself by an order that it draws, which then must be equal on all ranks.
+        # An IterableDataset may draw an order and take its part of it: all ranks must draw the same one.
         worker_init_fn=None if is_iterable else _worker_init_of(rank),
     )
 

@@ -72,7 +72,7 @@ def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> 
 def gather(
     value: object, comm: Communicator, device: torch.device, loaders: Loaders | None = None, loader: object = None
 ) -> Any:
-    """See :meth:`zerolite.engine.engine.Engine.gather`; with ``loaders``, ``gather_for_metrics`` there."""
+    """See :meth:`zerolite.engine.engine.Engine.gather`; with ``loaders`` see ``gather_for_metrics`` of that class."""
     problem, rows = "", None
     repeats = loaders is not None and loader is None and loaders.repeats
     if loaders is not None:

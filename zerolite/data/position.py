@@ -1,8 +1,8 @@
 """Position within an epoch of a loader: the part that a checkpoint stores, and the remaining samples.
 
 The order of a pass does not depend on the number of ranks. A DistributedSampler shuffles with seed + epoch and pads the
-result to a multiple of the ranks. Rank r gets every world_size-th index from r on. So ranks that take equally many
-batches have together been given the first samples of that order. One number describes them, and the remaining samples
+result to a multiple of the ranks. Rank r gets every world_size-th index from r on. All ranks take equally many batches,
+so together they have been given the first samples of that order. One number describes these, and the remaining samples
 can be split over any other number of ranks.
 """
 

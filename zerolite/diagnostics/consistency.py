@@ -100,15 +100,18 @@ class UpdateNumbers:
 
     def describe(self) -> Description:
         """Return the same numbers as a description."""
-        found = Description({"the step": {"number": str(self.step + 1)}})
-        found.items["the training so far"] = {"a count of backwards of": str(self.backwards)}
+        description = Description({"the step": {"number": str(self.step + 1)}})
+        description.items["the training so far"] = {"a count of backwards of": str(self.backwards)}
         changes = [_describe_change(change) for change in self.changes]
-        found.items["what was done to p.grad"] = {"": "; ".join(changes) or "nothing"}
-        found.items["what stage 3 has gathered"] = {"a hash": f"{self.gathers & (1 << 64) - 1:016x}"}
-        found.items["the update"] = {"a gradient divisor of": repr(self.divisor), "a max_norm of": repr(self.max_norm)}
+        description.items["what was done to p.grad"] = {"": "; ".join(changes) or "nothing"}
+        description.items["what stage 3 has gathered"] = {"a hash": f"{self.gathers & (1 << 64) - 1:016x}"}
+        description.items["the update"] = {
+            "a gradient divisor of": repr(self.divisor),
+            "a max_norm of": repr(self.max_norm),
+        }
         for number, group in enumerate(self.groups):
-            found.items[f"param group {number}"] = {key: describe_value(value) for key, value in group.items()}
-        return found
+            description.items[f"param group {number}"] = {key: describe_value(value) for key, value in group.items()}
+        return description
 
 
 class LatestNumbers(StepObserver):
@@ -146,22 +149,22 @@ def _copied(value: object) -> object:
     return tuple(value) if type(value) is list else value
 
 
-def _note(value: Any, numbers: array[float], texts: list[str], tensors: list[torch.Tensor]) -> None:
-    kind = type(value)
-    if kind is float or ((kind is int or kind is bool) and abs(value) < _EXACT):
+def _note(value: Any, numbers: array[float], texts: list[str], on_device: list[torch.Tensor]) -> None:
+    value_class = type(value)
+    if value_class is float or ((value_class is int or value_class is bool) and abs(value) < _EXACT):
         # "n" marks the place of a number, so that (1.0, None) and (None, 1.0) have different hashes.
         numbers.append(value if value == value else math.nan)  # no other bits of a NaN
         texts.append("n")
-    elif kind is tuple:
-        for item in value:
-            _note(item, numbers, texts, tensors)
+    elif value_class is tuple:
+        for element in value:
+            _note(element, numbers, texts, on_device)
     elif not isinstance(value, torch.Tensor):
         texts.append(describe_value(value))
     elif type(value) is torch.Tensor and value.device.type == "cpu":
-        for item in value.reshape(-1).tolist():
-            _note(item, numbers, texts, tensors)
+        for element in value.reshape(-1).tolist():
+            _note(element, numbers, texts, on_device)
     else:
-        tensors.append(value)
+        on_device.append(value)
 
 
 def _describe_change(change: Change) -> str:
@@ -271,10 +274,12 @@ class ConsistencyCheck(StepObserver):
             return None
         self._written = True
         number, tensors = self._numbers.fingerprint()
-        own = numbers[self._topology.world.rank]
-        own.fill_(number)
+        own_number = numbers[self._topology.world.rank]
+        own_number.fill_(number)
         if tensors:  # such as a learning rate in a CUDA tensor (capturable optimizers)
-            own += (combined_hash([content_hash(t, self._device) for t in tensors], self._device) % _HASH).double()
+            own_number += (
+                combined_hash([content_hash(t, self._device) for t in tensors], self._device) % _HASH
+            ).double()
         return self._numbers
 
     def read_slice(self, written: UpdateNumbers | None, sums: torch.Tensor) -> None:
@@ -365,18 +370,18 @@ class _Comparison:
 
         A step later they may be equal again, because the all-gather has overwritten the copies with the owner's values.
         """
-        found = Description()
+        description = Description()
         for weight in self._weights:
             for name, part in weight.parts.items() if not weight.is_shard else ():
-                found.items[f"parameter '{name}'"] = {"": _text(content_hash(part))}
+                description.items[f"parameter '{name}'"] = {"": _text(content_hash(part))}
         for weight, compared in zip(self._weights, self._hashes, strict=True):
             if weight.is_shard and not self.shards_differ():
                 continue
             names = list_of([f"'{name}'" for name in islice(weight.parts, 3)])
             others = " and others" if len(weight.parts) > 3 else ""
             what = "this rank's part" if weight.is_shard else "the content"
-            found.items[f"{what} of {names}{others}, when compared,"] = {"": _text(compared)}
-        return found
+            description.items[f"{what} of {names}{others}, when compared,"] = {"": _text(compared)}
+        return description
 
 
 def _differ(comm: Communicator, extremes: torch.Tensor) -> torch.Tensor:

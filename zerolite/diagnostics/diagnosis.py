@@ -43,12 +43,12 @@ class Divergence(NamedTuple):
     """The first module execution or collective in which ranks differ.
 
     Attributes:
-        said: ranks by their entry at this number; the entry "" means that a rank has not come so far.
+        by_entry: ranks by their entry at this number; the entry "" means that a rank has not come so far.
         of_modules: True for a module execution, False for a collective.
         sentence: the same for the message.
     """
 
-    said: Mapping[str, Sequence[int]]
+    by_entry: Mapping[str, Sequence[int]]
     of_modules: bool
     sentence: str
 
@@ -79,18 +79,18 @@ def _table(reports: Sequence[StackReport], absent: Mapping[int, Absent]) -> str:
         waits = f"; waits for {report.waits_for}" if report.waits_for else "; waits for no rank"
         lines.setdefault(report.summary() + waits, []).append(report.rank)
     for rank, known in absent.items():
-        said = known.ended or (
+        answer = known.ended or (
             f"no answer, last seen {known.last}: dead, or stuck outside of Python"
             if known.last
             else "no answer, and no step so far: dead, stuck outside of Python, or not yet in zerolite.initialize()"
         )
-        lines.setdefault(said, []).append(rank)
+        lines.setdefault(answer, []).append(rank)
     hosts = {report.rank: f"host {report.host}, process {report.process}" for report in reports}
-    told = []
+    rows = []
     for line, ranks in sorted(lines.items(), key=lambda item: item[1]):
         host = f" ({hosts[ranks[0]]})" if len(ranks) == 1 and ranks[0] in hosts else ""
-        told.append(f"  {name_ranks(ranks)}{host}: {line}")
-    return "\n".join(told)
+        rows.append(f"  {name_ranks(ranks)}{host}: {line}")
+    return "\n".join(rows)
 
 
 # -------------------------------------------------------------------- where they diverge
@@ -107,12 +107,12 @@ def first_difference(reports: Sequence[StackReport]) -> list[Divergence]:
         executions = _first_divergence({r.rank: r.executions for r in reports}, _EXECUTION, "in this step")
         if executions:
             return executions
-    found = []
+    divergences = []
     for name in dict.fromkeys(name for report in reports for name in report.collectives):
         members = [r for r in reports if name in r.collectives or AMONG not in name]
         latest = {r.rank: r.collectives.get(name, []) for r in members}
-        found += _first_divergence(latest, "collective", f"of the {name}")
-    return found
+        divergences += _first_divergence(latest, "collective", f"of the {name}")
+    return divergences
 
 
 def _first_divergence(of_rank: Mapping[int, Entries], what: str, where: str) -> list[Divergence]:
@@ -125,15 +125,15 @@ def _first_divergence(of_rank: Mapping[int, Entries], what: str, where: str) -> 
     first = max((min(entries, default=1) for entries in known.values()), default=1)
     last = max((max(entries, default=0) for entries in known.values()), default=0)
     for number in range(first, last + 1):
-        said: dict[str, list[int]] = {}
+        by_entry: dict[str, list[int]] = {}
         for rank, entries in known.items():
-            said.setdefault(entries.get(number, ""), []).append(rank)
-        if len(said) > 1:
-            told = "; ".join(f"{name_ranks(ranks)}: {entry or 'nothing so far'}" for entry, ranks in said.items())
+            by_entry.setdefault(entries.get(number, ""), []).append(rank)
+        if len(by_entry) > 1:
+            differing = [f"{name_ranks(ranks)}: {entry or 'nothing so far'}" for entry, ranks in by_entry.items()]
             same = next((entries[number - 1] for entries in known.values() if number - 1 in entries), "")
             before = f" (the one before, {same}, was the same)" if same else ""
-            sentence = f"They diverge at {what} number {number} {where}: {told}{before}."
-            return [Divergence(said, what == _EXECUTION, sentence)]
+            sentence = f"They diverge at {what} number {number} {where}: {'; '.join(differing)}{before}."
+            return [Divergence(by_entry, what == _EXECUTION, sentence)]
     return []
 
 
@@ -150,7 +150,7 @@ def _cause(
             "see the output of the other ranks, of rank 0 above all.",
         )
     # From the surest sign to the vaguest: a rank that has gone explains everything else.
-    found = (
+    cause = (
         _ended_ranks(absent)
         or _done_by_some(reports)
         or _different_engines(reports)
@@ -159,8 +159,8 @@ def _cause(
         or _called_alone(reports)
         or _different_collectives(reports)
     )
-    if found:
-        return found
+    if cause:
+        return cause
     if divergences:
         return (
             "the ranks launch their collectives in different orders (see where they diverge).",
@@ -235,9 +235,11 @@ def _different_engines(reports: Sequence[StackReport]) -> _Cause:
     engines = {r.engine for r in reports if r.engine and (r.waits_for or none_waits)}
     if len(engines) <= 1:
         return None
-    told = [f"{name_ranks([r.rank for r in reports if r.engine == engine])} in {engine}" for engine in sorted(engines)]
+    places = [
+        f"{name_ranks([r.rank for r in reports if r.engine == engine])} in {engine}" for engine in sorted(engines)
+    ]
     return (
-        f"the ranks call several engines in different orders: they are {list_of(told)} (in the order of their "
+        f"the ranks call several engines in different orders: they are {list_of(places)} (in the order of their "
         "zerolite.initialize), or one rank leaves out a call of one of them.",
         "make the calls of all engines in the same order on all ranks.",
     )
@@ -245,12 +247,12 @@ def _different_engines(reports: Sequence[StackReport]) -> _Cause:
 
 def _different_modules(divergences: Sequence[Divergence]) -> _Cause:
     # An entry is "'name' entered" or "'name' left": the name alone matters here.
-    said = sorted({text.rsplit(" ", 1)[0] for one in divergences if one.of_modules for text in one.said if text})
-    if len(said) <= 1:
+    modules = sorted({text.rsplit(" ", 1)[0] for one in divergences if one.of_modules for text in one.by_entry if text})
+    if len(modules) <= 1:
         return None
     return (
-        f"a branch that depends on the rank (or on its data): the ranks run different modules, {' and '.join(said)}, "
-        "whose parameters all ranks must gather together.",
+        f"a branch that depends on the rank (or on its data): the ranks run different modules, "
+        f"{' and '.join(modules)}, whose parameters all ranks must gather together.",
         "name the module whose forward has the branch in zero_optimization.leaf_modules (its class or its name), so "
         "that all its parameters are gathered on all ranks, whatever they call; naming the module that some ranks do "
         "not call is not enough, because they do not come to its gather. Or take the same branch everywhere, or use "
@@ -266,11 +268,11 @@ def _different_places(reports: Sequence[StackReport]) -> _Cause:
         return None
     who = name_ranks([r.rank for r in idle])
     # The stack of a rank that calls torch.distributed itself shows the name of the collective.
-    own = {found[1] for r in idle if (found := _TORCH_CALL.search(r.stack)) and not r.call}
-    if len(own) == 1 and all(_TORCH_CALL.search(r.stack) for r in idle):
+    called = {match[1] for r in idle if (match := _TORCH_CALL.search(r.stack)) and not r.call}
+    if len(called) == 1 and all(_TORCH_CALL.search(r.stack) for r in idle):
         return (
-            f"{who} called torch.distributed.{own.pop()} at {idle[0].inside or idle[0].line}, which the others do not "
-            "make there: they wait for each other in different collectives.",
+            f"{who} called torch.distributed.{called.pop()} at {idle[0].inside or idle[0].line}, which the others do "
+            "not make there: they wait for each other in different collectives.",
             "make that call on all ranks, after the same calls of the engine (not inside `if rank == 0`).",
         )
     step = max(r.step for r in waiting)
@@ -343,6 +345,6 @@ def _stacks(reports: Sequence[StackReport]) -> str:
     of: dict[str, list[int]] = {}
     for report in reports:
         of.setdefault(report.stack, []).append(report.rank)
-    told = [f"Stack of {name_ranks(ranks)} (main thread):\n{stack.rstrip()}" for stack, ranks in of.items() if stack]
-    more = len(told) - _STACKS
-    return "\n\n".join(told[:_STACKS]) + (f"\n\n({more} more stacks)" if more > 0 else "")
+    texts = [f"Stack of {name_ranks(ranks)} (main thread):\n{stack.rstrip()}" for stack, ranks in of.items() if stack]
+    more = len(texts) - _STACKS
+    return "\n\n".join(texts[:_STACKS]) + (f"\n\n({more} more stacks)" if more > 0 else "")

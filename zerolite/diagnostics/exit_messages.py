@@ -33,7 +33,7 @@ class ExitMessages:
         Args:
             how: such as "ended normally after step 3".
         """
-        # The counter gives every message a key of its own, so that two ranks that end at once do not overwrite.
+        # The counter gives every message its own key, so two ranks may end at once.
         self._store.set(f"endings/{self._store.add('endings', 1)}", json.dumps([self._store.rank, how]))
 
     def ended_ranks(self) -> dict[int, str]:
@@ -94,8 +94,8 @@ def lost_peer(error: RuntimeError, rank: int, location: str, ended: dict[int, st
             f"the others still needed {who}, which left without Python's clean-up: it has called os._exit, or a "
             "library has. See its output, and let all ranks end their loops alike"
         )
-    said = "; ".join(f"{name_ranks([one])} {how}" for one, how in ended.items())
+    endings = "; ".join(f"{name_ranks([one])} {how}" for one, how in ended.items())
     return PeerLost(
-        f"rank {rank} has lost another rank, in {location}: {said or 'it said nothing before it went'}. "
+        f"rank {rank} has lost another rank, in {location}: {endings or 'it said nothing before it went'}. "
         f"{advice[0].upper()}{advice[1:]}. ({error})"
     )

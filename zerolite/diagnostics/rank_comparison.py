@@ -95,15 +95,17 @@ def raise_differences(
     Args:
         part: the part of the model on this rank; only ranks with the same part are compared.
     """
-    found: dict[Hashable, dict[int, Description]] = {}
+    of_parts: dict[Hashable, dict[int, Description]] = {}
     gathered = HostGroup(comm, "agreement").gather((part, mine))
     for rank, (part_there, description) in zip(comm.members(), gathered, strict=True):
-        found.setdefault(part_there, {})[rank] = description
-    sentences = [sentence for ranks in found.values() for sentence in differences(ranks)]
+        of_parts.setdefault(part_there, {})[rank] = description
+    sentences = [sentence for ranks in of_parts.values() for sentence in differences(ranks)]
     shown = "".join(f"\n- {sentence}" for sentence in sentences[:_SHOWN]) or "\n- values that have no name"
     rest = len(sentences) - _SHOWN
     more = f"\n- and {rest} more difference{'s' if rest > 1 else ''}" if rest > 0 else ""
-    expected = f"all {comm.world_size} ranks" if len(found) == 1 else "all ranks that have the same part of the model"
+    expected = (
+        f"all {comm.world_size} ranks" if len(of_parts) == 1 else "all ranks that have the same part of the model"
+    )
     raise RuntimeError(f"{what}; expected the same on {expected}, got:{shown}{more}\n{remedy or _MAKE_ALIKE}")
 
 
@@ -168,14 +170,14 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
 
 def describe_model(model: torch.nn.Module) -> Description:
     """Describe parameters and buffers in their order; partitioned parameters by their full shapes."""
-    found = Description()
+    description = Description()
     for name, parameter in model.named_parameters():
-        found.items[f"parameter '{name}'"] = describe_parameter(parameter)
+        description.items[f"parameter '{name}'"] = describe_parameter(parameter)
     for name, buffer in model.named_buffers():
-        found.items[f"buffer '{name}'"] = {"shape": str(tuple(buffer.shape)), "dtype": str(buffer.dtype)}
-    found.orders["the model's parameters"] = [name for name, _ in model.named_parameters()]
-    found.orders["the model's buffers"] = [name for name, _ in model.named_buffers()]
-    return found
+        description.items[f"buffer '{name}'"] = {"shape": str(tuple(buffer.shape)), "dtype": str(buffer.dtype)}
+    description.orders["the model's parameters"] = [name for name, _ in model.named_parameters()]
+    description.orders["the model's buffers"] = [name for name, _ in model.named_buffers()]
+    return description
 
 
 def describe_parameter(parameter: torch.nn.Parameter) -> dict[str, str]:
@@ -193,18 +195,20 @@ def describe_optimizer(optimizer: object, groups: Sequence[Mapping[str, Any]], m
     A group is described by its parameters and by its hyperparameters, as far as these are plain values.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = Description({"the optimizer": {"": "not given" if optimizer is None else kind_of(optimizer)}})
+    description = Description({"the optimizer": {"": "not given" if optimizer is None else kind_of(optimizer)}})
     for number, group in enumerate(groups):
         members = [names.get(id(p), "(of no name)") for p in group["params"]]
-        found.orders[f"param group {number}"] = members
+        description.orders[f"param group {number}"] = members
         values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         settings = {str(key): describe_value(value) for key, value in values.items()}
-        found.items[f"param group {number}"] = {"a size of": str(len(members)), **settings}
+        description.items[f"param group {number}"] = {"a size of": str(len(members)), **settings}
     # After all settings: one additional group moves many parameters, and the message shows the first differences only.
     for number in range(len(groups)):
-        of_members = {f"the param group of '{name}'": str(number) for name in found.orders[f"param group {number}"]}
-        found.items.update({subject: {"": text} for subject, text in of_members.items()})
-    return found
+        of_members = {
+            f"the param group of '{name}'": str(number) for name in description.orders[f"param group {number}"]
+        }
+        description.items.update({subject: {"": text} for subject, text in of_members.items()})
+    return description
 
 
 def describe_arguments(**arguments: Any) -> Description:
@@ -214,11 +218,11 @@ def describe_arguments(**arguments: Any) -> Description:
 
 def joined(*descriptions: Description) -> Description:
     """Return one description with the contents of all, in this order."""
-    whole = Description()
+    joint = Description()
     for part in descriptions:
-        whole.items.update(part.items)
-        whole.orders.update(part.orders)
-    return whole
+        joint.items.update(part.items)
+        joint.orders.update(part.orders)
+    return joint
 
 
 def describe_value(value: object) -> str:
@@ -251,13 +255,13 @@ def kind_of(value: object) -> str:
 def differences(ranks: Mapping[int, Description]) -> Iterator[str]:
     """Yield a sentence for each difference between the ranks' descriptions."""
     for subject in _everywhere(entry.items for entry in ranks.values()):
-        found = {rank: entry.items.get(subject) for rank, entry in ranks.items()}
-        there = {rank: aspects for rank, aspects in found.items() if aspects is not None}
-        if len(there) < len(ranks) and not any("" in aspects for aspects in there.values()):
-            yield f"{subject} exists on {name_ranks(there)} only"
+        of_ranks = {rank: entry.items.get(subject) for rank, entry in ranks.items()}
+        known = {rank: aspects for rank, aspects in of_ranks.items() if aspects is not None}
+        if len(known) < len(ranks) and not any("" in aspects for aspects in known.values()):
+            yield f"{subject} exists on {name_ranks(known)} only"
             continue
-        for aspect in _everywhere(there.values()):
-            values = {rank: (aspects or {}).get(aspect) for rank, aspects in found.items()}
+        for aspect in _everywhere(known.values()):
+            values = {rank: (aspects or {}).get(aspect) for rank, aspects in of_ranks.items()}
             if len(set(values.values())) > 1:
                 yield f"{subject} {f'has {aspect}' if aspect else 'is'} {_describe_by_ranks(values)}"
     for subject in _everywhere(entry.orders for entry in ranks.values()):

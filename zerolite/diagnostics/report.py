@@ -69,12 +69,12 @@ def devices(torch: ModuleType | None) -> Section:
     """Describe the CUDA devices that torch sees."""
     if not torch or not torch.cuda.is_available():
         return {"cuda": "none"}
-    found = {}
+    by_name = {}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         gib = about.total_memory / 2**30
-        found[f"cuda:{index}"] = f"{about.name}, {gib:.1f} GiB, compute capability {about.major}.{about.minor}"
-    return found
+        by_name[f"cuda:{index}"] = f"{about.name}, {gib:.1f} GiB, compute capability {about.major}.{about.minor}"
+    return by_name
 
 
 def cuda_kernels(ops: list[dict[str, object]]) -> str:

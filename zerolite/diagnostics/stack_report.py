@@ -109,8 +109,8 @@ def make_stack_report(rank: int, engines: Mapping[int, EngineParts], thread: int
             all ranks).
         thread: identifies the training thread; default: the main thread.
     """
-    main = thread or threading.main_thread().ident
-    frames = _frames(sys._current_frames().get(main or 0))
+    training_thread = thread or threading.main_thread().ident
+    frames = _frames(sys._current_frames().get(training_thread or 0))
     alive = {number: Names(engine) for number, engine in engines.items()}
     under_way = _engine_on(frames, engines)
     number = under_way or max(engines, default=0)
@@ -140,7 +140,7 @@ def make_stack_report(rank: int, engines: Mapping[int, EngineParts], thread: int
         },
         executions=executions,
         schedule_step=steps,
-        stack=stacks(main),
+        stack=stacks(training_thread),
         engine=f"engine {under_way}" if under_way and len(engines) > 1 else "",
         events=list(EVENTS),
         calls=latest_calls() if engine is None or engine.topology.trivial else [],  # stages of a model make other calls
@@ -193,12 +193,12 @@ class Names:
             return [], 0
         _, first, events = coordinator.schedule.events()
         names = [group.name or "the model" for group in coordinator.groups]
-        told = [
+        entries = [
             # The schedule writes ~index where a module ends.
             (number, f"'{names[event]}' entered" if event >= 0 else f"'{names[~event]}' left")
             for number, event in enumerate(events, first)
         ]
-        return told[-2 * LATEST :], coordinator.schedule.steps
+        return entries[-2 * LATEST :], coordinator.schedule.steps
 
 
 def describe(entry: Entry, names: Names | None) -> str:
@@ -273,13 +273,13 @@ def _call_and_lines(frames: Sequence[FrameType]) -> tuple[str, str, str]:
     innermost line inside it."""
     call = line = inside = ""
     for frame in frames:
-        kind = _kind(frame)
-        if kind == "user":
+        origin = _kind(frame)
+        if origin == "user":
             where = f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
             line, inside = (line, where) if call else (where, "")
-        elif not call and kind == "zerolite":
+        elif not call and origin == "zerolite":
             call = _call(frame)
-        elif not call and kind == "torch" and frame.f_code.co_name == "backward":
+        elif not call and origin == "torch" and frame.f_code.co_name == "backward":
             call = "loss.backward()"
     return call, line, inside
 
@@ -301,10 +301,10 @@ def _call(frame: FrameType) -> str:
         return "an operation on p.grad"
     if owner is None:
         return f"zerolite.{name}()"
-    kind = type(owner).__name__
-    if kind == "Engine":
+    owner_class = type(owner).__name__
+    if owner_class == "Engine":
         return "the forward" if name == "__call__" else f"engine.{name}()"
-    return {"ShardedOptimizer": f"engine.optimizer.{name}()"}.get(kind, f"{kind}.{name}()")
+    return {"ShardedOptimizer": f"engine.optimizer.{name}()"}.get(owner_class, f"{owner_class}.{name}()")
 
 
 def _engine_on(frames: Sequence[FrameType], engines: Mapping[int, EngineParts]) -> int:
@@ -324,15 +324,15 @@ def _module_on(frames: Sequence[FrameType], engines: Iterable[EngineParts]) -> s
     return next((modules[id(owner)] for owner in owners if id(owner) in modules), "")
 
 
-def stacks(main: int | None) -> str:
+def stacks(main_thread: int | None) -> str:
     """Return the main thread's stack, and those of other threads inside zerolite (on CUDA, backward runs in one)."""
     text: list[str] = []
-    own = {thread.ident for thread in threading.enumerate() if thread.name == WATCHDOG_THREAD}
+    watchdogs = {thread.ident for thread in threading.enumerate() if thread.name == WATCHDOG_THREAD}
     for thread, innermost in sys._current_frames().items():
         frames = _frames(innermost)
-        if thread == main:
+        if thread == main_thread:
             text.insert(0, _stack(innermost))
-        elif thread not in own and any(_kind(frame) == "zerolite" for frame in frames):
+        elif thread not in watchdogs and any(_kind(frame) == "zerolite" for frame in frames):
             text.append("another thread:\n" + _stack(innermost))
     return "".join(text)
 
@@ -340,12 +340,12 @@ def stacks(main: int | None) -> str:
 def _stack(innermost: FrameType) -> str:
     """Return the stack without frames that say nothing: those in which torch calls a module, and those that ask for the
     stack."""
-    told = [
+    entries = [
         entry
         for entry in traceback.extract_stack(innermost)
         if not entry.filename.endswith(_DULL) and not entry.filename.startswith((_LAUNCHER, "<frozen", "<string>"))
     ]
-    return "".join(traceback.format_list(told[-_DEEPEST:]))
+    return "".join(traceback.format_list(entries[-_DEEPEST:]))
 
 
 _CALLS_MODULES = os.path.join("torch", "nn", "modules", "module.py")

@@ -15,7 +15,7 @@ from zerolite.precision.dtype_errors import explain
 
 
 class _ExceptHook:
-    """Replacement of ``sys.excepthook``, which then calls the hook that was there before."""
+    """Replacement of ``sys.excepthook`` that calls the earlier hook at its end."""
 
     def __init__(self) -> None:
         self.models: weakref.WeakKeyDictionary[torch.nn.Module, torch.dtype | None] = weakref.WeakKeyDictionary()
@@ -62,7 +62,7 @@ _OF_OPTIMIZERS = ("zero_grad", "step", "param_groups", "state", "state_dict", "l
 
 
 def _explain_missing_optimizer(error: BaseException, classes: list[str]) -> None:
-    """Add a sentence to errors of Python and torch that come of a loop that trains an engine without an optimizer.
+    """Explain the errors of Python and torch in a loop that trains an engine without an optimizer.
 
     Args:
         error: the exception.

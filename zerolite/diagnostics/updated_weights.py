@@ -13,7 +13,7 @@ from zerolite.zero.update import UpdateMethod
 
 
 class UpdatedWeights(StepObserver):
-    """Flags of the param groups in which the last update has made a master non-finite that was finite.
+    """Flags of the param groups in which the last update has turned a finite master into a non-finite one.
 
     The update sets them where it has the values at hand. They stay on the device and are added over ranks with the next
     step's statistics.

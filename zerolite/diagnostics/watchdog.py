@@ -47,8 +47,8 @@ EXIT_STATUS = 76
 _LONGEST_PERIOD_S = 5.0
 _LATE_S = 1.0  # delay of a look that is still normal on a busy processor
 _ANSWER_S = 3.0  # beyond two periods: how long a rank's answer may take
-_EXITED_S = 10.0  # how long to wait for ranks of which one has exited with status 0
-_RAISE_S = 10.0  # how long a rank that was asked about a mismatch may take to find out by itself
+_EXITED_S = 10.0  # how long to wait after a rank has exited with status 0
+_RAISE_S = 10.0  # how long the training thread may take to notice a mismatch by itself
 _LEAVE_S = 3.0  # how long ranks wait for the others to have read the verdict
 _FAREWELL_S = 2 * _LEAVE_S  # how long the process may take to print it and to leave with the others
 # Texts of gloo, NCCL and torch's stores: they raise RuntimeError with nothing but a text to tell the cases apart.
@@ -67,7 +67,7 @@ class TimedOut(RuntimeError):
 class Watchdog:
     """The watchdog of one process and its default process group; see the module.
 
-    A job of one process never waits: there the watchdog only handles SIGUSR1.
+    In a job of one process, which never waits, the watchdog only handles SIGUSR1.
     """
 
     def __init__(self, store: SharedStore) -> None:
@@ -92,7 +92,7 @@ class Watchdog:
         self._process = os.getpid()
         self._trains: int | None = None  # identifies the thread that has called initialize
         self._wake, self._woken = os.pipe()
-        # A signal handler writes here too: it must never block, even if the pipe is full.
+        # A signal handler writes into the pipe: it must never block, even if the pipe is full.
         os.set_blocking(self._woken, False)
         self._signalled = _listen(self._woken)
         self._thread = threading.Thread(target=self._run, name=WATCHDOG_THREAD, daemon=True)
@@ -105,7 +105,7 @@ class Watchdog:
             timeout_s: time that a rank may wait for the others, 0 for ever. The shortest of all living engines is used.
         """
         with self._consulting:
-            if self._raised:  # all ranks have raised the verdict, so all of them begin a new question here
+            if self._raised:  # all ranks have raised the verdict and come by, so all begin a new question
                 self._question, self._verdict, self._raised = self._question + 1, "", False
         self._trains = threading.get_ident()
         others = [self._timeout_s] if self._engines else []
@@ -226,8 +226,8 @@ class Watchdog:
                     self._end(f"{reason} Before that:\n\n{self._verdict}")
                 return
             verdict = self._consult(reason, fatal=True)
-        # After a mismatch every rank raises the verdict in its training thread, which gives a better traceback. A rank
-        # whose training thread does not get there is ended from here.
+        # After a mismatch every rank raises the verdict in its training thread, which gives a better traceback. If the
+        # training thread raises nothing in time, this thread ends the process.
         deadline = time.monotonic() + (0 if self._fatal else _RAISE_S)
         while not self._raised and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -329,12 +329,12 @@ class Watchdog:
         deadline = time.monotonic() + self._answer_s
         while not store.has(*answers) and time.monotonic() < deadline:
             time.sleep(self._pause_s)
-        there = [rank for rank, key in enumerate(answers) if store.has(key)]
-        reports = [StackReport.from_json(store.get(answers[rank])) for rank in there]
-        missing = [rank for rank in range(self._world_size) if rank not in there]
+        answered = [rank for rank, key in enumerate(answers) if store.has(key)]
+        reports = [StackReport.from_json(store.get(answers[rank])) for rank in answered]
+        missing = [rank for rank in range(self._world_size) if rank not in answered]
         ended = self._exit_messages.ended_ranks() if missing else {}
         absent = {rank: Absent(ended.get(rank, ""), self._last_seen(rank)) for rank in missing}
-        return len(there), diagnose(reason, reports, absent)
+        return len(answered), diagnose(reason, reports, absent)
 
     def _await_verdict(self, own: StackReport, reason: str) -> str:
         """Wait for the verdict of the rank that asked; if that rank has gone, diagnose from this rank's own report."""
@@ -397,10 +397,10 @@ class Watchdog:
         text = os.read(self._wake, 1 << 20).decode(errors="replace").strip("\0")
         if not text or self._closed:
             return
-        own = self._report()
-        waits = f", waits for {own.waits_for} since {WAIT.seconds():.0f} s" if own.waits_for else ""
+        report = self._report()
+        waits = f", waits for {report.waits_for} since {WAIT.seconds():.0f} s" if report.waits_for else ""
         print(
-            f"zerolite: SIGUSR1: rank {self._rank} is in {own.summary()}{waits}\n{text}",
+            f"zerolite: SIGUSR1: rank {self._rank} is in {report.summary()}{waits}\n{text}",
             file=sys.stderr,
             flush=True,
         )

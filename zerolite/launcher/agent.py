@@ -36,13 +36,13 @@ from zerolite.utils.network import GLOO_VARIABLE, interface_of, interface_toward
 MONITOR_INTERVAL_S = 0.05
 
 CAUSE_WAIT_S = 2.0
-"""If every failed rank only reports that it lost another one, the failure of that one is awaited for so long."""
+"""Time to wait for a first failure if every failed rank only reports the loss of another rank."""
 
 REPORTED_WAIT_S = 1.0
-"""A rank that has reported an error is about to end by itself, and gets so long for it."""
+"""Time in which a rank may end by itself after it has reported an error."""
 
 HANG_TIMEOUT_S = 3.0
-"""A rank that has reported an error and still runs after so long counts as failed."""
+"""Time after which a rank that has reported an error and still runs counts as failed."""
 
 
 class JobEnded(Exception):
@@ -101,6 +101,12 @@ class NodeAgent(LocalElasticAgent):
                 self._report([Failure(host=self.host, node_failure=f"{sentence}{SILENCE_S:.0f} s")])
                 self._end_everything()
 
+    def fail(self, error: Exception) -> None:
+        """Make the error of this agent, which is being handled, the failure of its node."""
+        sentence = f"the agent on host {self.host} failed: {type(error).__name__}: {error}"
+        record = FailureRecord("", traceback.format_exc() if not isinstance(error, NodeRendezvousError) else "")
+        self.failures = [Failure(host=self.host, node_failure=sentence, record=record)]
+
     def _end_everything(self) -> NoReturn:
         self._stopping = True
         self.processes.end()
@@ -118,8 +124,8 @@ class NodeAgent(LocalElasticAgent):
             os._exit(1)
         self.pids = super()._start_workers(worker_group)
         os.write(self._progress, READY)
-        # torch's handlers would raise an exception here. SIGTERM ends this process, and with it the ranks; the other
-        # signals are for the supervisor, which tells the agent by a letter.
+        # torch's handlers would raise an exception. SIGTERM ends this process, and with it the ranks; the other signals
+        # are for the supervisor, which tells the agent by a letter.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else lambda *_: None)
         self.logs.start_tee()
@@ -182,7 +188,7 @@ class NodeAgent(LocalElasticAgent):
         return codes
 
     def _announce_exits(self, codes: dict[int, int | None]) -> None:
-        """Tell all ranks which of them have exited with status 0, so that a rank that waits for one of them raises."""
+        """Tell all ranks which of them have exited with status 0, so that the others stop waiting for these."""
         store = self.rendezvous.rank_store
         for worker in self.get_worker_group().workers:
             if codes[worker.local_rank] == 0 and worker.local_rank not in self._announced:
@@ -320,9 +326,7 @@ def main(argv: list[str]) -> NoReturn:
         with contextlib.suppress(JobEnded):
             agent.run()
     except Exception as error:
-        sentence = f"the agent on host {agent.host} failed: {type(error).__name__}: {error}"
-        record = FailureRecord("", traceback.format_exc() if not isinstance(error, NodeRendezvousError) else "")
-        agent.failures = [Failure(host=agent.host, node_failure=sentence, record=record)]
+        agent.fail(error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

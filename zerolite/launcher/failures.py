@@ -74,8 +74,8 @@ class Failure:
 def causes_first(failures: Sequence[Failure]) -> list[Failure]:
     """Sort failures so that the likeliest cause comes first.
 
-    Failures of ranks come first, then failures of nodes, errors that only say that another rank has gone, and exits
-    with status 0. Failures of one kind are sorted by time.
+    The order is: failures of ranks, failures of nodes, errors about the loss of another rank, exits with status 0.
+    Within each of these groups failures are sorted by time.
     """
 
     def rank_of_cause(failure: Failure) -> tuple[bool, bool, bool, float]:
@@ -222,8 +222,8 @@ class MemoryKills:
     def _count(self) -> int:
         for file in self._files:
             with contextlib.suppress(OSError, UnicodeError):
-                found = re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-                return int(found[1]) if found else 0
+                match = re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+                return int(match[1]) if match else 0
         return 0
 
     def happened(self) -> bool:

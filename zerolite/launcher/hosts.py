@@ -58,10 +58,10 @@ def read_numbers(text: str) -> tuple[int, ...] | None:
     numbers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part, re.ASCII)
-        found = [] if match is None else list(range(int(match[1]), int(match[2] or match[1]) + 1))
-        if not found:
+        in_part = [] if match is None else list(range(int(match[1]), int(match[2] or match[1]) + 1))
+        if not in_part:
             return None
-        numbers += found
+        numbers += in_part
     return tuple(numbers) if len(set(numbers)) == len(numbers) else None
 
 

@@ -154,11 +154,11 @@ def find_target_problem(target: Sequence[str], python: bool) -> str | None:
         top_level, path_before = name.partition(".")[0], list(sys.path)
         sys.path.insert(0, os.getcwd())  # as `python -m` does
         try:
-            found = top_level in sys.modules or importlib.util.find_spec(top_level) is not None
+            is_importable = top_level in sys.modules or importlib.util.find_spec(top_level) is not None
         finally:
             sys.path[:] = path_before
         missing = f"there is no module {top_level!r}, neither in {os.getcwd()!r} nor among the installed packages"
-        return None if found else missing
+        return None if is_importable else missing
     if os.path.isdir(name):
         return f"expected a script, and {name!r} is a directory: name the Python file in it, or use `-m` for a package"
     if not os.path.exists(name):

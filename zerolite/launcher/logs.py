@@ -55,7 +55,7 @@ class RankLogs(LogsSpecs):
             rank = int(env["RANK"])
             directory = os.path.join(self.root_log_dir, f"attempt_{env['TORCHELASTIC_RESTART_COUNT']}")
             os.makedirs(directory, exist_ok=True)
-            paths = [os.path.join(directory, f"rank_{rank}.{kind}") for kind in ("out", "err", "json")]
+            paths = [os.path.join(directory, f"rank_{rank}.{suffix}") for suffix in ("out", "err", "json")]
             self.outputs[rank] = paths[:2] if rank != 0 or self._keep_all else []
             self.error_files[rank] = paths[2]
             with contextlib.suppress(FileNotFoundError):
@@ -111,15 +111,15 @@ class _TailedFile:
         if data:
             self._read_at = time.monotonic()
         text = self._partial_line + data
-        whole, end, rest = text.rpartition(b"\n")
+        complete, end, rest = text.rpartition(b"\n")
         # Without a prefix, a partial line may be a prompt or a row of dots: show it if nothing follows for a moment.
         alone = not self._prefix and time.monotonic() - self._read_at > _PROMPT_S
         if rest and (last or len(rest) > _CHUNK or alone):
-            whole, end, rest = text, b"", b""
+            complete, end, rest = text, b"", b""
         self._partial_line = rest
-        if not self._prefix or not whole + end:
-            return whole + end
-        return b"".join(self._prefix + line + b"\n" for line in whole.split(b"\n"))
+        if not self._prefix or not complete + end:
+            return complete + end
+        return b"".join(self._prefix + line + b"\n" for line in complete.split(b"\n"))
 
 
 class LogTail:

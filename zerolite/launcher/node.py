@@ -35,12 +35,12 @@ def check(job: NodeJob) -> dict[str, Any]:
 def find_problems(job: NodeJob) -> list[str]:
     """Return a sentence for each reason why this host cannot run its part: expected, found, and what to do."""
     problems = []
-    for what, found in own_versions().items():
-        expected = job.versions.get(what, found)
-        if found != expected:
+    for what, version in own_versions().items():
+        expected = job.versions.get(what, version)
+        if version != expected:
             problems.append(
-                f"has {f'{what} {found}' if found else f'no {what}'}, and the job was started with {what} {expected}: "
-                f"install the same version for {sys.executable!r}"
+                f"has {f'{what} {version}' if version else f'no {what}'}, and the job was started with {what} "
+                f"{expected}: install the same version for {sys.executable!r}"
             )
     if job.cwd is not None and not is_here(job.cwd):
         problems.append(f"has no working directory {job.cwd!r}: start where all hosts have the same one, or share it")
@@ -49,15 +49,15 @@ def find_problems(job: NodeJob) -> list[str]:
     return problems
 
 
-def find_device_problems(job: NodeJob, found: int) -> list[str]:
+def find_device_problems(job: NodeJob, device_count: int) -> list[str]:
     """Return a sentence if a host has fewer CUDA devices than its part needs."""
     needed = job.nproc if job.devices is None else max(job.devices) + 1
-    if found >= needed:
+    if device_count >= needed:
         return []
     asked = "slots in the hostfile" if job.devices is None else "devices up to the last that is asked for"
     return [
-        f"has {found} CUDA device{'s' if found != 1 else ''} and {needed} {asked}: correct the hostfile or the filter "
-        f"(CUDA_VISIBLE_DEVICES counts, where it is set)"
+        f"has {device_count} CUDA device{'s' if device_count != 1 else ''} and {needed} {asked}: correct the "
+        "hostfile or the filter (CUDA_VISIBLE_DEVICES counts, where it is set)"
     ]
 
 

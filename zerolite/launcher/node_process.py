@@ -37,7 +37,7 @@ _terminal = threading.Lock()
 def node_commands(request: LaunchRequest, job: JobPlan, environ: Mapping[str, str]) -> list[list[str]]:
     """Return the command of each node: this host's needs no ssh, and the others get `ssh` as their only argument.
 
-    They start in this working directory, by the same Python, with Python's own variables, such as PYTHONPATH, as here.
+    They start in this working directory, by the same Python, with this process's ``PYTHON*`` variables.
     `cd` and Python are joined by `;`, not `&&`: if the directory is missing, the node starts elsewhere and reports it.
     """
     settings = [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith("PYTHON")]
@@ -53,7 +53,7 @@ def node_commands(request: LaunchRequest, job: JobPlan, environ: Mapping[str, st
 
 
 class NodeProcess:
-    """Process on this host through which one node runs: a client of ssh, or the node itself if it runs here.
+    """Process on this host through which one node runs: a client of ssh, or the node itself if it runs on this host.
 
     Attributes:
         name: name of the host.

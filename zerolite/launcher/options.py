@@ -187,23 +187,23 @@ def split_command_line(argv: Sequence[str], parser: _Parser) -> tuple[list[str],
     Underscores in options become dashes. argparse does not do the splitting: it would drop a `--` among the script's
     arguments.
     """
-    own: list[str] = []
+    options: list[str] = []
     i = 0
     while i < len(argv) and argv[i].startswith("-"):
         if argv[i] == "-m":
-            return [*own, *argv[i : i + 2]], list(argv[i + 2 :])
+            return [*options, *argv[i : i + 2]], list(argv[i + 2 :])
         if argv[i] == "--":
-            return own, list(argv[i + 1 :])
+            return options, list(argv[i + 1 :])
         name, equals, value = argv[i].partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
         parser.check_known(name)
-        own.append(name + equals + value)
+        options.append(name + equals + value)
         i += 1
         if not equals and parser.takes_value(name) and i < len(argv):
-            own.append(argv[i])
+            options.append(argv[i])
             i += 1
-    return own, list(argv[i:])
+    return options, list(argv[i:])
 
 
 def parse_num_nodes(text: str | None) -> int | None:
@@ -264,10 +264,10 @@ def find_env_files(asked: str | None, environ: Mapping[str, str], deepspeed: boo
         return [os.path.expanduser(asked)]
     home = environ.get("HOME")
     places = [os.path.abspath(""), *([home] if home else [])]
-    own = [os.path.join(place, ENV_FILE) for place in places]
+    own_files = [os.path.join(place, ENV_FILE) for place in places]
     theirs = [os.path.join(place, environ.get("DS_ENV_FILE", DEEPSPEED_ENV_FILE)) for place in reversed(places)]
-    found = list(dict.fromkeys(filter(os.path.isfile, theirs if deepspeed else [])))
-    return [*found, *[path for path in own if os.path.isfile(path)][:1]]
+    deepspeed_files = list(dict.fromkeys(filter(os.path.isfile, theirs if deepspeed else [])))
+    return [*deepspeed_files, *[path for path in own_files if os.path.isfile(path)][:1]]
 
 
 def read_environment(files: Sequence[str]) -> dict[str, str]:
@@ -275,11 +275,12 @@ def read_environment(files: Sequence[str]) -> dict[str, str]:
     variables: dict[str, str] = {}
     for path in files:
         read = read_env_file(path)
-        own = [name for name in OF_EACH_RANK if read.pop(name, None) is not None]
-        if own:
+        set_by_launcher = [name for name in OF_EACH_RANK if read.pop(name, None) is not None]
+        if set_by_launcher:
             print(
-                f"zerolite: {path} sets {', '.join(own)}, which the launcher sets for each process: ignored; remove "
-                f"{'it' if len(own) == 1 else 'them'}, and see --nproc, --num-nodes, --master-addr and --master-port",
+                f"zerolite: {path} sets {', '.join(set_by_launcher)}, which the launcher sets for each process: "
+                f"ignored; remove {'it' if len(set_by_launcher) == 1 else 'them'}, and see --nproc, --num-nodes, "
+                "--master-addr and --master-port",
                 file=sys.stderr,
             )
         variables |= read
@@ -304,13 +305,15 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
     if options.max_restarts < 0:
         parser.error(f"--max-restarts expects a number, 0 or more, and got {options.max_restarts}")
     try:
-        own = {one.name: getattr(options, one.name) for one in dataclasses.fields(LaunchRequest) if one.name in options}
+        fields = {
+            one.name: getattr(options, one.name) for one in dataclasses.fields(LaunchRequest) if one.name in options
+        }
         env = read_environment(find_env_files(options.env_file, os.environ, options.deepspeed_compat))
         if options.deepspeed_compat:
             from zerolite.compat.as_deepspeed import variables
 
             env |= variables({**os.environ, **env})
-        own.update(
+        fields.update(
             python=not options.no_python,
             num_nodes=parse_num_nodes(options.num_nodes),
             master_addr=None if options.master_addr is None else options.master_addr.strip("[]"),
@@ -320,7 +323,7 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
             tee=parse_ranks(options.tee),
             env=env,
         )
-        return LaunchRequest(target, script_args, **own)
+        return LaunchRequest(target, script_args, **fields)
     except OSError as error:
         parser.error(f"the env file {error.filename!r} cannot be read: {error.strerror}")
     except ValueError as error:

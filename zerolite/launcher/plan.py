@@ -39,7 +39,7 @@ class JobPlan:
         hosts: hosts in the order of the nodes.
         nodes: the nodes' parts.
         here: number of the node that runs on this host; None if none does.
-        by_ssh: this command starts the parts of all hosts; otherwise only that of ``here``.
+        by_ssh: this command starts the parts of all hosts; otherwise only this host's.
     """
 
     hosts: list[Host]

@@ -45,7 +45,7 @@ class JobProcesses:
 
         names: dict[int, str] = {}
         sessions: dict[int, int] = {}
-        found = {child.pid for child in psutil.Process().children(recursive=True)}
+        pids = {child.pid for child in psutil.Process().children(recursive=True)}
         for process in psutil.process_iter(["name", "status", "environ"]):
             if process.info["status"] in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 continue
@@ -53,11 +53,11 @@ class JobProcesses:
                 sessions[process.pid] = os.getsid(process.pid)
                 names[process.pid] = process.info["name"]
             if (process.info["environ"] or {}).get(JOB_ID_VARIABLE) == self._job_id:
-                found.add(process.pid)
-        self._sessions.update(sessions[pid] for pid in found if pid in sessions)
+                pids.add(process.pid)
+        self._sessions.update(sessions[pid] for pid in pids if pid in sessions)
         self._sessions.discard(os.getsid(0))
-        found.update(pid for pid, session in sessions.items() if session in self._sessions)
-        return {pid: names[pid] for pid in found - self._spare if pid in names}
+        pids.update(pid for pid, session in sessions.items() if session in self._sessions)
+        return {pid: names[pid] for pid in pids - self._spare if pid in names}
 
     def end(self, grace_s: float = GRACE_S, stop_waiting: Callable[[], bool] = lambda: False) -> dict[int, str]:
         """Send SIGTERM to all, also to those that appear meanwhile, and SIGKILL to those left after ``grace_s``.

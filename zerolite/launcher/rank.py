@@ -48,7 +48,7 @@ _PRINTERS = ("sys", "torch.distributed.distributed_c10d", "zerolite.diagnostics.
 
 def is_consequence(error: BaseException) -> bool:
     """Return True if the error only says that another process has ended."""
-    names = {kind.__name__ for kind in type(error).__mro__}
+    names = {cls.__name__ for cls in type(error).__mro__}
     if "PeerLost" in names:  # raised by the watchdog for a lost rank
         return True
     return not names.isdisjoint(_NETWORK_ERRORS) and any(part in str(error) for part in _PEER_IS_GONE)
@@ -69,7 +69,7 @@ _RELATED_S = 600.0  # an exception that is older than this, in seconds, is most 
 
 
 def note_thread_failures() -> None:
-    """Keep the report of an exception that ends a thread, which may be why the script fails soon after."""
+    """Keep the report of an exception that ends a thread: the script may fail soon after because of it."""
     before = threading.excepthook
 
     def hook(failure: Any) -> None:
@@ -173,12 +173,12 @@ def prepare() -> None:
 
 def main(argv: list[str]) -> int:
     """Run `[--script | --module | --command, NAME, args...]` and return the exit status."""
-    kind, name, *arguments = argv
+    target, name, *arguments = argv
     prepare()
     try:
-        if kind == "--command":
+        if target == "--command":
             run_command(name, arguments)
-        elif kind == "--module":
+        elif target == "--module":
             run_module(name, arguments)
         else:
             run_script(name, arguments)

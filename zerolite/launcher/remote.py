@@ -35,7 +35,7 @@ class CannotStart(Exception):
 
 
 def record_signals() -> list[signal.Signals]:
-    """Return a list to which the signals that this process gets are appended, to be passed to the nodes."""
+    """Collect the signals of this process for the nodes. Returns the list to which handlers append them."""
     received: list[signal.Signals] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
@@ -125,7 +125,7 @@ def check_answers(request: LaunchRequest, job: JobPlan, processes: dict[str, Nod
         problems[host.name] = list(answer["problems"])
         if devices_found and not answer["devices"]:  # a host without devices is wrong only if others have some
             problems[host.name] += find_device_problems(node, 0)
-    bad = [name for name, found in problems.items() if found]
+    bad = [name for name, of_host in problems.items() if of_host]
     if not bad:
         return
     lines = ["nothing was started, since not all hosts can take part:"]

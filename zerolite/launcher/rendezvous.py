@@ -1,4 +1,4 @@
-"""Rendezvous of a job's nodes at the first node's store, and what they tell each other there."""
+"""Rendezvous of a job's nodes at the first node's store, and the board of failures in that store."""
 
 from __future__ import annotations
 

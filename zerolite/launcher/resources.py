@@ -160,9 +160,9 @@ def read_cpu_quota(root: Path = ROOT) -> float | None:
             continue
         base = mounted / controllers if controllers else mounted
         # In a container the group's path may be the host's, while the mount shows the container's part as the root.
-        own = base / group.strip("/")
-        around = own.relative_to(base).parents
-        quotas += [_read_quota(directory) for directory in (own, *(base / parent for parent in around))]
+        own_group = base / group.strip("/")
+        around = own_group.relative_to(base).parents
+        quotas += [_read_quota(directory) for directory in (own_group, *(base / parent for parent in around))]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 

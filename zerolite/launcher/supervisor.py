@@ -215,8 +215,8 @@ class Supervisor:
         """Print where the output is, and keep it."""
         if not only_if_filled or has_output(self._log_dir):
             self.keeps_logs = True
-            here = "" if self._job.node_rank == 0 else f" on host {os.uname().nodename}"
-            say(f"output of the ranks{here}: {self._log_dir}")
+            on_host = "" if self._job.node_rank == 0 else f" on host {os.uname().nodename}"
+            say(f"output of the ranks{on_host}: {self._log_dir}")
 
 
 def run_node(job: NodeJob) -> int:

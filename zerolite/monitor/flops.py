@@ -1,7 +1,7 @@
 """FLOPs of operators, by the formulas of ``torch.utils.flop_counter``: of an engine's step, and of a plan's.
 
-torch's FlopCounterMode cannot be used itself: it tries to decompose every operator, raises for unknown higher-order
-operators, and does not tell forwards that checkpointing runs again from those that the model needs.
+torch's FlopCounterMode cannot be used itself. It tries to decompose every operator and raises for unknown higher-order
+operators. Nor does it count the forwards apart that checkpointing runs again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Flops:
 
     def __init__(self) -> None:
         more = {_operator(name): shape_wrapper(formula) for name, formula in MORE_FORMULAS.items()}
-        # Formulas that the user has registered with torch, or that torch has by now, go before those of this file.
+        # Formulas in torch's registry take precedence: the user has registered them, or a newer torch has them.
         self._formulas: dict[Any, Callable[..., int]] = more | flop_registry
         self.forward = self.backward = self.recomputed = 0
         self.unknown: set[str] = set()
@@ -133,7 +133,7 @@ class _Counting(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile as without this mode. It is on again when compiled code runs, and sees the operators called there."""
+        """Compile as without this mode, which is on again when compiled code runs, and sees the operators in it."""
         return True
 
     def __init__(self, flops: Flops) -> None:

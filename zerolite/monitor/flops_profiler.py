@@ -36,9 +36,9 @@ class FlopsProfiler:
         self._config, self._count, self._every, self._write = config, count, every, write
         self._timers = DeviceTimers(device)
         self._steps = 0  # since the engine was made
-        self._last_step = 0  # number of the step that ended last
+        self._last_step = 0  # the latest step that has ended
         self._hardware = 0.0  # FLOPs of a step, recomputed ones included
-        self._since: tuple[int, TimingEvent] | None = None  # step after which the timing began, and its event
+        self._since: tuple[int, TimingEvent] | None = None  # first timed step - 1, and the event at its start
         if config.profile_step == 0:
             count.start()
 

@@ -31,7 +31,7 @@ class _StreamCopy(Transfer):
             # Later copies run on the same stream: an event waits for this one alone.
             self._event = torch.cuda.Event()
             self._event.record(stream)
-        # Kept alive until the copy has ended, so that the allocator does not hand out memory that it still uses.
+        # Kept alive until the copy has ended: the allocator must not hand out memory in use by the copy.
         self._ends = (target, source)
         self._stream = stream
 
@@ -162,7 +162,7 @@ class StagedTransfer(Transfer):
 
 
 class Transfers:
-    """Copies of one rank's engine. Nothing here is a collective.
+    """Copies of one rank's engine. No method is a collective.
 
     Attributes:
         pool: staging buffers of all copies.

@@ -3,8 +3,8 @@
 `scheduler.step()` is called once after each applied update. After n calls, `last_epoch` is n and the optimizer has the
 learning rate of update n + 1.
 
-DeepSpeed counts from -1: its `last_batch_iteration` is n - 1. Its learning rates follow from that, and are kept here.
-So WarmupLR has its lowest learning rate in the first two updates. It has its highest from update `warmup_num_steps` + 1
+DeepSpeed counts from -1: its `last_batch_iteration` is n - 1, and the learning rates are those of that count. So
+WarmupLR has its lowest learning rate in the first two updates. It has its highest from update `warmup_num_steps` + 1
 ("log") or + 2 ("linear") on. `scheduler.step(n)` jumps: it sets `last_batch_iteration` to n.
 """
 

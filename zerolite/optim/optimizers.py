@@ -25,8 +25,8 @@ TORCH_OPTIMIZERS: dict[str, type[Optimizer]] = {
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
 }
 
-# Optimizers that update each element from its own parameter, gradient and state, and from scalars that are the same for
-# the full parameter. Ranks can update their shards on their own.
+# Optimizers that update each element from its own parameter, gradient and state, and from scalars of its param group.
+# So ranks can update their shards on their own.
 _ELEMENTWISE_NAMES = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"  # torch.optim
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {Lion} | {TORCH_OPTIMIZERS[name.lower()] for name in _ELEMENTWISE_NAMES.split() if name.lower() in TORCH_OPTIMIZERS}

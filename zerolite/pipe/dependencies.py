@@ -1,7 +1,7 @@
-"""Run of a model on fake tensors that records parameter dependencies and output shapes of modules.
+"""Copy of a model without memory, and its run, which records parameter dependencies and output shapes of modules.
 
-The model's own forward runs on fake tensors, which have shapes and no memory. Every parameter has a label, which is
-passed on to all tensors that are computed from it, also through views, detached and integer tensors.
+The model's own forward runs on fake tensors, which have shapes and no memory. Every parameter has a label. Each tensor
+has the labels of the parameters it is computed from, also through views, detached and integer tensors.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Skeleton:
         scripted = isinstance(module, torch.jit.ScriptModule)
         copied: nn.Module = object.__new__(nn.Module if scripted else type(module))
         self._modules[id(module)] = copied
-        own = {} if scripted else {name: _own(value) for name, value in vars(module).items()}
-        vars(copied).update(own | vars(nn.Module()))  # dicts of hooks and tensors, all of them empty
+        attributes = {} if scripted else {name: _own(value) for name, value in vars(module).items()}
+        vars(copied).update(attributes | vars(nn.Module()))  # dicts of hooks and tensors, all of them empty
         vars(copied)["training"] = module.training
         for name, child in module._modules.items():
             copied._modules[name] = None if child is None else self._copy(child)
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in getattr(module, kind).items():
-                getattr(copied, kind)[name] = None if tensor is None else self._without_memory(tensor, name)
+        for tensor_dict in ("_parameters", "_buffers"):
+            for name, tensor in getattr(module, tensor_dict).items():
+                getattr(copied, tensor_dict)[name] = None if tensor is None else self._without_memory(tensor, name)
         return copied
 
     def _without_memory(self, tensor: torch.Tensor, name: str) -> object:
@@ -116,7 +116,9 @@ def caches_cleared() -> Iterator[None]:
 
     The entries hold tensors without memory, for example a cached mask. Later calls with real tensors must not get them.
     """
-    caches = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
+    # A cache may be an attribute of anything, or inside a closure: nothing but the collector knows all of them. The
+    # search takes a fraction of a second, once for each shape of micro-batches.
+    caches = [cache for cache in gc.get_objects() if type(cache) is functools._lru_cache_wrapper]
     before = [cache.cache_info().currsize for cache in caches]
     try:
         yield

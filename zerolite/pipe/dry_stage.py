@@ -41,7 +41,7 @@ class DryPipeline:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which new :class:`DryStage` objects find here the tensors that they would receive."""
+        """Context in which new :class:`DryStage` objects take the tensors of their receives from this pipeline."""
         _dry_pipelines.append(self)
         try:
             yield

@@ -34,8 +34,8 @@ class LayerSpec:
         return self.cls(*self.args, **self.kwargs)
 
     def __repr__(self) -> str:
-        given = [repr(value) for value in self.args] + [f"{key}={value!r}" for key, value in self.kwargs.items()]
-        return f"{type(self).__name__}({', '.join([self.name, *given])})"
+        arguments = [repr(value) for value in self.args] + [f"{key}={value!r}" for key, value in self.kwargs.items()]
+        return f"{type(self).__name__}({', '.join([self.name, *arguments])})"
 
 
 class TiedLayerSpec(LayerSpec):

@@ -45,8 +45,7 @@ class Prefix:
 
     Attributes:
         placeholders: modules that are skipped: for each the outputs of its calls, with zeros for tensors.
-        executed: modules that run themselves, with the shapes and dtypes of their parameters, which are replaced by
-            zeros.
+        executed: modules that run with zeros for their parameters, whose shapes and dtypes these are.
     """
 
     placeholders: Mapping[str, Sequence[Any]]
@@ -67,7 +66,7 @@ class ChunkPlan:
 
 
 class ModelSplit:
-    """A model that is split into parts, their plans by shapes, and the part that runs now."""
+    """A split model: its parts, their plans by shapes, and the part that runs now."""
 
     def __init__(
         self,
@@ -212,15 +211,15 @@ class NamedChunk(Chunk):
 
     def _boundary_args(self, args: object, kwargs: object, part: int) -> dict[str, torch.Tensor]:
         assert self._plan is not None
-        given = dict(named_tensors((args, kwargs)))
+        tensors = dict(named_tensors((args, kwargs)))
         names = self._plan.boundary_args[part]
-        missing = [name for name in names if name not in given]
+        missing = [name for name in names if name not in tensors]
         if missing:
             raise RuntimeError(
                 f"pipeline.split: expected '{self._model_split.names[part - 1]}' to be called with tensors in "
                 f"{', '.join(names)} for every micro-batch of these shapes, got none in {', '.join(missing)}"
             )
-        return {name: given[name] for name in names}
+        return {name: tensors[name] for name in names}
 
 
 def named_tensors(value: object) -> list[tuple[str, torch.Tensor]]:
@@ -282,7 +281,7 @@ def _placeholder_call(templates: Sequence[object], device: torch.device, path: s
 
 
 class _ShapeInference:
-    """One run of the full model on fake tensors, which finds the tensors that cross each boundary."""
+    """One run of the full model on fake tensors, to find the tensors that cross each boundary."""
 
     def __init__(self, model_split: ModelSplit, skeleton: Skeleton) -> None:
         self._model_split, self._skeleton = model_split, skeleton
@@ -304,8 +303,8 @@ class _ShapeInference:
                 model.get_submodule(name).register_forward_pre_hook(self._boundary_hook(part), with_kwargs=True)
                 for part, name in enumerate(self._names, 1)
             ]
-            given = (batch.args, batch.kwargs, batch.target)
-            args, kwargs, target = given if mode is None else map_tensors(mode.from_tensor, given)
+            real_batch = (batch.args, batch.kwargs, batch.target)
+            args, kwargs, target = real_batch if mode is None else map_tensors(mode.from_tensor, real_batch)
             try:
                 with caches_cleared(), self._dependencies, precision.autocast_context(device):
                     outputs = model(*args, **kwargs)

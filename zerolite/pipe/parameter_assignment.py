@@ -33,13 +33,13 @@ def assign_parameters(uses: Iterable[tuple[str, nn.Parameter, int]]) -> list[Par
     Args:
         uses: for each use of a parameter its name in the full model, the parameter, and the part.
     """
-    found: dict[int, tuple[nn.Parameter, dict[str, None], set[int]]] = {}
+    by_id: dict[int, tuple[nn.Parameter, dict[str, None], set[int]]] = {}
     for name, parameter, part in uses:
-        _, names, parts = found.setdefault(id(parameter), (parameter, {}, set()))
+        _, names, parts = by_id.setdefault(id(parameter), (parameter, {}, set()))
         names[name] = None
         parts.add(part)
     return [
-        ParameterAssignment(parameter, tuple(names), frozenset(parts)) for parameter, names, parts in found.values()
+        ParameterAssignment(parameter, tuple(names), frozenset(parts)) for parameter, names, parts in by_id.values()
     ]
 
 

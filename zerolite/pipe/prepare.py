@@ -95,7 +95,7 @@ def prepare(
     if stages > 1:
         schedule_class(settings.schedule)
     ranks = partition.ranks_of_parts(stages, chunks_each, settings.schedule in V_SHAPED)
-    own = [part for part, rank in enumerate(ranks) if rank == topology.pipe.rank]
+    own_parts = [part for part, rank in enumerate(ranks) if rank == topology.pipe.rank]
     host = HostGroup(topology.world, "pipeline")
     divide: _Divide
     if isinstance(model, PipelineModule):
@@ -103,11 +103,11 @@ def prepare(
         loss_fn = model.loss_fn if loss_fn is None else loss_fn
         bounds = _bounds(model, host, len(ranks))
         _broadcast_first_stage([layer for layer in model.specs if isinstance(layer, nn.Module)], topology.pipe, device)
-        divide = functools.partial(_divide_layers, model, bounds, own)
+        divide = functools.partial(_divide_layers, model, bounds, own_parts)
     else:
         _broadcast_first_stage([model], topology.pipe, device)
         function: Any = _divide_sequential if type(model) is nn.Sequential else split_by_names
-        divide = functools.partial(function, model, settings, len(ranks), own)
+        divide = functools.partial(function, model, settings, len(ranks), own_parts)
     chunks, assignments = _divide_on_all_ranks(host, divide)
     vars(model)[_STAGED] = stages > 1
     ties = _ties(assignments, ranks, topology.pipe.rank)
@@ -130,12 +130,12 @@ def _divide_on_all_ranks(host: HostGroup, divide: _Divide) -> tuple[list[Chunk],
     return RaiseTogether(host, "zerolite.initialize", failed="could not make its stage:").run(checked)
 
 
-def _ties(assignments: Iterable[ParameterAssignment], ranks: Sequence[int], here: int) -> list[TiedParam]:
+def _ties(assignments: Iterable[ParameterAssignment], ranks: Sequence[int], own_stage: int) -> list[TiedParam]:
     """Return the ties of the parameters that are on this stage and on others."""
     ties = []
     for assignment in assignments:
         on = tuple(sorted({ranks[part] for part in assignment.parts}))
-        if here in on and len(on) > 1:
+        if own_stage in on and len(on) > 1:
             set_names(assignment.parameter, assignment.names)
             ties.append(TiedParam(assignment.parameter, assignment.names[0], on))
     return sorted(ties, key=lambda tie: tie.key)
@@ -216,26 +216,26 @@ def _bounds_of(method: str, layers: Sequence[object], names: Sequence[str], part
 
 
 def _divide_layers(
-    model: PipelineModule, bounds: Sequence[int], own: Sequence[int]
+    model: PipelineModule, bounds: Sequence[int], own_parts: Sequence[int]
 ) -> tuple[list[Chunk], list[ParameterAssignment]]:
-    model.build([index for part in own for index in range(bounds[part], bounds[part + 1])])
+    model.build([index for part in own_parts for index in range(bounds[part], bounds[part + 1])])
     layers = [
         layer if isinstance(layer, nn.Module) else model.layers._modules.get(str(first))
         for layer, first in zip(model.specs, model.first_indices, strict=True)
     ]
     names = [f"layers.{first}" for first in model.first_indices]
     make = functools.partial(LayerChunk, interval=model.interval, checkpointable=model.checkpointable_layers)
-    return _make_chunks(layers, names, model.functions, bounds, own, make)
+    return _make_chunks(layers, names, model.functions, bounds, own_parts, make)
 
 
 def _divide_sequential(
-    model: nn.Sequential, settings: PipelineConfig, parts: int, own: Sequence[int]
+    model: nn.Sequential, settings: PipelineConfig, parts: int, own_parts: Sequence[int]
 ) -> tuple[list[Chunk], list[ParameterAssignment]]:
     _check_no_split(settings, "an nn.Sequential")
     layers = list(model)
     bounds = _bounds_of(settings.partition_method, layers, [layer_name(layer) for layer in layers], parts)
     make = functools.partial(LayerChunk, interval=settings.activation_checkpoint_interval)
-    chunks = _make_chunks(layers, list(model._modules), dict(enumerate(layers)), bounds, own, make)
+    chunks = _make_chunks(layers, list(model._modules), dict(enumerate(layers)), bounds, own_parts, make)
     if parts > 1:
         model.register_forward_pre_hook(_raise_on_call)
     return chunks
@@ -250,27 +250,27 @@ def _make_chunks(
     names: Sequence[str],
     functions: Mapping[int, Callable[[Any], Any]],
     bounds: Sequence[int],
-    own: Sequence[int],
+    own_parts: Sequence[int],
     make: Callable[..., Chunk],
 ) -> tuple[list[Chunk], list[ParameterAssignment]]:
-    """Make the chunks of the parts ``own``, and remove everything else from the layers.
+    """Make the chunks of the parts ``own_parts``, and remove everything else from the layers.
 
-    Parameters that a layer of another rank shares with a layer here stay; buffers of other ranks' layers do not.
+    Parameters stay that a layer of this rank shares with one of another rank; buffers of other ranks' layers do not.
 
     Args:
         layers: all layers; None for a layer that is not on this rank.
         names: names of the layers in the full model.
         functions: the callables of this rank's layers, by index.
         bounds: where the parts begin, see partition.py.
-        own: indices of this rank's parts.
+        own_parts: indices of this rank's parts.
         make: called with (index, callables, modules), makes a chunk.
     """
     assignments = assign_layer_parameters(layers, names, bounds)
-    staying = {id(assignment.parameter) for assignment in assignments if assignment.parts & set(own)}
-    indices = {part: range(bounds[part], bounds[part + 1]) for part in own}
-    modules = {part: [layer for i in here if (layer := layers[i]) is not None] for part, here in indices.items()}
-    here = {id(layer) for some in modules.values() for layer in some}
+    staying = {id(assignment.parameter) for assignment in assignments if assignment.parts & set(own_parts)}
+    indices = {part: range(bounds[part], bounds[part + 1]) for part in own_parts}
+    modules = {part: [layer for i in of_part if (layer := layers[i]) is not None] for part, of_part in indices.items()}
+    kept_layers = {id(layer) for some in modules.values() for layer in some}
     for layer in layers:
-        if layer is not None and id(layer) not in here:
+        if layer is not None and id(layer) not in kept_layers:
             remove_other_parameters(layer, staying.__contains__, lambda path: True)
-    return [make(part, [functions[i] for i in indices[part]], modules[part]) for part in own], assignments
+    return [make(part, [functions[i] for i in indices[part]], modules[part]) for part in own_parts], assignments

@@ -288,7 +288,7 @@ class StepBarrier:
 
 
 def _check_shapes(call: str, first: MicroBatch, latest: MicroBatch, number: int) -> None:
-    """Check that all micro-batches of a step have the same shapes, for which stages allocate receive buffers."""
+    """Check that all micro-batches of a step have the same shapes: stages allocate receive buffers for these."""
     for name, attribute in (("inputs", "args"), ("keywords", "kwargs"), ("targets", "target")):
         expected, got = shapes_of(getattr(first, attribute)), shapes_of(getattr(latest, attribute))
         if got != expected:

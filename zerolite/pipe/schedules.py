@@ -47,21 +47,21 @@ def available_schedules() -> list[str]:
 
 
 def _find_schedule(name: str) -> object:
-    found = getattr(schedules, SCHEDULES[name], None)
-    if found is not None and name in V_SHAPED and schedules.PipelineScheduleMulti in found.__bases__:
+    schedule = getattr(schedules, SCHEDULES[name], None)
+    if schedule is not None and name in V_SHAPED and schedules.PipelineScheduleMulti in schedule.__bases__:
         return None  # torch 2.6's would send messages from a rank to itself; later ones have another base
-    return found
+    return schedule
 
 
 def schedule_class(name: str) -> Any:
     """Return torch's class for a schedule of the config. Raises ValueError if the installed torch has none."""
-    found = _find_schedule(name)
-    if found is None:
+    schedule = _find_schedule(name)
+    if schedule is None:
         raise ValueError(
             f'pipeline.schedule: "{name}" needs torch.distributed.pipelining.{SCHEDULES[name]}, got torch '
             f"{torch.__version__}, which lacks it; update torch, or use one of {', '.join(available_schedules())}"
         )
-    return found
+    return schedule
 
 
 def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -> Callable[[], None]:
@@ -69,9 +69,9 @@ def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -
 
     Raises ValueError if the schedule does not work with this number of micro-batches.
     """
-    own: Any = stages[0] if name in ONE_CHUNK else list(stages)
+    own_stages: Any = stages[0] if name in ONE_CHUNK else list(stages)
     try:
-        schedule = schedule_class(name)(own, micro_batches, loss_fn=_no_loss)
+        schedule = schedule_class(name)(own_stages, micro_batches, loss_fn=_no_loss)
     except ValueError as error:
         raise ValueError(
             f"gradient_accumulation_steps: expected micro-batches that pipeline.schedule {name!r} can run on "

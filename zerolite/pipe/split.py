@@ -2,8 +2,8 @@
 
 A part begins with a module and ends where the first module of the next part is called. Each rank calls the model with
 the micro-batch's own inputs. Before the module that begins its part, modules with parameters are skipped and return
-zeros. At that module, the received tensors replace the arguments that are computed from parameters. When the forward
-reaches the module that begins the next part, its arguments are sent to that part, and an exception ends the forward.
+zeros. At that module, the received tensors replace the arguments that are computed from parameters. At the first
+module of the next part its arguments are sent to that part, and an exception ends the forward.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from zerolite.utils.nested import map_tensors
 
 
 def split_by_names(
-    model: nn.Module, settings: PipelineConfig, parts: int, own: Sequence[int]
+    model: nn.Module, settings: PipelineConfig, parts: int, own_parts: Sequence[int]
 ) -> tuple[list[Chunk], list[ParameterAssignment]]:
-    """Divide ``model`` into ``parts`` at the modules in ``settings.split``, and keep the parts ``own``.
+    """Divide ``model`` into ``parts`` at the modules in ``settings.split``, and keep the parts ``own_parts``.
 
     Raises ValueError for names that do not divide it.
     """
@@ -51,7 +51,7 @@ def split_by_names(
         for name, parameter in module._parameters.items()
         if parameter is not None
     )
-    mine = set(own)
+    mine = set(own_parts)
     staying = {id(assignment.parameter) for assignment in assignments if assignment.parts & mine}
     elsewhere = _modules_elsewhere(model, staying)
     buffers = remove_other_parameters(model, staying.__contains__, elsewhere.__contains__)
@@ -63,7 +63,7 @@ def split_by_names(
         # A direct call of the model would compute with this rank's parameters only.
         model.register_forward_pre_hook(model_split.check_running)
     chunks: list[Chunk] = []
-    for part in own:
+    for part in own_parts:
         parameters = [assignment.parameter for assignment in assignments if part in assignment.parts]
         chunks.append(NamedChunk(part, model, model_split, parameters))
     return chunks, assignments
@@ -128,9 +128,9 @@ def _modules_called_later(model: nn.Module, skeleton: Skeleton, names: Sequence[
     handles = [watch(name, functools.partial(begin, number)) for number, name in enumerate(names, 1)]
     handles += [watch(path, functools.partial(lambda path: seen[path].add(part), path)) for path in suspects]
     with torch.no_grad(), fake_parameters(skeleton.model, torch.device("cpu"), None) as mode, caches_cleared():
-        given = inputs if mode is None else map_tensors(mode.from_tensor, dict(inputs))
+        fake_inputs = inputs if mode is None else map_tensors(mode.from_tensor, dict(inputs))
         with contextlib.suppress(Exception):
-            skeleton.model(**given)
+            skeleton.model(**fake_inputs)
     for handle in handles:
         handle.remove()
     return {path: min(parts) for path, parts in seen.items() if len(parts) == 1 and parts != {0}}
@@ -141,8 +141,8 @@ def _modules_elsewhere(model: nn.Module, staying: set[int]) -> set[str]:
     elsewhere: set[str] = set()
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in elsewhere)
-        own = list(module.parameters())
-        if inside or (own and not any(id(parameter) in staying for parameter in own)):
+        parameters = list(module.parameters())
+        if inside or (parameters and not any(id(parameter) in staying for parameter in parameters)):
             elsewhere.add(path)
     return elsewhere
 
@@ -154,10 +154,10 @@ def _automatic(model: nn.Module, settings: PipelineConfig, parts: int) -> list[s
     """Return the names of the blocks that begin the parts 1, 2, ..."""
     path, blocks = _blocks(model, parts)
     if len(blocks) < parts:
-        found = f"{len(blocks)} in '{path}'" if blocks else "none"
+        got = f"{len(blocks)} in '{path}'" if blocks else "none"
         raise ValueError(
             f'pipeline.split: "auto" expected a ModuleList of at least {parts} equal blocks, one for each part '
-            f"(pipeline.stages × pipeline.chunks), got {found}; name the modules that begin the parts"
+            f"(pipeline.stages × pipeline.chunks), got {got}; name the modules that begin the parts"
         )
     names = [type(block).__name__ for block in blocks]
     bounds = partition.bounds_of(settings.partition_method, names, parts, lambda: _weights(model, path, len(blocks)))
@@ -172,7 +172,7 @@ def _blocks(model: nn.Module, parts: int) -> tuple[str, list[nn.Module]]:
         if len({type(block) for block in blocks}) == 1:
             numel = sum(parameter.numel() for parameter in module.parameters())
             rank = (True, numel) if len(blocks) >= parts else (False, len(blocks))
-            best = max(best, (rank, path, blocks), key=lambda found: found[0])
+            best = max(best, (rank, path, blocks), key=lambda candidate: candidate[0])
     return best[1], best[2]
 
 
@@ -189,6 +189,6 @@ def _weights(model: nn.Module, path: str, count: int) -> list[float]:
             block = int(name[len(path) + 1 :].split(".", 1)[0])
         elif block:
             block = count - 1
-        own = (parameter for parameter in module._parameters.values() if parameter is not None)
-        weights[block] += sum(parameter.numel() for parameter in own if parameter.requires_grad)
+        parameters = (parameter for parameter in module._parameters.values() if parameter is not None)
+        weights[block] += sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return weights

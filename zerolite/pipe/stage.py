@@ -82,10 +82,10 @@ class _MicroBatchState:
         outputs, gradients = self._pop_roots()
         # torch calls detach_() on them, which autograd refuses for views and leaves.
         roots = [output.clone() if output._is_view() or output.is_leaf else output for output in outputs]
-        given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
+        complete = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
         received = [tensor for tensor in self.received if tensor.requires_grad]
         try:
-            self.param_groups = backward_of_inputs(roots, given, received, iter(parameters))
+            self.param_groups = backward_of_inputs(roots, complete, received, iter(parameters))
         except RuntimeError as error:
             raise error.__cause__ or error from None  # torch's own text only lists the tensors
 

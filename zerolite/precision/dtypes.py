@@ -16,17 +16,17 @@ from zerolite.utils.nested import find_tensors, map_tensors
 
 
 def scales_of_quantized(model: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
-    """Return a function that is True for the frozen parameters, except biases, of modules that have frozen parameters
-    in integers or fp8.
+    """Return a function that is True for quantized weights and for their scales.
 
-    Those are quantized weights, and the others scale them. A cast of the scales would change every weight.
+    A module's frozen parameters in integers or fp8 are quantized weights. Its other frozen parameters, except biases,
+    scale them, and a cast of the scales would change every weight.
     """
-    found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    scales: WeakIdKeyDictionary = WeakIdKeyDictionary()
     for module in model.modules():
         frozen = {name: p for name, p in module._parameters.items() if p is not None and not p.requires_grad}
         if any(not (is_castable(p) or p.is_complex() or p.dtype is torch.bool) for p in frozen.values()):
-            found.update({p: None for name, p in frozen.items() if name != "bias"})
-    return found.__contains__
+            scales.update({p: None for name, p in frozen.items() if name != "bias"})
+    return scales.__contains__
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,8 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communic
     """Return ``F.linear(x, weight, bias)``; the gradient of ``x`` is summed over ranks.
 
     Args:
-        x: [..., in_features], the same on all ranks. With ``dim`` it is this rank's part of the input along that
-            dimension, and the product is that of the full input.
+        x: [..., in_features], the same on all ranks. With ``dim`` each rank passes its part along that
+            dimension, and the product is of the full input.
         weight: this rank's rows, [out_features / ranks, in_features].
         bias: [out_features / ranks].
     """
@@ -47,14 +47,16 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communic
     if one_rank or traced or x.dim() < 2 or not (x.requires_grad and torch.is_grad_enabled()):
         full = functions.shared_copy(x, comm) if dim is None else functions.shared_all_gather(x, comm, dim)
         return F.linear(full, weight, bias)
-    entry = functions.once(x, comm, ("entry", dim), lambda: Entry(x, comm, dim))
+    entry = functions.once(x, comm, ("entry", dim), lambda: SharedInput(x, comm, dim))
     entry.readers.register()
     result: Tensor = _Linear.apply(entry.local, weight, bias, entry.full, entry.readers)
     return result
 
 
-class Entry:
-    """Entry of one tensor into the tensor group, shared by the layers that read it. It lives as long as the tensor.
+class SharedInput:
+    """Input of column-parallel layers, which enters the tensor group once for all of them.
+
+    It lives as long as the tensor.
 
     Attributes:
         readers: these layers, as their backwards see them.
@@ -208,8 +210,8 @@ class _Linear(torch.autograd.Function):
 def _is_needed(ctx: Any, index: int) -> bool:
     """Return True if the backward in progress needs the gradient of this input.
 
-    One that computes gradients of some tensors only (``torch.autograd.grad``, a schedule that splits the backward) may
-    not need it, although it requires one.
+    ``torch.autograd.grad`` and schedules that split the backward compute some gradients only. Such a backward may not
+    need the gradient of an input that requires one.
     """
     if not ctx.needs_input_grad[index]:
         return False

@@ -51,8 +51,8 @@ def vocab_parallel_cross_entropy(
     start = min(comm.rank * logits.shape[1], vocabulary)
     rows = min(logits.shape[1], vocabulary - start)
     valid = target != ignore_index
-    index, here = _local_targets(target, valid, start, rows, vocabulary)
-    losses = _CrossEntropy.apply(logits, index, here, valid, comm, rows, vocabulary, label_smoothing)
+    index, in_shard = _local_targets(target, valid, start, rows, vocabulary)
+    losses = _CrossEntropy.apply(logits, index, in_shard, valid, comm, rows, vocabulary, label_smoothing)
     dtype = losses.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     if reduction == "none":
         return losses.to(dtype)
@@ -67,10 +67,10 @@ def _local_targets(target: Tensor, valid: Tensor, start: int, rows: int, vocabul
         value = int(host_value(target[wrong][0]))
         raise IndexError(f"Target {value} is out of bounds: expected 0 to {vocabulary - 1}, or ignore_index")
     local = target - start
-    here = valid & (local >= 0) & (local < rows)
+    in_shard = valid & (local >= 0) & (local < rows)
     # On CUDA a wrong target gets an index that gather refuses, so the host does not wait for the device to check it.
-    index = torch.where(here, local, torch.where(wrong, max(rows, 1), 0))
-    return index.to(torch.int64), here
+    index = torch.where(in_shard, local, torch.where(wrong, max(rows, 1), 0))
+    return index.to(torch.int64), in_shard
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -81,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         index: Tensor,
-        here: Tensor,
+        in_shard: Tensor,
         valid: Tensor,
         comm: Communicator,
         rows: int,
@@ -90,15 +90,15 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         tokens = logits.shape[0]
         exact = torch.float32 if logits.dtype in HALF else logits.dtype
-        own = logits.detach()[:, :rows]
+        shard = logits.detach()[:, :rows]
         # Subtract the largest logit of all ranks first: exp() would overflow otherwise.
-        largest = own.amax(1).to(exact) if rows else own.new_full((tokens,), -float("inf"), dtype=exact)
+        largest = shard.amax(1).to(exact) if rows else shard.new_full((tokens,), -float("inf"), dtype=exact)
         if sends(largest, comm):
             comm.all_reduce_max(largest, TAG)
-        shifted = own.to(exact) - largest.unsqueeze(1)
+        shifted = shard.to(exact) - largest.unsqueeze(1)
         sums = shifted.new_zeros((3 if smoothing else 2, tokens))
         if rows:
-            sums[1] = torch.where(here, shifted.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
+            sums[1] = torch.where(in_shard, shifted.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
         if smoothing:
             sums[2] = shifted.sum(1)
         probabilities = shifted.exp_()
@@ -110,23 +110,23 @@ class _CrossEntropy(torch.autograd.Function):
             losses = (1 - smoothing) * losses + smoothing * (sums[0].log() - sums[2] / vocabulary)
         # Backward needs only the probabilities of this rank's logits. They overwrite the exponentials.
         probabilities /= sums[0].unsqueeze(1)
-        ctx.save_for_backward(probabilities, index, here, valid)
+        ctx.save_for_backward(probabilities, index, in_shard, valid)
         ctx.smoothing, ctx.vocabulary, ctx.like = smoothing, vocabulary, (logits.shape, logits.dtype)
         return torch.where(valid, losses, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        probabilities, index, here, valid = ctx.saved_tensors
+        probabilities, index, in_shard, valid = ctx.saved_tensors
         shape, dtype = ctx.like
         rows = probabilities.shape[1]
         gradient = torch.where(valid, gradient, 0.0)
         result = probabilities.new_zeros(shape) if rows < shape[1] else torch.empty_like(probabilities)
-        own = result[:, :rows]
+        local_result = result[:, :rows]
         if rows:
-            torch.mul(probabilities, gradient.unsqueeze(1), out=own)
+            torch.mul(probabilities, gradient.unsqueeze(1), out=local_result)
             if ctx.smoothing:
-                own -= (gradient * (ctx.smoothing / ctx.vocabulary)).unsqueeze(1)
-            target = torch.where(here, gradient * (ctx.smoothing - 1.0), 0.0)
-            own.scatter_add_(1, index.unsqueeze(1), target.unsqueeze(1))
+                local_result -= (gradient * (ctx.smoothing / ctx.vocabulary)).unsqueeze(1)
+            target = torch.where(in_shard, gradient * (ctx.smoothing - 1.0), 0.0)
+            local_result.scatter_add_(1, index.unsqueeze(1), target.unsqueeze(1))
         return result.to(dtype), None, None, None, None, None, None, None

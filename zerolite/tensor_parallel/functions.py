@@ -110,17 +110,17 @@ def once(x: Tensor, comm: Communicator, purpose: object, make: Callable[[], Made
 _CACHE = "_zerolite_entered"
 
 
-def _applied(kind: str, x: Tensor, comm: Communicator, dim: int = 0, in_place: bool = False) -> Tensor:
+def _applied(exchange: str, x: Tensor, comm: Communicator, dim: int = 0, in_place: bool = False) -> Tensor:
     if comm.world_size == 1:
         return x
     dim = dim % x.dim() if x.dim() else dim
-    if kind.endswith("scatter") and x.shape[dim] % comm.world_size:
+    if exchange.endswith("scatter") and x.shape[dim] % comm.world_size:
         raise ValueError(
             f"expected a length along dimension {dim} that {comm.world_size} tensor-parallel ranks can share equally, "
             f"got {x.shape[dim]} in a tensor of shape {list(x.shape)}; pad the input to a multiple of "
             f"{comm.world_size}"
         )
-    result: Tensor = _Exchange.apply(x, comm, kind, dim, in_place)
+    result: Tensor = _Exchange.apply(x, comm, exchange, dim, in_place)
     return result
 
 
@@ -212,13 +212,14 @@ class _Exchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, kind: str, dim: int, in_place: bool) -> Tensor:
-        ctx.comm, ctx.kind, ctx.dim, ctx.in_place = comm, kind, dim, in_place
-        return _FORWARD[kind](x, comm, dim, in_place)
+    def forward(ctx: Any, x: Tensor, comm: Communicator, exchange: str, dim: int, in_place: bool) -> Tensor:
+        ctx.comm, ctx.exchange, ctx.dim, ctx.in_place = comm, exchange, dim, in_place
+        return _FORWARD[exchange](x, comm, dim, in_place)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> object:
-        if ctx.kind == "reduce" and not torch.is_grad_enabled():
+        if ctx.exchange == "reduce" and not torch.is_grad_enabled():
             return gradient, None, None, None, None  # "copy" changes nothing, unless a second backward will follow
-        own = ctx.kind == "copy" and ctx.in_place
-        return _Exchange.apply(gradient, ctx.comm, _BACKWARD_OF[ctx.kind], ctx.dim, own), None, None, None, None
+        in_place = ctx.exchange == "copy" and ctx.in_place
+        exchange = _BACKWARD_OF[ctx.exchange]
+        return _Exchange.apply(gradient, ctx.comm, exchange, ctx.dim, in_place), None, None, None, None

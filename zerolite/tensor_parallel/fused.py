@@ -27,32 +27,32 @@ def column_sizes(layer: Layer, tp_block: ParallelBlock | None) -> tuple[list[int
         tp_block: its parallel block; None for a column whose outputs are gathered.
     """
     if layer.style.parts is not None:
-        given = _parts_of_plan(layer, layer.style.parts)
+        plan_sizes = _parts_of_plan(layer, layer.style.parts)
         if tp_block is not None:
-            _check_sizes_of_plan(layer, tp_block, given)
-        return given, "as the plan says"
+            _check_sizes_of_plan(layer, tp_block, plan_sizes)
+        return plan_sizes, "as the plan says"
     return ([layer.outputs], "") if tp_block is None else _infer_sizes(layer, tp_block)
 
 
-def _check_sizes_of_plan(layer: Layer, tp_block: ParallelBlock, given: list[int]) -> None:
-    """Raise TensorPlanError if ``given`` contradicts the known arrangement of the layer.
+def _check_sizes_of_plan(layer: Layer, tp_block: ParallelBlock, plan_sizes: list[int]) -> None:
+    """Raise TensorPlanError if ``plan_sizes`` contradicts the known arrangement of the layer.
 
     Outputs that belong together would be on different ranks, and no other check would notice.
     """
-    kind = type(tp_block.module_of(layer))
+    module_class = type(tp_block.module_of(layer))
     read = {row.inputs for row in _rows_of(layer, tp_block)}
     alone = layer.last_name in SEPARATE_ATTENTION or read == {layer.outputs}
-    if not (_from_library(kind) or alone):
+    if not (_from_library(module_class) or alone):
         return
     try:
         known, why = ([layer.outputs], "") if alone else _infer_sizes(layer, tp_block)
     except TensorPlanError:
         return  # the arrangement is unknown, so the user's is used
-    if given != known:
+    if plan_sizes != known:
         how = why or "one layer, each rank having consecutive outputs"
         raise TensorPlanError(
-            f"expected parts {known} of '{layer.name}', which {kind.__name__} reads as {how}, got {given}: ranks would "
-            'compute with outputs that do not belong together. Remove "parts" from its style'
+            f"expected parts {known} of '{layer.name}', which {module_class.__name__} reads as {how}, got "
+            f'{plan_sizes}: ranks would compute with outputs that do not belong together. Remove "parts" from its style'
         )
 
 
@@ -87,25 +87,26 @@ def _infer_sizes(layer: Layer, tp_block: ParallelBlock) -> tuple[list[int], str]
 def check_family(tp_block: ParallelBlock) -> None:
     """Raise TensorPlanError for Hugging Face's attention with a bias that is computed for all heads at once."""
     for inner in tp_block.inner_modules.values():
-        kind = type(inner)
-        family = _family(kind)
+        module_class = type(inner)
+        family = _family(module_class)
         config: Any = getattr(inner, "config", None)
         biased = family in ("bloom", "mpt") or (family == "falcon" and getattr(config, "alibi", False))
         if biased and tp_block.is_attention:
             raise TensorPlanError(
-                f"expected attention that computes each head by itself, got {kind.__name__} in '{tp_block.name}', "
-                "whose model computes a bias (ALiBi) of all heads: it cannot be sharded, but its MLP layers can",
+                f"expected attention that computes each head by itself, got {module_class.__name__} in "
+                f"'{tp_block.name}', whose model computes a bias (ALiBi) of all heads: it cannot be sharded, but its "
+                "MLP layers can",
                 unsharded=tp_block.name,
             )
 
 
-def _from_library(kind: type[nn.Module]) -> bool:
-    return kind.__module__.startswith("transformers.models.")
+def _from_library(module_class: type[nn.Module]) -> bool:
+    return module_class.__module__.startswith("transformers.models.")
 
 
-def _family(kind: type[nn.Module]) -> str:
+def _family(module_class: type[nn.Module]) -> str:
     """Return the folder of a model of transformers; "" for other classes."""
-    return kind.__module__.split(".")[2] if _from_library(kind) else ""
+    return module_class.__module__.split(".")[2] if _from_library(module_class) else ""
 
 
 def _key_and_value(layer: Layer) -> tuple[list[int], str]:
@@ -142,16 +143,16 @@ def _attention(layer: Layer, inner: nn.Module, reads: set[int]) -> tuple[list[in
     )
 
 
-def _parts_of_plan(layer: Layer, given: int | tuple[int, ...]) -> list[int]:
-    if isinstance(given, int):
-        if layer.outputs % given:
+def _parts_of_plan(layer: Layer, parts: int | tuple[int, ...]) -> list[int]:
+    if isinstance(parts, int):
+        if layer.outputs % parts:
             raise TensorPlanError(
-                f"expected {given} parts of equal size in '{layer.name}', got {layer.outputs} outputs"
+                f"expected {parts} parts of equal size in '{layer.name}', got {layer.outputs} outputs"
             )
-        return [layer.outputs // given] * given
-    if sum(given) != layer.outputs:
+        return [layer.outputs // parts] * parts
+    if sum(parts) != layer.outputs:
         raise TensorPlanError(
-            f"expected parts of '{layer.name}' that add up to its {layer.outputs} outputs, got {list(given)}, which "
-            f"add up to {sum(given)}"
+            f"expected parts of '{layer.name}' that add up to its {layer.outputs} outputs, got {list(parts)}, which "
+            f"add up to {sum(parts)}"
         )
-    return list(given)
+    return list(parts)

@@ -252,14 +252,14 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         Raises IndexError (on CUDA: a device assertion) for indices outside of the full vocabulary.
         """
         local = indices - self.start
-        here = (local >= 0) & (local < self.rows)
+        in_shard = (local >= 0) & (local < self.rows)
         valid = (indices >= 0) & (indices < self.vocabulary)
         # Tokens of other ranks read row 0, and their vectors are zeroed below, so that the sum over ranks has each
         # vector once. Wrong indices become an index that F.embedding refuses.
         beyond = self.weight.shape[0]
-        local = torch.where(here, local, torch.where(valid, 0, beyond))
+        local = torch.where(in_shard, local, torch.where(valid, 0, beyond))
         out = F.embedding(local, self.weight, self.padding_idx)
-        out.masked_fill_(~here.unsqueeze(-1), 0.0)
+        out.masked_fill_(~in_shard.unsqueeze(-1), 0.0)
         return functions.reduce(out, self.comm, in_place=True)
 
 
@@ -329,15 +329,17 @@ def shard_last_dim(module: nn.Module, key: str, comm: Communicator) -> None:
     shape = tuple(parameter.shape)
     shard_parameter(parameter, ShardSpec.of_parts(shape, len(shape) - 1, [shape[-1]], comm))
     if not isinstance(module, TensorParallelLayer):
-        kind = type(module)
+        module_class = type(module)
         module.__class__ = type(
-            f"ShardedByHeads{kind.__name__}", (kind, ShardedByHeads), {"__module__": kind.__module__}
+            f"ShardedByHeads{module_class.__name__}",
+            (module_class, ShardedByHeads),
+            {"__module__": module_class.__module__},
         )
         module.comm = comm  # type: ignore[assignment]
 
 
 class ShardedByHeads(TensorParallelLayer):
-    """Mixin for a module with a parameter that has a number per head, of which this rank has some."""
+    """Mixin for a module with a parameter of one number per head. This rank has the numbers of its heads."""
 
 
 def shard_head(module: nn.Module, comm: Communicator) -> None:
@@ -367,11 +369,11 @@ def shard_embedding(module: nn.Module, comm: Communicator) -> None:
     vocabulary = module.num_embeddings
     spec = ShardSpec.of_rows((vocabulary, module.embedding_dim), 0, comm)
     shard_parameter(module._parameters["weight"], spec)
-    kind = type(module)
-    if kind.forward in (nn.Embedding.forward, VocabParallelEmbedding.forward):
+    module_class = type(module)
+    if module_class.forward in (nn.Embedding.forward, VocabParallelEmbedding.forward):
         module.__class__ = VocabParallelEmbedding
     else:  # the class's own forward calls super().forward, which is then VocabParallelEmbedding's
-        module.__class__ = type(f"VocabParallel{kind.__name__}", (kind, VocabParallelEmbedding), {})
+        module.__class__ = type(f"VocabParallel{module_class.__name__}", (module_class, VocabParallelEmbedding), {})
     assert isinstance(module, VocabParallelEmbedding)
     module.comm, module.vocabulary, module.num_embeddings = comm, vocabulary, spec.length
     module.start = min(comm.rank * spec.length, vocabulary)
@@ -382,9 +384,9 @@ def shard_embedding(module: nn.Module, comm: Communicator) -> None:
 
 
 def _change_class(
-    module: nn.Module, kind: type[nn.Module], comm: Communicator, inputs: int, outputs: int, transposed: bool
+    module: nn.Module, new_class: type[nn.Module], comm: Communicator, inputs: int, outputs: int, transposed: bool
 ) -> None:
-    module.__class__ = kind
+    module.__class__ = new_class
     module.comm, module.transposed = comm, transposed  # type: ignore[assignment]
     module.in_features, module.out_features = inputs, outputs  # type: ignore[assignment]
     if transposed:

@@ -33,6 +33,16 @@ class VocabParallelLogits(Tensor):
 
     _state: _State
 
+    def __new__(cls, state: _State) -> VocabParallelLogits:
+        local = state.local
+        logits: VocabParallelLogits = Tensor._make_wrapper_subclass(
+            cls, state.shape, dtype=local.dtype, device=local.device, layout=local.layout
+        )
+        return logits
+
+    def __init__(self, state: _State) -> None:
+        self._state = state
+
     @staticmethod
     def of(local: Tensor, comm: Communicator, vocabulary: int) -> VocabParallelLogits:
         """Return the logits with this rank's shard ``local``, [..., ceil(vocabulary / ranks)], padded at the end."""
@@ -116,18 +126,14 @@ class _FullLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, state: _State) -> Tensor:
         ctx.shard = state.comm.rank * local.shape[-1], local.shape[-1], state.vocabulary
-        logits: Any = Tensor._make_wrapper_subclass(
-            VocabParallelLogits, state.shape, dtype=local.dtype, device=local.device, layout=local.layout
-        )
-        logits._state = state
-        return logits
+        return VocabParallelLogits(state)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> object:
         start, length, vocabulary = ctx.shard
         start = min(start, vocabulary)
-        own = gradient.narrow(-1, start, min(length, vocabulary - start))
-        return F.pad(own, (0, length - own.shape[-1])), None
+        local_gradient = gradient.narrow(-1, start, min(length, vocabulary - start))
+        return F.pad(local_gradient, (0, length - local_gradient.shape[-1])), None
 
 
 def _gathered(value: Any, how: Callable[[_State], Tensor] = _State.gathered) -> Any:
@@ -262,7 +268,7 @@ def _flatten(state: _State, func: Function, args: Arguments, kwargs: Keywords) -
 def _slice(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     """Index leading dimensions; the last one must stay complete."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
-    if not all(item is Ellipsis or type(item) in (int, slice) for item in index) or index.count(Ellipsis) > 1:
+    if not all(entry is Ellipsis or type(entry) in (int, slice) for entry in index) or index.count(Ellipsis) > 1:
         return NotImplemented
     named = len(index) - index.count(Ellipsis)
     reaches_last = named >= len(state.shape) or (Ellipsis in index and index[-1] is not Ellipsis)
@@ -275,9 +281,11 @@ def _slice(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> 
 def _cross_entropy(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     bound = _SIGNATURE.bind(None, *args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    target = given["target"]
-    unusual = given["weight"] is not None or given["size_average"] is not None or given["reduce"] is not None
+    arguments = bound.arguments
+    target = arguments["target"]
+    unusual = (
+        arguments["weight"] is not None or arguments["size_average"] is not None or arguments["reduce"] is not None
+    )
     if unusual or isinstance(target, VocabParallelLogits) or target.is_floating_point():
         return NotImplemented
     if len(state.shape) > 2 or target.shape != state.shape[:-1]:
@@ -287,11 +295,11 @@ def _cross_entropy(state: _State, func: Function, args: Arguments, kwargs: Keywo
         target.reshape(-1),
         state.comm,
         state.vocabulary,
-        ignore_index=given["ignore_index"],
-        reduction=given["reduction"],
-        label_smoothing=given["label_smoothing"],
+        ignore_index=arguments["ignore_index"],
+        reduction=arguments["reduction"],
+        label_smoothing=arguments["label_smoothing"],
     )
-    return losses.reshape(target.shape) if given["reduction"] == "none" else losses
+    return losses.reshape(target.shape) if arguments["reduction"] == "none" else losses
 
 
 _SIGNATURE = inspect.signature(F.cross_entropy)

@@ -62,26 +62,26 @@ def find_matches(
     names += [name for name in used if name not in names]
     if isinstance(plan, str) and any(isinstance(module, TensorParallelLayer) for module in modules.values()):
         return {}, []  # the model's author has written it with tensor-parallel layers
-    given = {} if isinstance(plan, str) else plan
-    own = {pattern: parse_style(pattern, style) for pattern, style in given.items() if (pattern, style) != AUTO}
-    found, unused = _resolve(own, model, names, stage)
+    mapping = {} if isinstance(plan, str) else plan
+    styles = {pattern: parse_style(pattern, style) for pattern, style in mapping.items() if (pattern, style) != AUTO}
+    by_name, unused = _resolve(styles, model, names, stage)
     if is_auto(plan):
-        whole = tuple(f"{name}." for name, match in found.items() if match.style.kind == "whole")
-        rest = [name for name in names if name not in found and not name.startswith(whole)]
+        replicated = tuple(f"{name}." for name, match in by_name.items() if match.style.sharding == "whole")
+        rest = [name for name in names if name not in by_name and not name.startswith(replicated)]
         try:
             brought = auto_plan(model, modules)
         except NoPlanError:
             if not (stage and getattr(model, "is_pipeline_module", False)):
                 raise  # otherwise a layer that only another stage builds may have a plan
-            return found, [*unused, "auto"]
-        found = _resolve(brought, model, rest, True)[0] | found
-    wrong = [name for name in used if name in found and found[name].style.kind not in ("whole", "partial")]
+            return by_name, [*unused, "auto"]
+        by_name = _resolve(brought, model, rest, True)[0] | by_name
+    wrong = [name for name in used if name in by_name and by_name[name].style.sharding not in ("whole", "partial")]
     if wrong:
         raise TensorPlanError(
             f"expected layers whose forward is called, got '{wrong[0]}', which the forward_fn of a TiedLayerSpec uses "
             "in another way; leave it out of tensor_parallel.plan"
         )
-    return found, unused
+    return by_name, unused
 
 
 AUTO = ("*", "auto")
@@ -93,15 +93,15 @@ def _resolve(
 ) -> tuple[dict[str, Match], list[str]]:
     """Resolve as :func:`resolve` does; the styles "whole" and "partial" may name parameters too."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    layers = {pattern: style for pattern, style in plan.items() if style.kind not in ("whole", "partial")}
+    layers = {pattern: style for pattern, style in plan.items() if style.sharding not in ("whole", "partial")}
     others = {pattern: style for pattern, style in plan.items() if pattern not in layers}
-    found, unused = resolve(layers, names, optional)
-    rest, unused_rest = resolve(others, [*names, *parameters], optional)
-    both = {**found, **rest}
-    for name in found.keys() & rest.keys():  # the more specific pattern is used
-        patterns = {match.pattern: match.style for match in (found[name], rest[name])}
+    of_layers, unused = resolve(layers, names, optional)
+    of_others, unused_others = resolve(others, [*names, *parameters], optional)
+    both = {**of_layers, **of_others}
+    for name in of_layers.keys() & of_others.keys():  # the more specific pattern is used
+        patterns = {match.pattern: match.style for match in (of_layers[name], of_others[name])}
         both[name] = resolve(patterns, [name])[0][name]
-    return both, [*unused, *unused_rest]
+    return both, [*unused, *unused_others]
 
 
 def _used_by_functions(model: nn.Module) -> list[str]:
@@ -117,12 +117,12 @@ def _names_on_other_stages(model: nn.Module) -> list[str]:
     return [name.removesuffix(".weight") for several in names for name in several if name.endswith(".weight")]
 
 
-def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> list[Layer]:
+def find_layers(by_name: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> list[Layer]:
     """Return the layers to shard, each once. Raises TensorPlanError for layers that cannot be sharded."""
     layers: dict[int, Layer] = {}
-    for name, match in found.items():
+    for name, match in by_name.items():
         module = modules.get(name)
-        if match.style.kind in ("whole", "partial") or module is None or isinstance(module, TensorParallelLayer):
+        if match.style.sharding in ("whole", "partial") or module is None or isinstance(module, TensorParallelLayer):
             continue
         _check_layer(name, module, match)
         style = Style("vocab") if isinstance(module, nn.Embedding) else match.style
@@ -134,7 +134,7 @@ def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) ->
             )
         if before is None and module._parameters["weight"] is not None:
             layers[id(module)] = Layer(name, module, style)
-    _add_tied(layers, found, modules)
+    _add_tied(layers, by_name, modules)
     return list(layers.values())
 
 
@@ -158,11 +158,11 @@ def find_sharded_layers(modules: Mapping[str, nn.Module], comm: Communicator) ->
 
 
 def _check_layer(name: str, module: nn.Module, match: Match) -> None:
-    kind = match.style.kind
-    what = f"'{name}' (pattern '{match.pattern}', style {kind})"
+    sharding = match.style.sharding
+    what = f"'{name}' (pattern '{match.pattern}', style {sharding})"
     if parametrize.is_parametrized(module) or "weight" not in module._parameters:
         raise TensorPlanError(f"expected a layer with a weight of its own as {what}, got {_description(module)}")
-    if isinstance(module, nn.Embedding) and kind in ("vocab", "row"):
+    if isinstance(module, nn.Embedding) and sharding in ("vocab", "row"):
         if not embedding_like(module):
             raise TensorPlanError(f"expected an nn.Embedding as {what}, got {_description(module)}")
         # VocabParallelEmbedding.forward does not pass these on to F.embedding.
@@ -170,7 +170,7 @@ def _check_layer(name: str, module: nn.Module, match: Match) -> None:
             if getattr(module, option):
                 raise TensorPlanError(f"expected an embedding without {option} as {what}; remove it or the pattern")
     elif not linear_like(module) or isinstance(module, nn.Embedding):
-        wanted = "nn.Linear or nn.Embedding" if kind == "vocab" else "nn.Linear"
+        wanted = "nn.Linear or nn.Embedding" if sharding == "vocab" else "nn.Linear"
         raise TensorPlanError(f"expected an {wanted} as {what}, got {_description(module)}")
 
 
@@ -185,10 +185,10 @@ def _description(module: nn.Module) -> str:
     return f"{name}; nn.Linear, nn.Embedding and transformers' Conv1D can be sharded"
 
 
-def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> None:
-    """Add the embedding or head that shares the weight of a sharded one, even if that one is in another stage.
+def _add_tied(layers: dict[int, Layer], by_name: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> None:
+    """Add embeddings and heads whose weight is sharded by another layer, on this stage or another.
 
-    Raises TensorPlanError for other modules that have a sharded weight, and for different styles.
+    Raises TensorPlanError for other modules with a sharded weight, and for different styles.
     """
     styles: dict[int, tuple[str, Style]] = {}
     for layer in layers.values():
@@ -199,11 +199,11 @@ def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Map
         for key, parameter in module._parameters.items():
             if parameter is None or id(module) in layers or isinstance(module, TensorParallelLayer):
                 continue
-            where, tied = styles.get(id(parameter)) or _style_on_other_stage(parameter, found)
+            where, tied = styles.get(id(parameter)) or _style_on_other_stage(parameter, by_name)
             if tied is None:
                 continue
             can_be_sharded = embedding_like(module) or linear_like(module)
-            if tied.kind != "vocab" or key != "weight" or not can_be_sharded:
+            if tied.sharding != "vocab" or key != "weight" or not can_be_sharded:
                 raise TensorPlanError(_DIFFERENT_STYLES.format(tied, where, "none", name))
             layers[id(module)] = Layer(name, module, tied)
             logger.info("tensor_parallel: '%s' has the weight of '%s' and is sharded with it", name, where)
@@ -214,9 +214,9 @@ _DIFFERENT_STYLES = (
 )
 
 
-def _style_on_other_stage(parameter: nn.Parameter, found: Mapping[str, Match]) -> tuple[str, Style | None]:
+def _style_on_other_stage(parameter: nn.Parameter, by_name: Mapping[str, Match]) -> tuple[str, Style | None]:
     for name in names_of(parameter) or ():
-        match = found.get(name.removesuffix(".weight"))
-        if match is not None and match.style.kind == "vocab":
+        match = by_name.get(name.removesuffix(".weight"))
+        if match is not None and match.style.sharding == "vocab":
             return name, match.style
     return "", None

@@ -126,14 +126,20 @@ def find_parallel_blocks(layers: Sequence[Layer], modules: Mapping[str, nn.Modul
     """Group ``layers`` into parallel blocks. Raises TensorPlanError for a column or row without its counterpart."""
     groups: dict[str, list[Layer]] = {}
     for layer in layers:
-        if layer.style.kind in ("column", "row") and not layer.style.gather_output and layer.style.input_is_parallel:
+        if (
+            layer.style.sharding in ("column", "row")
+            and not layer.style.gather_output
+            and layer.style.input_is_parallel
+        ):
             groups.setdefault(layer.parent, []).append(layer)
     tp_blocks = []
     while groups:
         # The deepest module first: a column that finds no row beside it is moved to the module above.
         name = max(groups, key=lambda name: (name.count(".") + bool(name), name))
         group = groups.pop(name)
-        columns, rows = ([layer for layer in group if layer.style.kind == kind] for kind in ("column", "row"))
+        columns, rows = (
+            [layer for layer in group if layer.style.sharding == sharding] for sharding in ("column", "row")
+        )
         if columns and rows and not is_container(modules[name]):
             tp_blocks.append(
                 ParallelBlock(name, modules[name], columns, rows, dict(_inner_modules(name, group, modules)))

@@ -60,7 +60,7 @@ def parallelize_module(
         stage: the model is a pipeline stage, so a pattern may match on other stages only.
 
     Returns:
-        For a pipeline stage, the patterns that match nothing here; "auto" is one of them if this stage has no plan.
+        For a pipeline stage, the patterns that match nothing on this stage; "auto" too if the stage has no plan.
 
     Raises:
         TensorPlanError: plan and model do not fit each other. It is a ValueError, raised on all ranks before the model
@@ -199,7 +199,7 @@ def _set_sizes(
     for tp_block in tp_blocks:
         fused.check_family(tp_block)
     for layer in layers:
-        if layer.style.kind == "column":
+        if layer.style.sharding == "column":
             sizes, arrangement = fused.column_sizes(layer, tp_block_of.get(id(layer)))
             layer.set_sizes(sizes)
             if arrangement:
@@ -209,12 +209,12 @@ def _set_sizes(
             parallel_blocks.share_heads(tp_block, size)
         parallel_blocks.check_heads(tp_block, size)
     for layer in layers:
-        if layer.style.kind == "vocab" or isinstance(layer.module, nn.Embedding):
+        if layer.style.sharding == "vocab" or isinstance(layer.module, nn.Embedding):
             continue
-        lengths = layer.sizes if layer.style.kind == "column" else [layer.inputs]
+        lengths = layer.sizes if layer.style.sharding == "column" else [layer.inputs]
         for length, shared in zip(lengths, layer.shared or [False] * len(lengths), strict=True):
             if length % size and not shared:
-                what = "outputs" if layer.style.kind == "column" else "inputs"
+                what = "outputs" if layer.style.sharding == "column" else "inputs"
                 raise TensorPlanError(
                     f"expected {what} of '{layer.name}' that tensor_parallel.size {size} divides, got {length} (a "
                     f"layer of {layer.inputs} inputs and {layer.outputs} outputs); choose another size",
@@ -232,17 +232,17 @@ def _attributes_to_divide(
 ) -> list[Number]:
     """Return the attributes that the ranks divide among them, each once, with this rank's share as the value."""
     if isinstance(divide, str):
-        found = [number for tp_block in tp_blocks for number in parallel_blocks.numbers_to_divide(tp_block, size)]
+        divided = [number for tp_block in tp_blocks for number in parallel_blocks.numbers_to_divide(tp_block, size)]
     else:
         numbers = [(where, name, value) for where, module in modules.items() for name, value in _integers(module)]
         by_name = {f"{where}.{name}" if where else name: (where, name, value) for where, name, value in numbers}
-        found = []
+        divided = []
         for pattern in divide:
             hits = [number for name, number in by_name.items() if matches(pattern, name)]
             if not hits:
                 raise TensorPlanError(f"tensor_parallel.divide: {unmatched(pattern, by_name)}")
-            found += [(number[0], number[1], parallel_blocks.share_of(number, size)) for number in hits]
-    return list({(id(modules[where]), name): (where, name, share) for where, name, share in found}.values())
+            divided += [(number[0], number[1], parallel_blocks.share_of(number, size)) for number in hits]
+    return list({(id(modules[where]), name): (where, name, share) for where, name, share in divided}.values())
 
 
 def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -253,7 +253,7 @@ _HEAD_NORMS = set("q_norm k_norm q_layernorm k_layernorm q_ln k_ln query_norm ke
 
 
 def _partial_parameters(
-    found: Mapping[str, Match],
+    by_name: Mapping[str, Match],
     tp_blocks: Sequence[ParallelBlock],
     modules: Mapping[str, nn.Module],
     sequence_sharded: bool,
@@ -265,22 +265,22 @@ def _partial_parameters(
     all parameters of a block have partial gradients.
     """
     chosen: dict[int, nn.Parameter] = {}
-    whole: set[int] = set()
-    for name, match in found.items():
+    replicated: set[int] = set()
+    for name, match in by_name.items():
         parent, _, key = name.rpartition(".")
         module = modules.get(name)
-        if match.style.kind not in ("partial", "whole") or (module is None and parent not in modules):
+        if match.style.sharding not in ("partial", "whole") or (module is None and parent not in modules):
             continue
-        given = list(module.parameters()) if module is not None else [modules[parent]._parameters.get(key)]
-        if match.style.kind == "partial":
-            chosen.update((id(parameter), parameter) for parameter in given if parameter is not None)
+        named = list(module.parameters()) if module is not None else [modules[parent]._parameters.get(key)]
+        if match.style.sharding == "partial":
+            chosen.update((id(parameter), parameter) for parameter in named if parameter is not None)
         else:
-            whole.update(id(parameter) for parameter in given)
+            replicated.update(id(parameter) for parameter in named)
     for tp_block in tp_blocks:
-        chosen.update((id(norm), norm) for norm in _norms_of_heads(tp_block) if id(norm) not in whole)
+        chosen.update((id(norm), norm) for norm in _norms_of_heads(tp_block) if id(norm) not in replicated)
         for where, inner in tp_block.inner_modules.items():
             for key, parameter in inner.named_parameters(recurse=False):
-                in_plan = sequence_sharded or id(parameter) in (*chosen, *whole, *biases)
+                in_plan = sequence_sharded or id(parameter) in (*chosen, *replicated, *biases)
                 if parameter.requires_grad and not in_plan:
                     full = f"{where}.{key}" if where else key
                     raise TensorPlanError(
@@ -321,11 +321,11 @@ def _shard_layer(layer: Layer, comm: Communicator) -> None:
     style, module = layer.style, layer.module
     if isinstance(module, nn.Embedding):
         shard_embedding(module, comm)
-    elif style.kind == "vocab":
+    elif style.sharding == "vocab":
         shard_head(module, comm)
     elif any(layer.shared):
         share_column(module, comm, layer.sizes, layer.shared, layer.head_width)
-    elif style.kind == "column":
+    elif style.sharding == "column":
         shard_column(module, comm, layer.sizes, style.gather_output)
     else:
         shard_row(module, comm, style.input_is_parallel)
@@ -362,7 +362,7 @@ def _connect(
 
 def _forbid_replicated_modules(tp_block: ParallelBlock, region: Region, plan: object) -> bool:
     """Hook the modules with replicated parameters: a call inside ``region`` raises. Return True if there are any."""
-    found = False
+    any_hooked = False
     for name, module in tp_block.module.named_modules():
         if isinstance(module, TensorParallelLayer) or module is tp_block.module:
             continue
@@ -372,9 +372,9 @@ def _forbid_replicated_modules(tp_block: ParallelBlock, region: Region, plan: ob
                 inside = advice(plan, add=(generalize(full), "replicated_with_grad_allreduce"))
                 outside = advice(plan, unsharded=tp_block.name)
                 module.register_forward_pre_hook(ReplicatedModuleCheck(region, full, key, inside, outside).check)
-                found = True
+                any_hooked = True
                 break
-    return found
+    return any_hooked
 
 
 def _uses_random_numbers(module: nn.Module) -> bool:

@@ -48,9 +48,9 @@ def advice(plan: object, add: tuple[str, object] | None = None, unsharded: str |
         return ""
     pattern, style = add
     if is_auto(plan):
-        given = plan.items() if isinstance(plan, Mapping) else ()
-        own = {key: value for key, value in given if key not in ("*", pattern)}
-        return f'; write "plan": {json.dumps({"*": "auto", **own, pattern: style}, default=dict)}'
+        entries = plan.items() if isinstance(plan, Mapping) else ()
+        others = {key: value for key, value in entries if key not in ("*", pattern)}
+        return f'; write "plan": {json.dumps({"*": "auto", **others, pattern: style}, default=dict)}'
     return f"; add {json.dumps(pattern)}: {json.dumps(style)} to tensor_parallel.plan"
 
 
@@ -73,13 +73,13 @@ class Style:
     """Sharding style of a layer.
 
     Attributes:
-        kind: "column", "row", "vocab", "whole", or "partial" (whole, but each rank has only a part of the gradient).
+        sharding: "column", "row", "vocab", "whole", or "partial" (whole, but each rank has a part of the gradient).
         parts: number or sizes of the layers that a column fuses; None if the plan has no parts.
         gather_output: the outputs of a column are gathered.
         input_is_parallel: the input of a row is already this rank's part.
     """
 
-    kind: str
+    sharding: str
     parts: int | tuple[int, ...] | None = None
     gather_output: bool = False
     input_is_parallel: bool = True
@@ -88,7 +88,7 @@ class Style:
         extra = [f"parts {self.parts}"] if self.parts is not None else []
         extra += ["gather_output"] if self.gather_output else []
         extra += [] if self.input_is_parallel else ["of an input that is whole"]
-        return f"{self.kind} ({', '.join(extra)})" if extra else self.kind
+        return f"{self.sharding} ({', '.join(extra)})" if extra else self.sharding
 
 
 _GATHERED = Style("column", gather_output=True)
@@ -119,9 +119,9 @@ _REFUSED = {
 }
 
 
-def parse_style(pattern: str, given: object) -> Style:
+def parse_style(pattern: str, value: object) -> Style:
     """Return the style for a name, or for a mapping with "style" and perhaps "parts" and "gather_output"."""
-    options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"style": given}
+    options: Mapping[str, Any] = value if isinstance(value, Mapping) else {"style": value}
     name = options.get("style")
     style = STYLES.get(name) if isinstance(name, str) else None
     if style is None:
@@ -130,7 +130,7 @@ def parse_style(pattern: str, given: object) -> Style:
             remedy = "layers of experts and of latent attention are not sharded; leave the pattern out"
         raise TensorPlanError(f"expected a style that is supported for '{pattern}', got {name!r}; {remedy}")
     parts, gather = options.get("parts"), options.get("gather_output")
-    if (parts is not None or gather is not None) and style.kind != "column":
+    if (parts is not None or gather is not None) and style.sharding != "column":
         raise TensorPlanError(
             f"expected parts and gather_output with the style column only, got {dict(options)} for '{pattern}'"
         )
@@ -186,7 +186,7 @@ def resolve(
     Raises TensorPlanError if two equally specific patterns give a name different styles, and unless ``optional`` for
     patterns that match none.
     """
-    found: dict[str, Match] = {}
+    by_name: dict[str, Match] = {}
     all_names = list(names)
     unused = []
     for pattern, style in plan.items():
@@ -194,7 +194,7 @@ def resolve(
         if not hits:
             unused.append(pattern)
         for name in hits:
-            before = found.get(name)
+            before = by_name.get(name)
             new, old = specificity(pattern), specificity(before.pattern) if before else (-1, -1)
             if before is not None and new == old and style != before.style:
                 raise TensorPlanError(
@@ -202,10 +202,10 @@ def resolve(
                     f"'{pattern}'; remove one of the two, or make one more specific"
                 )
             if new > old:
-                found[name] = Match(style, pattern)
+                by_name[name] = Match(style, pattern)
     if unused and not optional:
         raise TensorPlanError("; ".join(unmatched(pattern, all_names) for pattern in unused))
-    return found, unused
+    return by_name, unused
 
 
 def unmatched(pattern: str, names: Iterable[str]) -> str:
@@ -229,10 +229,10 @@ def is_container(module: nn.Module) -> bool:
 def linear_like(module: nn.Module) -> bool:
     """Return True for nn.Linear, and for Hugging Face's Conv1D, which is a linear layer with a transposed weight."""
     if isinstance(module, nn.Linear):
-        kind = type(module)
+        module_class = type(module)
         # Falcon's own class only rounds between the product and the bias.
-        falcon = kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
-        return kind.forward is nn.Linear.forward or falcon
+        falcon = module_class.__name__ == "FalconLinear" and module_class.__module__.startswith("transformers.")
+        return module_class.forward is nn.Linear.forward or falcon
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 

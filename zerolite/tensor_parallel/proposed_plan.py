@@ -83,7 +83,7 @@ def _plan_by_names(modules: Mapping[str, nn.Module], user_plan: Mapping[str, obj
 
 
 def _check_widths(tp_blocks: Sequence[ParallelBlock]) -> None:
-    """Raise TensorPlanError for a row that no column feeds, and for an MLP's column that no row reads."""
+    """Raise TensorPlanError for a row without a column that feeds it, or an MLP's column without a row behind it."""
     for tp_block in tp_blocks:
         reads = {row.inputs for row in tp_block.rows}
         parts = {size for layer in tp_block.columns for size in layer.sizes}

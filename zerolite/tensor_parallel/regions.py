@@ -11,7 +11,6 @@ They get an input whose shape has the width of this rank's part.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -169,6 +168,13 @@ class LocalShapeTensor(Tensor):
 
     full: Tensor
 
+    def __new__(cls, full: Tensor, shape: Sequence[int]) -> LocalShapeTensor:
+        local: LocalShapeTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=full.dtype, device=full.device)
+        return local
+
+    def __init__(self, full: Tensor, shape: Sequence[int]) -> None:
+        self.full = full
+
     @staticmethod
     def of(full: Tensor, shape: Sequence[int]) -> Tensor:
         local: Tensor = _LocalShape.apply(full, shape)
@@ -179,13 +185,29 @@ class LocalShapeTensor(Tensor):
         if func in _METADATA:
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
-        if func is Tensor.detach and any(f.function == "detach_variable" for f in inspect.stack(0)[1:4]):
-            raise RuntimeError(_REFUSED)  # a reentrant checkpoint would recompute with the shape of the full tensor
+        if func is Tensor.detach and _is_input_of_reentrant_checkpoint():
+            raise RuntimeError(_REFUSED)
         return func(*_unwrap(args), **_unwrap(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         return func(*_unwrap(args), **_unwrap(kwargs or {}))
+
+
+def _is_input_of_reentrant_checkpoint() -> bool:
+    """Return True if torch's reentrant checkpoint detaches the tensor, to recompute with the shape of the full one.
+
+    Only the caller's name tells. Modules themselves may detach their input in a backward, where another checkpoint
+    recomputes them.
+    """
+    frame = sys._getframe(1)
+    for _ in range(3):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code.co_name == "detach_variable":
+            return True
+    return False
 
 
 _REFUSED = (
@@ -204,9 +226,7 @@ class _LocalShape(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, full: Tensor, shape: Sequence[int]) -> Tensor:
-        local: Any = Tensor._make_wrapper_subclass(LocalShapeTensor, shape, dtype=full.dtype, device=full.device)
-        local.full = full
-        return local
+        return LocalShapeTensor(full, shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> object:
@@ -232,10 +252,10 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 class LocalShapeHook:
-    """Hook that gives a module that splits its input into heads an input with the shape of this rank's part.
+    """Hook that gives a module an input with the shape of this rank's part.
 
-    The width is that of this rank's heads. With sequence parallelism the sequence is the full one, because the layers
-    gather it.
+    The module splits its input into heads, so the width must be that of this rank's heads. With sequence parallelism
+    the sequence is the full one, because the layers gather it.
     """
 
     def __init__(self, width: int, narrower: int, longer: int, dim: int) -> None:
@@ -251,14 +271,14 @@ class LocalShapeHook:
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replace the first floating input [..., width], positional or by keyword. This is a forward pre-hook."""
         inputs = [*args, *kwargs.values()]
-        found = next((value for value in inputs if self._fits(value)), None)
-        if found is None:
+        hidden = next((value for value in inputs if self._fits(value)), None)
+        if hidden is None:
             return None
-        shape = [*found.shape[:-1], self.width // self.narrower]
+        shape = [*hidden.shape[:-1], self.width // self.narrower]
         shape[self.dim] *= self.longer
-        local = LocalShapeTensor.of(found, shape)
-        given = [local if value is found else value for value in inputs]
-        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+        local = LocalShapeTensor.of(hidden, shape)
+        values = [local if value is hidden else value for value in inputs]
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def _fits(self, value: object) -> bool:
         if not isinstance(value, Tensor) or type(value) is LocalShapeTensor:

@@ -30,8 +30,11 @@ def find_runs(tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Modul
     """Return the names of blocks with sharded layers, in runs of consecutive blocks.
 
     Blocks are consecutive if they follow each other in the outermost list of modules that contains them. A module that
-    is in no list is a run by itself. Raises TensorPlanError for cross-attention, whose keys are not in the sequence,
-    and for parameters that are used inside and outside of blocks.
+    is in no list is a run by itself.
+
+    Raises:
+        TensorPlanError: for cross-attention, because its keys are no part of the sequence, and for parameters that are
+            used inside and outside of blocks.
     """
     blocks: dict[str, list[str]] = {}
     for tp_block in tp_blocks:
@@ -200,8 +203,8 @@ class SequenceShards:
         hidden = _hidden_states(find_tensors(output))
         if hidden is None:
             return output
-        whole = functions.gather(hidden, self.comm, DIM)
-        return map_tensors(lambda x: whole if x is hidden else x, output)
+        full = functions.gather(hidden, self.comm, DIM)
+        return map_tensors(lambda x: full if x is hidden else x, output)
 
 
 def _hidden_states(values: Sequence[object]) -> Tensor | None:

@@ -46,7 +46,7 @@ class ShardSpec:
 
         Raises ValueError if one of them cannot be shared equally.
         """
-        here = there = 0
+        local_start = full_start = 0
         ranges = []
         for length in parts:
             if length % comm.world_size:
@@ -55,24 +55,24 @@ class ShardSpec:
                     f"dimension {dim} of shape {list(shape)}"
                 )
             share = length // comm.world_size
-            ranges.append((here, there + comm.rank * share, share))
-            here, there = here + share, there + length
-        if there != shape[dim]:
+            ranges.append((local_start, full_start + comm.rank * share, share))
+            local_start, full_start = local_start + share, full_start + length
+        if full_start != shape[dim]:
             raise ValueError(
                 f"expected parts that add up to {shape[dim]}, the length along dimension {dim} of shape {list(shape)}, "
-                f"got {list(parts)}, which add up to {there}"
+                f"got {list(parts)}, which add up to {full_start}"
             )
         if len(ranges) > 1 and comm.world_size == 1:
-            ranges = [(0, 0, here)]
-        return cls(tuple(shape), dim, tuple(ranges), here, comm.rank, comm.world_size)
+            ranges = [(0, 0, local_start)]
+        return cls(tuple(shape), dim, tuple(ranges), local_start, comm.rank, comm.world_size)
 
     @classmethod
     def of_rows(cls, shape: Sequence[int], dim: int, comm: Communicator) -> ShardSpec:
         """Return the spec of one range along ``dim``, equally long on all ranks. The last ranks are padded."""
         length = math.ceil(shape[dim] / comm.world_size)
         start = min(comm.rank * length, shape[dim])
-        own = min(length, shape[dim] - start)
-        return cls(tuple(shape), dim, ((0, start, own),) if own else (), length, comm.rank, comm.world_size)
+        rows = min(length, shape[dim] - start)
+        return cls(tuple(shape), dim, ((0, start, rows),) if rows else (), length, comm.rank, comm.world_size)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -85,14 +85,14 @@ class ShardSpec:
     def of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of ``full`` as a new tensor of ``local_shape``."""
         local = full.new_zeros(self.local_shape)
-        for here, there, length in self.ranges:
-            local.narrow(self.dim, here, length).copy_(full.narrow(self.dim, there, length))
+        for local_start, full_start, length in self.ranges:
+            local.narrow(self.dim, local_start, length).copy_(full.narrow(self.dim, full_start, length))
         return local
 
     def into(self, full: torch.Tensor, local: torch.Tensor) -> None:
         """Write ``local``, this rank's shard, to its ranges in ``full``."""
-        for here, there, length in self.ranges:
-            full.narrow(self.dim, there, length).copy_(local.narrow(self.dim, here, length))
+        for local_start, full_start, length in self.ranges:
+            full.narrow(self.dim, full_start, length).copy_(local.narrow(self.dim, local_start, length))
 
     def boxes(
         self, offsets: Sequence[int], sizes: Sequence[int]
@@ -108,10 +108,10 @@ class ShardSpec:
         """
         dim = self.dim
         low, high = offsets[dim], offsets[dim] + sizes[dim]
-        for here, there, length in self.ranges:
-            start, stop = max(low, here), min(high, here + length)
+        for local_start, full_start, length in self.ranges:
+            start, stop = max(low, local_start), min(high, local_start + length)
             if start < stop:
-                box = (*offsets[:dim], there + start - here, *offsets[dim + 1 :])
+                box = (*offsets[:dim], full_start + start - local_start, *offsets[dim + 1 :])
                 yield box, (*sizes[:dim], stop - start, *sizes[dim + 1 :]), start - low, stop - start
 
 
@@ -128,8 +128,8 @@ def set_shard_spec(parameter: torch.Tensor, spec: ShardSpec) -> None:
 
 def shard_spec_of(parameter: torch.Tensor) -> ShardSpec | None:
     """Return the shard that ``parameter`` holds; None if every tensor-parallel rank has the full parameter."""
-    found: ShardSpec | None = _SPECS.get(parameter)
-    return found
+    spec: ShardSpec | None = _SPECS.get(parameter)
+    return spec
 
 
 @torch.no_grad()
@@ -159,9 +159,9 @@ def names_of(parameter: torch.Tensor) -> tuple[str, ...] | None:
 
 
 def mark_partial(parameter: torch.Tensor) -> None:
-    """Record that each tensor-parallel rank computes a part of the gradient of ``parameter``, which all ranks have.
+    """Record that the gradient of ``parameter`` is the sum of what the tensor-parallel ranks compute.
 
-    The gradient is the sum over these ranks, for example because each has a part of the sequence.
+    All of them have the parameter, but for example each has only a part of the sequence.
     """
     _PARTIAL[parameter] = True
 

@@ -48,8 +48,8 @@ CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in BY_CODE.items()}
 def sync_master_from_param_(exact: torch.Tensor, rounded: torch.Tensor) -> bool:
     """Copy values that the user has written into 16-bit parameters into their fp32 masters, in place.
 
-    The user has written an element if it differs from the rounded master. On the CPU nothing is written if there are
-    none; a device is not waited for, so there everything is written.
+    The user has written an element if it differs from the rounded master. If none differs, nothing is written on the
+    CPU. On a device everything is written, because the host does not wait for the comparison.
 
     Args:
         exact: fp32 masters.

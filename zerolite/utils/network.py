@@ -97,13 +97,13 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
 
 
 def keep_store(make: Callable[..., Store], host: str, port: int, torch_version: str) -> Store:
-    """Return a TCPStore that listens only on the address of this machine that ``host`` means; on all if it means none.
+    """Return a TCPStore that listens on this machine's address ``host`` alone, or on all if ``host`` is none of them.
 
     Args:
         make: torch.distributed.TCPStore, with further arguments.
         host: a name or an address.
         port: as in :func:`listen_at`, whose errors are raised.
-        torch_version: torch 2.6's faster server (libuv) cannot use a given socket, so there the other one is used.
+        torch_version: torch 2.6's faster server (libuv) cannot use a given socket, so 2.6 uses the other one.
     """
     listener, port = listen_at(host, port)
     if listener is None:

@@ -84,7 +84,7 @@ as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
 """Context for the engine's own work, in which torch does not ask for the values of absent parameters."""
 
 without_functions: Any = torch._C.DisableTorchFunction
-"""The same, and function modes do nothing either: that of ``zero.Init`` would gather."""
+"""Context in which torch calls neither overrides of tensor classes nor function modes: ``zero.Init``'s would gather."""
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
@@ -214,8 +214,8 @@ def compiler_is_used() -> bool:
 def profiler_is_on() -> bool:
     """Return True if torch.profiler records.
 
-    A collective of gloo that was launched then, and ends after the profiler has stopped, writes into memory that torch
-    has freed (seen with 2.13: "double free or corruption").
+    A collective of gloo must not outlive the profiler under which it was launched: it then writes into freed memory of
+    torch (seen with 2.13: "double free or corruption").
     """
     return bool(torch.autograd._profiler_enabled())
 
@@ -231,8 +231,8 @@ def job_store() -> dist.Store:
 def process_groups() -> MutableMapping[Any, str]:
     """Return torch's own dict of the names of all process groups of this process.
 
-    torch names a group by the length of this dict, which must be the same on the ranks that make one. It is the only
-    list of groups that programs have made themselves.
+    torch names a new group by the length of this dict, so its length must be equal on the ranks that make one. No other
+    list contains the groups that programs have made themselves.
     """
     return cast("MutableMapping[Any, str]", distributed_c10d._world.pg_names)
 

@@ -49,7 +49,7 @@ def init_distributed(
 
 
 def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> Any:
-    """Sum ``tensor`` over the ranks in place: ``all_reduce``, which DeepSpeed does here without a gradient."""
+    """Sum ``tensor`` over the ranks in place, as ``all_reduce`` does. Neither has a gradient."""
     options = {} if op is None else {"op": op}
     return dist.all_reduce(tensor, group=group, **options)
 

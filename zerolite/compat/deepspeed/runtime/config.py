@@ -190,7 +190,7 @@ def _set_defaults(values: dict[str, object]) -> None:
 
 
 def _find(values: dict[str, object], path: str, make: bool = False) -> tuple[dict[str, object] | None, str]:
-    """Return the block that contains the last key of ``path`` (None if there is none), and that key."""
+    """Return the block of the last key of ``path``, None if it is missing, and that key."""
     *names, key = path.split(".")
     block: Any = values
     for name in names:
