@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,13 +115,19 @@ def source_files() -> list[Path]:
     return sorted([*ROOT.glob("zerolite/**/*.py"), *ROOT.glob("op_builder/**/*.py")])
 
 
-ALL_IMPORTS = [entry for path in source_files() for entry in read_imports(path)]
-MODULES = {module_name(path, ROOT) for path in source_files()}
+@functools.cache
+def all_imports() -> list[Import]:
+    return [entry for path in source_files() for entry in read_imports(path)]
+
+
+@functools.cache
+def modules() -> set[str]:
+    return {module_name(path, ROOT) for path in source_files()}
 
 
 def module_of(imported: str) -> str:
     """The module behind an imported name: `zerolite.comm.Pending` is in `zerolite.comm`."""
-    return imported if imported in MODULES else imported.rpartition(".")[0]
+    return imported if imported in modules() else imported.rpartition(".")[0]
 
 
 def uses_of_torch_distributed(path: Path) -> Iterator[str]:
@@ -134,7 +141,7 @@ def test_imports_go_downwards_only() -> None:
     def height(name: str) -> int:
         return FOLDERS.index(name.split(".")[1])
 
-    inside = [e for e in ALL_IMPORTS if e.importer != "zerolite" and e.imported.startswith("zerolite.")]
+    inside = [e for e in all_imports() if e.importer != "zerolite" and e.imported.startswith("zerolite.")]
     assert [str(e) for e in inside if height(e.imported) > height(e.importer)] == []
 
 
@@ -147,10 +154,10 @@ def test_everything_lies_in_a_folder() -> None:
 
 def test_no_module_imports_itself() -> None:
     """Follow what is imported at import time; a module must not reach itself."""
-    graph: dict[str, set[str]] = {name: set() for name in MODULES}
-    for entry in ALL_IMPORTS:
+    graph: dict[str, set[str]] = {name: set() for name in modules()}
+    for entry in all_imports():
         target = module_of(entry.imported)
-        if entry.at_import_time and target in MODULES and entry.importer in MODULES:
+        if entry.at_import_time and target in modules() and entry.importer in modules():
             # A package that gathers its own modules is not a cycle: `from zerolite.comm import recorder` inside comm.
             if not is_within(entry.importer, target):
                 graph[entry.importer].add(target)
@@ -167,16 +174,16 @@ def test_no_module_imports_itself() -> None:
 
 @pytest.mark.parametrize("pure", PURE)
 def test_pure_modules_import_the_standard_library_only(pure: str) -> None:
-    entries = [e for e in ALL_IMPORTS if is_within(e.importer, pure)]
-    assert any(is_within(name, pure) for name in MODULES), f"{pure} is gone: take it off the list"
+    entries = [e for e in all_imports() if is_within(e.importer, pure)]
+    assert any(is_within(name, pure) for name in modules()), f"{pure} is gone: take it off the list"
     outside = [e for e in entries if not any(is_within(e.imported, other) for other in PURE)]
     assert [str(e) for e in outside if e.imported.partition(".")[0] not in sys.stdlib_module_names] == []
 
 
 def test_config_and_launcher_never_import_torch() -> None:
-    torchs = [e for e in ALL_IMPORTS if is_within(e.imported, "torch") and e.importer not in AGENT and e.runs]
+    torchs = [e for e in all_imports() if is_within(e.imported, "torch") and e.importer not in AGENT and e.runs]
     assert [str(e) for e in torchs if any(is_within(e.importer, name) for name in WITHOUT_TORCH)] == []
-    known = [e for e in ALL_IMPORTS if module_of(e.imported) in AGENT and e.importer not in AGENT]
+    known = [e for e in all_imports() if module_of(e.imported) in AGENT and e.importer not in AGENT]
     assert known == [], "the agent imports torch: start it as a process"
 
 
@@ -190,7 +197,7 @@ MAY_TOUCH_IT = (
 
 def test_only_comm_touches_torch_distributed() -> None:
     bad = []
-    for entry in ALL_IMPORTS:
+    for entry in all_imports():
         if not is_within(entry.imported, "torch.distributed") or is_within(entry.importer, "zerolite.comm"):
             continue
         if entry.importer in MAY_TOUCH_IT:
@@ -206,7 +213,7 @@ def test_only_comm_touches_torch_distributed() -> None:
 
 def test_no_other_third_party_package() -> None:
     bad = []
-    for entry in ALL_IMPORTS:
+    for entry in all_imports():
         top = entry.imported.partition(".")[0]
         allowed = {"zerolite", "op_builder", "torch", *sys.stdlib_module_names}
         for package, names in THIRD_PARTY.items():
