@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, WeightedRandomSampler
 
 from tests.toolkit.loaders import loaders_of
 from zerolite.data.dataloader import RepeatingLoader
@@ -209,11 +209,17 @@ def numbers(batches):
     return [[part.tolist() for part in batch] for batch in batches]
 
 
-def test_random_numbers_are_those_of_the_uninterrupted_run():
-    """The order of the pass under way, of later ones, and what else is drawn: dropout, noise."""
+NOISY = {
+    "epochs": lambda: DataLoader(Noisy(), 3, sampler=DistributedSampler(Noisy(), 1, 0)),
+    "drawn": lambda: DataLoader(Noisy(), 3, shuffle=True),
+    "weighted": lambda: DataLoader(Noisy(), 3, sampler=WeightedRandomSampler([1.0] * 6 + [2.0] * 6, 10)),
+}
 
-    def make():
-        return DataLoader(Noisy(), 3, sampler=DistributedSampler(Noisy(), 1, 0))
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_random_numbers_are_those_of_the_uninterrupted_run(kind):
+    """The order of the pass under way, of later ones, and what else is drawn: dropout, noise."""
+    make = NOISY[kind]
 
     def seeded(seed):
         torch.manual_seed(seed)
@@ -302,10 +308,6 @@ def test_positions_of_other_loaders_are_refused_and_nothing_changes(entry, words
     assert sorted(sample for batch in training for sample in batch.tolist()) == list(range(24))
 
 
-def drawing_loader(data, **_):
-    return DataLoader(data, 3, shuffle=True)
-
-
 def reversed_loader(data, **_):
     backwards = {"__iter__": lambda self: reversed(range(len(self.data_source)))}
     return DataLoader(data, 3, sampler=type("Reversed", (SequentialSampler,), backwards)(data))
@@ -316,9 +318,8 @@ def reversed_loader(data, **_):
     [
         (users_loader(seed=1), users_loader(seed=2), "were shuffled with seed 1 and are now shuffled with seed 2"),
         (users_loader(), users_loader(shuffle=False), "were shuffled with seed 5 and are now in sequence"),
-        (drawing_loader, None, "were drawn by RandomSampler and are now shuffled"),
-        (drawing_loader, drawing_loader, "a RandomSampler draws an order that nothing records"),
-        (reversed_loader, reversed_loader, "a Reversed draws an order that nothing records"),
+        (lambda data, **_: DataLoader(data, 3, shuffle=True), None, "were drawn by RandomSampler and are now shuffled"),
+        (reversed_loader, reversed_loader, "Reversed draws its indices in a way of its own"),
     ],
 )
 def test_a_pass_that_cannot_be_continued_begins_anew(before, after, words, caplog):

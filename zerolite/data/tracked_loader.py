@@ -154,7 +154,8 @@ class TrackedLoader:
         self._rank = rank
         self._running = running
         self._order = SampleOrder(loader.batch_sampler.sampler)  # type: ignore[union-attr]
-        self.loader = loader
+        # A random order comes from our own sampler, which remembers the generator's state that it was drawn from.
+        self.loader = with_indices(loader, self._order) if self._order.draws else loader
         self._last: LoaderPass | None = None  # the pass begun last
         self._restored: DataPosition | None = None  # a loaded position, until its batch is fetched
 
@@ -212,7 +213,7 @@ class TrackedLoader:
         A shuffled pass that the loop left before its end is under way until the next one begins. So a checkpoint
         continues it. A pass in sequence counts as ended, because the next one begins at the first sample.
         """
-        next_pass = DataPosition(self.share.total, self._order.name, self._order.epoch, 0)
+        next_pass = self._order.next_pass(self.share.total)
         last = self._last
         if self._restored is not None:
             return self._restored if self._start_of_next() else next_pass
@@ -221,7 +222,7 @@ class TrackedLoader:
         left = last not in self._running
         if left and not (self._order.shuffled and self._order.epoch == self._order.epoch_after(last.epoch)):
             return next_pass
-        return replace(next_pass, epoch=last.epoch, consumed=last.consumed)
+        return self._order.in_pass(self.share.total, last.epoch, last.consumed)
 
     def restore(self, position: DataPosition) -> str | None:
         """Continue at `position`, also in a pass under way.
@@ -252,7 +253,7 @@ class TrackedLoader:
             current.begin(self.share, 0, epoch)
             return iter(self.loader)
         current.begin(self.share.after(start, self._order.drop_last), start, epoch)
-        indices = self._order.begin_again()
+        indices = self._order.begin_again(restored)
         rest = remaining_indices(indices, start, self._rank, self.share.world_size, self._order.drop_last)
         # torch draws a seed for the workers at each iter(). The interrupted pass has drawn its own already, so a second
         # draw would change the random numbers that the user's code gets after it.
