@@ -8,7 +8,6 @@ fp32 at no extra traffic. See gloo.py and shared_memory.py.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,7 +52,6 @@ class Pending:
         self._keep = list(keep)
         self._finish = finish
         self._result = result
-        self._lock = threading.RLock()  # any thread may read a parameter whose gather is in flight
         self.entry: Raw | None = None
 
     def arrived(self) -> bool:
@@ -67,14 +65,12 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Wait and return the result. On CUDA the current stream waits, not the host. May be called again."""
         if self._finish is not None:
-            with self._lock:
-                if self._finish is not None:
-                    if self.call is not None:
-                        recorder.note_wait(self.call)
-                    if self._works:
-                        wait_for(self._works, self.entry)
-                    self._result = self._finish()
-                    self._works, self._keep, self._finish = [], [], None
+            if self.call is not None:
+                recorder.note_wait(self.call)
+            if self._works:
+                wait_for(self._works, self.entry)
+            self._result = self._finish()
+            self._works, self._keep, self._finish = [], [], None
         assert self._result is not None
         return self._result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
 from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, collective, wait_for
 from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, pack_offsets
-from zerolite.comm.transport import Transport
+from zerolite.comm.transport import Transport, Work
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
@@ -57,6 +58,8 @@ class _Lane:
         count: turns so far.
         last: the latest collective, until it is finished.
         exhausted: a request for memory was refused. From then on some collectives take no turn.
+        lock: held by the thread that launches or ends a collective. Any thread may end one, by a read of a parameter
+            whose gather is in flight, while another thread launches the next.
     """
 
     def __init__(self, share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]]) -> None:
@@ -67,6 +70,7 @@ class _Lane:
         self.count = 0
         self.last: Pending | None = None
         self.exhausted = False
+        self.lock = threading.RLock()
 
     def close(self) -> None:
         """Drop the group and the memory."""
@@ -98,6 +102,18 @@ class _Lane:
             return False
         self.maps, self._bytes = [tag_memory(mapped, BUCKETS) for mapped in maps], region
         return True
+
+
+class _Turn(Pending):
+    """A collective in flight in a lane."""
+
+    def __init__(self, lane: _Lane, fence: Work, keep: Sequence[torch.Tensor], finish: Callable[[], torch.Tensor]):
+        super().__init__((fence,), keep, finish)
+        self._lane = lane
+
+    def wait(self) -> torch.Tensor:
+        with self._lane.lock:
+            return super().wait()
 
 
 class SharedMemoryCommunicator(GlooCommunicator):
@@ -148,32 +164,36 @@ class SharedMemoryCommunicator(GlooCommunicator):
         if not launch.nbytes:  # nothing to share, and there may be no memory yet
             self._compare_now(launch, self._ticket(launch))
             return Pending((), tensors, lambda: finish([empty(0, torch.uint8, tensors[0])] * self.world_size))
-        if lane.last is not None:
-            lane.last.wait()
         nbytes = launch.nbytes
-        if lane.exhausted and not lane.holds(nbytes):
-            return None
-        ticket = self._ticket(launch)
-        if not lane.holds(nbytes):
-            # All ranks make memory together, by collectives: first check that all of them launch this one.
-            self._compare_now(launch, ticket)
-        regions = lane.take_turn(nbytes, tensors[0])
-        if regions is None:
-            return None
-        copy_in(regions[self.rank])
-        fence, highest = self.transport.highest(ticket)
+        with lane.lock:
+            if lane.last is not None:
+                lane.last.wait()
+            if lane.exhausted and not lane.holds(nbytes):
+                return None
+            ticket = self._ticket(launch)
+            if not lane.holds(nbytes):
+                # All ranks make memory together, by collectives: first check that all of them launch this one.
+                self._compare_now(launch, ticket)
+            regions = lane.take_turn(nbytes, tensors[0])
+            if regions is None:
+                return None
+            copy_in(regions[self.rank])
+            fence, highest = self.transport.highest(ticket)
 
-        def conclude() -> torch.Tensor:
-            lane.last = None
-            # If ranks differ, they may have taken turns in different lanes. Take the turn back, so that their counts
-            # stay equal for the collectives after the error.
-            lane.count -= 1
-            self._compare(highest(), ticket, launch)
-            lane.count += 1
-            return finish(regions)
+            def conclude() -> torch.Tensor:
+                self._end_turn(lane, launch, ticket, highest())
+                return finish(regions)
 
-        lane.last = Pending((fence,), tensors, conclude)
-        return lane.last
+            lane.last = _Turn(lane, fence, tensors, conclude)
+            return lane.last
+
+    def _end_turn(self, lane: _Lane, launch: _Announcement, ticket: list[int], highest: list[int]) -> None:
+        lane.last = None
+        # If ranks differ, they may have taken turns in different lanes. Take the turn back, so that their counts stay
+        # equal for the collectives after the error.
+        lane.count -= 1
+        self._compare(highest, ticket, launch)
+        lane.count += 1
 
     def _ticket(self, launch: _Announcement) -> list[int]:
         self._launched += 1
