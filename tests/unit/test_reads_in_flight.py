@@ -3,12 +3,8 @@ something reads without a call is waited for in the step."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import os
-import pickle
-import sys
 import threading
 import time
 import warnings
@@ -21,22 +17,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from tests.unit.test_launches import Simulated, make_engine, stack, train
-from zerolite.comm import Pending
+from zerolite.comm import Pending, dry_communicator
 from zerolite.zero import param_gatherer
-from zerolite.zero.stage3.absent_parameter import AbsentParameter
 
 pytestmark = pytest.mark.usefixtures("without_ranks", "nothing_compiled")
-
-
-@pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what earlier tests of this process have compiled and captured: gathers would end with the step."""
-    monkeypatch.setattr(param_gatherer, "_has_captured", False)
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
 
 
 class NeverDone:
@@ -94,106 +80,6 @@ def overlapping(model: nn.Module, stage: int = 1, overlap: bool | None = True, *
     return comm, make_engine(comm, model, stage, zero={"overlap_comm": overlap}, **config)
 
 
-def saved(model: nn.Module) -> list[Tensor]:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return list(torch.load(file, weights_only=False).parameters())
-
-
-def averaged(model: nn.Module) -> list[Tensor]:
-    means = [torch.zeros_like(p) for p in model.parameters()]
-    for mean, parameter in zip(means, model.parameters(), strict=True):
-        mean.lerp_(parameter, 0.5)
-    torch._foreach_lerp_(means, list(model.parameters()), 0.5)
-    average = AveragedModel(model)
-    average.update_parameters(model)
-    return [*means, *average.parameters()]
-
-
-def clamped(model: nn.Module) -> list[Tensor]:
-    for parameter in model.parameters():
-        parameter.data.clamp_(-1, 1)
-    return list(model.state_dict().values())
-
-
-def reloaded(model: nn.Module) -> list[Tensor]:
-    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
-    return list(model.parameters())
-
-
-def snapshots(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def shared_with_a_module(model: nn.Module) -> list[Tensor]:
-    other = nn.Linear(8, 8, bias=False)
-    other.weight = model[3].weight
-    return [other(torch.ones(1, 8))]
-
-
-def assigned(model: nn.Module) -> list[Tensor]:
-    for parameter in model.parameters():
-        parameter.data = torch.ones(8, 8)
-    return list(model.parameters())
-
-
-class Product(torch.autograd.Function):
-    """Its forward is called by C++."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight.t()
-
-
-def under_grad_of_func(model: nn.Module) -> list[Tensor]:
-    return [torch.func.grad(lambda x: nn.functional.linear(x, model[2].weight).sum())(torch.ones(1, 8))]
-
-
-def in_inference_mode(model: nn.Module) -> list[Tensor]:
-    with torch.inference_mode():
-        return [model(torch.ones(1, 8)).clone()]
-
-
-READS: dict[str, Callable[[Any], list[Tensor]]] = {
-    "state_dict": lambda model: list(model.state_dict().values()),
-    "snapshot": snapshots,
-    "detach().cpu()": lambda model: [p.detach().cpu() for p in model.parameters()],
-    "numpy": lambda model: [torch.from_numpy(p.detach().numpy()) for p in model.parameters()],
-    "average": averaged,
-    "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
-    "torch.save": saved,
-    "a forward of a submodule": lambda model: [model[2](torch.ones(1, 8))],
-    "functional_call": lambda model: [
-        torch.func.functional_call(model, {k: v.detach() for k, v in model.named_parameters()}, torch.ones(1, 8))
-    ],
-    "parameters_to_vector": lambda model: [nn.utils.parameters_to_vector(model.parameters())],
-    "norm": lambda model: [nn.utils.get_total_norm(list(model.parameters()))],
-    "clamp": clamped,
-    "pickle": lambda model: list(pickle.loads(pickle.dumps(model)).parameters()),
-    "in another thread": lambda model: ThreadPoolExecutor(1).submit(snapshots, model).result(),
-    "another module with the same weight": shared_with_a_module,
-    "p.data = tensor": assigned,
-    "autograd.Function": lambda model: [Product.apply(torch.ones(1, 8), model[2].weight)],  # type: ignore[no-untyped-call]
-    "inside torch.func.grad": under_grad_of_func,
-    "inference_mode": in_inference_mode,
-    "data_ptr": lambda model: [p for p in model.parameters() if p.data_ptr()],
-    "load_state_dict": reloaded,
-}
-
-
-@pytest.mark.parametrize("read", READS)
-def test_whoever_reads_weights_after_a_step_waits_for_them(read: str) -> None:
-    model = stack()
-    comm, engine = overlapping(model)
-    train(engine, 2)
-    assert comm.of("wait") == comm.of("launch")[:8], "nothing has waited for the second step's"
-    assert all(isinstance(p, AbsentParameter) for p in model.parameters())
-    assert all(value.isfinite().all() and not isinstance(value, AbsentParameter) for value in READS[read](model))
-    train(engine)
-    assert sorted(comm.of("wait")) == sorted([*range(8)] * 2)
-
-
 def test_a_read_waits_only_for_what_it_reads() -> None:
     model = stack()
     comm, engine = overlapping(model)
@@ -235,11 +121,12 @@ def test_weights_used_outside_their_module_are_waited_for(training: bool) -> Non
         engine.step()
 
 
-def test_with_the_key_off_and_where_nothing_is_to_be_hidden_gathers_end_with_the_step() -> None:
-    model = stack()
-    comm, engine = overlapping(model, overlap=False)
-    train(engine)
-    assert comm.of("wait") == comm.of("launch") and {type(p) for p in model.parameters()} == {nn.Parameter}
+def test_with_the_key_off_on_the_cpu_and_where_nothing_is_to_be_hidden_gathers_end_with_the_step() -> None:
+    for overlap in (False, None):
+        model = stack()
+        comm, engine = overlapping(model, overlap=overlap)
+        train(engine)
+        assert comm.of("wait") == comm.of("launch") and {type(p) for p in model.parameters()} == {nn.Parameter}
     _, engine = overlapping(stack())
     with mock.patch.object(NeverDone, "is_completed", lambda self: True):
         train(engine)
@@ -372,21 +259,6 @@ def test_values_written_by_another_rank_are_waited_for_before_the_update() -> No
     assert [name for name, _ in comm.events[launched:]] == ["wait"] * 4 + ["launch"] * 4
 
 
-def test_what_goes_past_functions_of_torch_finds_no_old_values() -> None:
-    model = stack(4)
-    _, engine = overlapping(model)
-    train(engine)
-    before = model[2].weight
-    with torch._C.DisableTorchFunctionSubclass():
-        assert before.sum().isnan() and before.shape == (8, 8)
-        with pytest.raises(RuntimeError, match="data pointer"):
-            before.data_ptr()
-        with pytest.raises(RuntimeError):
-            before.data.add_(1.0)
-    assert torch.tensor(before).isnan().all()
-    assert type(engine.module[2].weight) is nn.Parameter and before.isfinite().all()
-
-
 def test_after_torch_compile_gathers_end_with_the_step() -> None:
     model, x = stack(4), torch.ones(1, 8)
     comm, engine = overlapping(model)
@@ -409,7 +281,7 @@ def test_after_torch_compile_gathers_end_with_the_step() -> None:
 def test_after_the_capture_of_a_graph_gathers_end_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, pool=None: calls.append("begins"))
-    monkeypatch.setattr(param_gatherer, "_has_captured", False)
+    monkeypatch.setattr(param_gatherer, "_is_read_unseen", False)
     param_gatherer._watch_captures.__wrapped__()
     model = stack(4)
     comm, engine = overlapping(model)
@@ -451,6 +323,31 @@ def test_two_threads_read_weights_after_a_step() -> None:
     assert found == [[True] * 8] * 3
     assert sorted(comm.of("wait")) == list(range(8)), "each gather has ended once"
     train(engine)
+
+
+def test_over_shared_memory_a_launch_waits_while_another_thread_ends_the_gather_before() -> None:
+    """Both use the memory and the count of the same lane."""
+    comm: Any = dry_communicator("shared_memory", 0, 2)
+    comm.all_gather(torch.ones(8192), "parameters").wait()  # makes the memory
+    events: list[str] = []
+    ending, launched = threading.Event(), threading.Event()
+    compare = comm._compare
+
+    def slow(*args: Any) -> None:
+        ending.set()
+        launched.wait(0.3)
+        compare(*args)
+        events.append("ended")
+
+    gather = comm.all_gather(torch.ones(8192), "parameters")
+    with mock.patch.object(comm, "_compare", slow), ThreadPoolExecutor(1) as thread:
+        read = thread.submit(gather.wait)
+        assert ending.wait(60)
+        comm.all_gather(torch.ones(8192), "parameters")
+        events.append("launched")
+        launched.set()
+        read.result(60)
+    assert events == ["ended", "launched"]
 
 
 def test_a_forked_process_finds_whole_weights() -> None:

@@ -31,12 +31,16 @@ PYTHON |= set("_NamedFuncPointer _ArgumentGroup _run_module_as_main".split())
 
 # Names that zerolite reads from objects of torch, whose classes the source does not show.
 OF_OBJECTS = """
+    torch.jit._recursive.create_script_module
     torch.UntypedStorage._cdata torch.nn.Module._call_impl torch.nn.Module._compiled_call_impl
     torch._dynamo.eval_frame.cached_backends torch.distributed.ProcessGroup._device_types
     torch.distributed.ProcessGroup._get_backend torch.distributed.ProcessGroup._get_sequence_number_for_group
     torch.distributed.pipelining.schedules._batch_p2p
     torch.distributed.pipelining.schedules.PipelineScheduleMulti._step_microbatches
 """.split()
+
+# Without CUDA zerolite goes another way.
+ONLY_WITH_CUDA = "torch._C._set_storage_data_ptr_access_error_msg"
 
 
 def used_names() -> set[str]:
@@ -54,6 +58,8 @@ def used_names() -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(used_names()))
 def test_torch_has_the_name(name: str) -> None:
+    if name == ONLY_WITH_CUDA and not torch.backends.cuda.is_built():
+        pytest.skip("only a torch built with CUDA has it")
     try:
         pkgutil.resolve_name(name)
     except AttributeError:
@@ -76,7 +82,7 @@ def test_each_has_a_reason() -> None:
             names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and is_written(name)}
             said |= names if isinstance(text, ast.Expr) else set()
         public |= {name for name in names if name.islower() and not name.startswith("_")}
-    assert public <= said and len(public) <= 30, "one more needs a reason that none of the others has"
+    assert public <= said and len(public) <= 32, "one more needs a reason that none of the others has"
 
 
 def is_written(name: ast.Name) -> bool:

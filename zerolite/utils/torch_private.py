@@ -95,12 +95,21 @@ def storage_users(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def refuse_pointers(tensor: torch.Tensor) -> None:
-    """Let everything raise that asks for a pointer to write to ``tensor``, as C++ extensions do also to read.
+def refuse_pointers(tensor: torch.Tensor, message: str) -> None:
+    """Let everything raise that asks for a pointer to the memory of ``tensor``: to write there, which C++ extensions
+    often say also to read, and, where :func:`reads_are_refused`, to read.
 
     The stand-in of values that are not here has one element, whatever its shape: such code would go beyond it.
     """
+    storage = tensor.untyped_storage()
     torch._C._set_throw_on_mutable_data_ptr(tensor)
+    if reads_are_refused():
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def reads_are_refused() -> bool:
+    """Return True if torch can let reads of a tensor's memory raise. It can if it is built with CUDA, on any device."""
+    return hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")
 
 
 def swap_tensor(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -209,6 +218,23 @@ def compiler_is_used() -> bool:
     """
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and any(map(callable, compiler.cached_backends.values()))
+
+
+def before_scripting(notify: Callable[[torch.nn.Module], None]) -> None:
+    """Call ``notify`` with every module that TorchScript is about to script or to trace.
+
+    What is scripted reads parameters in C++, when it is saved, copied or frozen. ``torch.jit.script`` itself looks at
+    its caller's frame, so it cannot be wrapped.
+    """
+    recursive: Any = torch.jit._recursive
+    create = recursive.create_script_module
+
+    @functools.wraps(create)
+    def create_script_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        notify(module)
+        return create(module, *args, **kwargs)
+
+    recursive.create_script_module = create_script_module
 
 
 def profiler_is_on() -> bool:

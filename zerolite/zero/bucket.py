@@ -33,7 +33,7 @@ from zerolite.zero.gradient_memory import GradientDtypes
 from zerolite.zero.layout import BucketLayout, Fragment, Slot
 from zerolite.zero.local_sum import LocalSum
 from zerolite.zero.offload import OffloadedGradient
-from zerolite.zero.stage3.absent_parameter import AbsentParameter, not_a_number
+from zerolite.zero.stage3.absent_parameter import AbsentParameter, in_flight_error, not_a_number
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 if TYPE_CHECKING:
@@ -352,9 +352,10 @@ class Bucket:
         if self._has_readers or any(type(parameter) is not torch.nn.Parameter for parameter in self.parameters):
             return False
         if not self._stand_ins:
-            element = not_a_number(self.compute.dtype, self.device)
-            refuse_pointers(element)
-            self._stand_ins = [element.expand(parameter.shape) for parameter in self.parameters]
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                element = not_a_number(self.compute.dtype, self.device)
+                refuse_pointers(element, in_flight_error(slot.name))
+                self._stand_ins.append(element.expand(parameter.shape))
         for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
             parameter.data = stand_in
             parameter.__class__ = self.absent_class

@@ -16,7 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import collective
 from zerolite.utils.nested import Arguments, Function, Keywords
-from zerolite.utils.torch_private import compiler_is_used, profiler_is_on, transform_level, undispatched, untraced
+from zerolite.utils.torch_private import (
+    before_scripting,
+    compiler_is_used,
+    profiler_is_on,
+    transform_level,
+    undispatched,
+    untraced,
+)
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import GATHER, Observers
@@ -35,7 +42,7 @@ _READ_CHILDREN = (
 _lock = threading.RLock()
 _in_flight: list[ParamGatherer] = []  # those with gathers that have outlived their step
 _hook: list[RemovableHandle] = []  # while there are such
-_has_captured = False  # the program has captured a CUDA graph, whose replays may read parameters
+_is_read_unseen = False  # something may read parameters that no code of Python sees, so no gather outlives its step
 
 
 def _end_all_gathers() -> None:
@@ -48,18 +55,30 @@ def _end_all_gathers() -> None:
 os.register_at_fork(before=_end_all_gathers)
 
 
+def _end_overlap() -> None:
+    global _is_read_unseen
+    _is_read_unseen = True
+    _end_all_gathers()
+
+
+def _on_scripting(module: nn.Module) -> None:
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        _end_overlap()
+
+
+# From here on, and not from the first engine on, because a model may be scripted before.
+before_scripting(_on_scripting)
+
+
 @functools.cache
 def _watch_captures() -> None:
-    """Note the first capture of a CUDA graph, and end all gathers before it: no code of Python sees what a replay
-    reads."""
+    """End all gathers, for good, before the first capture of a CUDA graph."""
     graph: Any = torch.cuda.CUDAGraph
     begin = graph.capture_begin
 
     @functools.wraps(begin)
     def capture_begin(*args: Any, **kwargs: Any) -> Any:
-        global _has_captured
-        _has_captured = True
-        _end_all_gathers()
+        _end_overlap()
         return begin(*args, **kwargs)
 
     graph.capture_begin = capture_begin
@@ -71,8 +90,8 @@ class ParamGatherer:
     Where there are several ranks they stay in flight after the step, in the order in which the next forward uses the
     parameters. Meanwhile the parameters are :class:`AbsentParameter`: a function of torch that reads one waits, and so
     does the call of a module that has one. A bucket whose memory has other users than its parameters is waited for in
-    the step, and all are once the program uses ``torch.compile`` or captures CUDA graphs. All of this differs between
-    ranks, and moves no launch.
+    the step, and all are once the program uses ``torch.compile``, scripts or traces a module with trainable parameters,
+    or captures CUDA graphs. All of this differs between ranks, and moves no launch.
 
     At stage 3 an update sends values only if several ranks have a row, of which each updates a part. What gathers from
     the row, or writes into it, waits.
@@ -123,7 +142,7 @@ class ParamGatherer:
         if self.pending:
             with _lock:
                 in_flight = [b for b in self.pending if self.overlaps and b.gathering and not b.gathering.arrived()]
-                if in_flight and not in_flight[0].layout.rows and (_has_captured or compiler_is_used()):
+                if in_flight and not in_flight[0].layout.rows and (_is_read_unseen or compiler_is_used()):
                     self.overlaps, in_flight = False, []
                 if self._buffer.placements.device.type == "cuda":
                     self._update_stream = torch.cuda.current_stream(self._buffer.placements.device)
