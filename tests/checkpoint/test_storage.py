@@ -20,7 +20,7 @@ from zerolite.checkpoint.boxes import Box
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.filesystem import BLOCK_BYTES, BUFFER_BYTES, CheckedFile, FileEntry, FileWriter
-from zerolite.checkpoint.flat_ranges import FlatRange, Shard, Target
+from zerolite.checkpoint.flat_ranges import FlatRange, Shard
 from zerolite.checkpoint.reader import CheckpointReader, part_of
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.checkpoint.storage import Commit, write_checkpoint
@@ -55,7 +55,8 @@ def test_any_cut_loads_into_any_other(tmp_path: Path, stored: list[Box], wanted:
     reader = save(tmp_path, shards_of("w", tensor, stored))
     for dtype in (torch.float32, torch.float64):  # read straight into the place, and cast on the way
         places = [torch.full(box[1], -1, dtype=dtype) for box in wanted]
-        reader.load([Target("w", box, place) for box, place in zip(wanted, places, strict=True)])
+        shape = tuple(tensor.shape)
+        reader.load([Shard("w", shape, dtype, box, place) for box, place in zip(wanted, places, strict=True)])
         for box, place in zip(wanted, places, strict=True):
             assert torch.equal(place, part_of(tensor, box).to(dtype))
 
@@ -69,7 +70,7 @@ def test_ranges_of_permuted_memory_are_boxes_of_the_tensor(tmp_path: Path, order
     reader = save(tmp_path, faults.shards_of("w", tensor, ranks))
     assert torch.equal(reader.read("w"), tensor)
     contiguous = torch.zeros(60)
-    reader.load(list(FlatRange("w", shape, torch.zeros(shape).stride(), 0, contiguous).targets()))
+    reader.load(list(FlatRange("w", shape, torch.zeros(shape).stride(), 0, contiguous).shards()))
     assert torch.equal(contiguous.view(shape), tensor)
 
 

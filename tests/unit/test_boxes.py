@@ -1,12 +1,28 @@
-"""The number of bytes that a rank writes, known before it writes them."""
+"""Ranges as boxes, and the number of bytes that a rank writes, known before it writes them."""
 
 from __future__ import annotations
+
+import itertools
+import math
 
 import pytest
 import torch
 
 import zerolite
+from zerolite.checkpoint.boxes import boxes_of_range
 from zerolite.checkpoint.model_state import ModelState
+from zerolite.checkpoint.reader import part_of
+
+SHAPES = [(), (1,), (7,), (1, 1), (3, 4), (5, 1), (1, 5), (2, 3, 4), (3, 1, 2), (2, 2, 3, 2), (0,), (0, 5), (2, 0, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_range_is_a_few_boxes_in_its_order(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    for start, end in itertools.combinations_with_replacement(range(tensor.numel() + 1), 2):
+        parts = [part_of(tensor, box).flatten() for box in boxes_of_range(shape, start, end - start)]
+        assert torch.cat([tensor.flatten()[:0], *parts]).tolist() == list(range(start, end))
+        assert len(parts) <= max(1, 2 * len(shape) - 1)
 
 
 class Mixed(torch.nn.Module):

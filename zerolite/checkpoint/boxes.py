@@ -15,24 +15,18 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
 
-def boxes_of_range(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
+def boxes_of_range(shape: Sequence[int], start: int, numel: int, prefix: Shape = ()) -> Iterator[Box]:
     """Yield the elements ``[start, start + numel)`` of a tensor, flattened in row-major order, as boxes in the same
     order.
 
-    There are at most 2 × dimensions − 1 boxes, each contiguous in the flattened tensor. Raises ValueError for a range
-    that is not in the tensor.
+    There are at most 2 × dimensions − 1 boxes, each contiguous in the flattened tensor.
+
+    Args:
+        prefix: indices of leading dimensions, if ``shape`` is that of the part which they select.
     """
-    if start < 0 or numel < 0 or start + numel > math.prod(shape):
-        raise ValueError(
-            f"expected a range of the {math.prod(shape)} elements of {tuple(shape)}, got {start} + {numel}"
-        )
-    if numel:
-        yield from _boxes((), tuple(shape), start, numel)
-
-
-def _boxes(prefix: Shape, shape: Shape, start: int, numel: int) -> Iterator[Box]:
-    """Yield the boxes of the part of the tensor that ``prefix`` (indices of the leading dimensions) selects."""
     fixed = (1,) * len(prefix)
+    if not numel:
+        return
     if len(shape) <= 1:
         yield prefix + (start,) * len(shape), fixed + (numel,) * len(shape)
         return
@@ -41,13 +35,12 @@ def _boxes(prefix: Shape, shape: Shape, start: int, numel: int) -> Iterator[Box]
     first, skipped = divmod(start, inner)
     if skipped:
         part = min(inner - skipped, numel)
-        yield from _boxes((*prefix, first), shape[1:], skipped, part)
+        yield from boxes_of_range(shape[1:], skipped, part, (*prefix, first))
         first, numel = first + 1, numel - part
     rows, rest = divmod(numel, inner)
     if rows:
         yield (*prefix, first, *(0 for _ in shape[1:])), (*fixed, rows, *shape[1:])
-    if rest:
-        yield from _boxes((*prefix, first + rows), shape[1:], 0, rest)
+    yield from boxes_of_range(shape[1:], 0, rest, (*prefix, first + rows))
 
 
 def intersection(one: Box, other: Box) -> Box | None:

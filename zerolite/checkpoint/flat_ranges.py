@@ -15,14 +15,15 @@ from zerolite.zero.flat import dense_strides, flattened
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a tensor, which no other rank writes.
+    """A box of a tensor, with its memory on this rank. A save writes it, on this rank alone; a load fills it.
 
     Attributes:
         key: name of the tensor in the checkpoint.
         shape: shape of the full tensor.
-        dtype: its dtype.
+        dtype: dtype of ``values``; a load casts.
         box: the box; one without elements declares an empty tensor, which is in no file.
-        values: tensor of the box's sizes, or a function that returns it when it is written.
+        values: tensor of the box's sizes, on any device and of any strides, or a function that returns it when it is
+            written.
     """
 
     key: str
@@ -43,21 +44,6 @@ class Shard:
     def tensor(self) -> torch.Tensor:
         """Return the values."""
         return self.values if isinstance(self.values, torch.Tensor) else self.values()
-
-
-@dataclass(frozen=True)
-class Target:
-    """A box of the tensor ``key``, and the tensor to read it into.
-
-    Attributes:
-        key: name of the tensor in the checkpoint.
-        box: the box.
-        out: tensor of the box's sizes, of any dtype, device and strides.
-    """
-
-    key: str
-    box: Box
-    out: torch.Tensor
 
 
 def everything(shape: Sequence[int]) -> Box:
@@ -108,13 +94,15 @@ class FlatRange:
             position += numel
 
     def shards(self) -> Iterator[Shard]:
-        dtype = self.values.dtype
         for box, view in self.boxes():
-            yield Shard(self.key, self.full_shape, dtype, box, view)
+            yield Shard(self.key, self.full_shape, self.values.dtype, box, view)
 
-    def targets(self) -> Iterator[Target]:
-        for box, view in self.boxes():
-            yield Target(self.key, box, view)
+
+def shards_of(key: str, tensor: torch.Tensor, spec: ShardSpec | None = None) -> Iterator[Shard]:
+    """Yield a tensor, or the shard ``spec`` of one, as shards that are views of it."""
+    full_shape = tuple(tensor.shape) if spec is None else spec.full_shape
+    for box, view in boxes_in_full_tensor(everything(tensor.shape), tensor, spec):
+        yield Shard(key, full_shape, tensor.dtype, box, view)
 
 
 def boxes_in_full_tensor(box: Box, values: torch.Tensor, spec: ShardSpec | None) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError, NoCheckpoint
-from zerolite.checkpoint.flat_ranges import Target
+from zerolite.checkpoint.flat_ranges import Shard
 from zerolite.checkpoint.manifest import INDEX, SavedGrid
 from zerolite.checkpoint.matching import (
     NameMatch,
@@ -270,20 +270,20 @@ class Loader:
         # Parameters that the checkpoint lacks keep their values. The all-gather below takes all values from the
         # masters, so values that the user has written into parameters must be in the masters first.
         pipeline.written.collect_all()
-        targets = list(self._model_state.targets(plan.match.names))
-        targets += self._buffer_targets(plan)
+        shards = list(self._model_state.stored_parameters(plan.match.names))
+        shards += self._buffer_shards(plan)
 
         def make_room() -> None:
             self._update_groups(plan)
             if plan.kinds is not None:
                 scalars = plan.state.optimizer.scalars
-                targets.extend(self._model_state.state_targets(plan.match.names, plan.kinds, scalars))
+                shards.extend(self._model_state.stored_states(plan.match.names, plan.kinds, scalars))
 
         def fetch() -> None:
             try:
-                reader.load(targets)
+                reader.load(shards)
                 # Without optimizer states, these keep their values, and so the checksums of them.
-                written = [target.out for target in targets] if plan.kinds is None else None
+                written = [shard.tensor() for shard in shards] if plan.kinds is None else None
                 self._parts.buffer.placements.drop_reads(written)
             except Exception as error:
                 said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -313,16 +313,12 @@ class Loader:
             elif plan.scheduler_state is not None:
                 _update_group(group, {key: values[key] for key in ("lr", "initial_lr") if key in values})
 
-    def _buffer_targets(self, plan: _Plan) -> list[Target]:
-        """Return the targets of buffers: this rank's own values if they differed between ranks and the grid is the
-        same."""
-        stored = plan.reader.tensors
+    def _buffer_shards(self, plan: _Plan) -> Iterator[Shard]:
+        """Yield the buffers: this rank's own values if they differed between ranks and the grid is the same."""
         same = plan.reader.manifest.about.grid == self._grid
-        targets = []
-        for target in self._model_state.buffer_targets(plan.buffers):
-            own = f"{RANKS}{self._host.rank}/{target.key}"
-            targets.append(Target(own if same and own in stored else target.key, target.box, target.out))
-        return targets
+        for shard in self._model_state.stored_buffers(plan.buffers):
+            own = f"{RANKS}{self._host.rank}/{shard.key}"
+            yield replace(shard, key=own) if same and own in plan.reader.tensors else shard
 
     def _resume(self, plan: _Plan, scheduler: Any) -> None:
         """Load everything except the tensors of the model and the optimizer."""

@@ -22,17 +22,15 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.flat_ranges import (
     FlatRange,
     Shard,
-    Target,
-    boxes_in_full_tensor,
-    everything,
     range_of,
+    shards_of,
     split_evenly,
 )
 from zerolite.checkpoint.safetensors import dtype_name
 from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts, clean
 from zerolite.checkpoint.storage import Scalars
 from zerolite.comm import collective
-from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
+from zerolite.tensor_parallel.shard_spec import names_of, shard_spec_of
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
 from zerolite.zero.stage3.available_parameters import refresh
@@ -278,8 +276,8 @@ class ModelState:
 
     # ---------------------------------------------------------------- loading
 
-    def targets(self, stored_names: dict[str, str]) -> Iterator[Target]:
-        """Yield the targets of the stored parameters.
+    def stored_parameters(self, stored_names: dict[str, str]) -> Iterator[Shard]:
+        """Yield the shards of the stored parameters.
 
         Args:
             stored_names: stored names by the name here; other parameters stay as they are.
@@ -287,22 +285,22 @@ class ModelState:
         names = self.names_by_index()
         for index, part in self._masters(names):
             if names[index] in stored_names:
-                yield from replace(part, key=PARAMETERS + stored_names[names[index]]).targets()
+                yield from replace(part, key=PARAMETERS + stored_names[names[index]]).shards()
         for name, parameter in self._frozen():
             if name in stored_names:
                 key = PARAMETERS + stored_names[name]
                 if sharded_param_of(parameter) is None:
-                    yield from _targets_of(key, parameter.data, shard_spec_of(parameter))
+                    yield from shards_of(key, parameter.data, shard_spec_of(parameter))
                 else:
-                    yield from self._partitioned(key, parameter).targets()
+                    yield from self._partitioned(key, parameter).shards()
 
-    def state_targets(
+    def stored_states(
         self,
         stored_names: dict[str, str],
         kinds: Kinds,
         scalars: Scalars,
-    ) -> Iterator[Target]:
-        """Make the optimizer states of all parameters, and yield targets for the stored ones.
+    ) -> Iterator[Shard]:
+        """Make the optimizer states of all parameters, and yield shards of the stored ones.
 
         Parameters without stored states are as if they had never been updated.
         """
@@ -332,18 +330,18 @@ class ModelState:
                 if shard_spec_of(parameter) is not None:
                     out.zero_()  # padding, which no checkpoint has
                 if tensors[kind][0] != shape:
-                    yield from _targets_of(key, out, None)
+                    yield from shards_of(key, out)
                 elif keeps:
-                    yield from _targets_of(key, out, shard_spec_of(parameter))
+                    yield from shards_of(key, out, shard_spec_of(parameter))
                 else:
-                    yield from self.range(key, index, param_shard.fragment.param_start, out).targets()
+                    yield from self.range(key, index, param_shard.fragment.param_start, out).shards()
 
-    def buffer_targets(self, stored: Iterable[str]) -> Iterator[Target]:
-        """Yield targets for those of the ``stored`` buffers that are on this rank."""
+    def stored_buffers(self, stored: Iterable[str]) -> Iterator[Shard]:
+        """Yield those of the ``stored`` buffers that are on this rank."""
         buffers = self.named_buffers()
         for name in stored:
             if name in buffers and buffers[name].numel():
-                yield from _targets_of(BUFFERS + name, buffers[name], None)
+                yield from shards_of(BUFFERS + name, buffers[name])
 
     @collective
     def after_loading(self, stored_names: dict[str, str]) -> None:
@@ -360,11 +358,6 @@ def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the parameter in the full model."""
     spec = shard_spec_of(parameter)
     return spec.full_shape if spec is not None else tuple(unpartitioned_shape(parameter))
-
-
-def _targets_of(key: str, out: torch.Tensor, spec: ShardSpec | None) -> Iterator[Target]:
-    for box, part in boxes_in_full_tensor(everything(out.shape), out, spec):
-        yield Target(key, box, part)
 
 
 def _number(value: object) -> object:

@@ -17,7 +17,7 @@ from zerolite.checkpoint.boxes import Box, BoxIndex
 from zerolite.checkpoint.directory import newest_complete
 from zerolite.checkpoint.errors import CheckpointError, DamagedFile
 from zerolite.checkpoint.filesystem import CheckedFile
-from zerolite.checkpoint.flat_ranges import Target, everything
+from zerolite.checkpoint.flat_ranges import Shard
 from zerolite.checkpoint.manifest import (
     INDEX,
     STATE,
@@ -114,39 +114,36 @@ class CheckpointReader:
         """Return a full tensor on the CPU, in ``dtype`` (default: the stored one)."""
         stored = self.tensors[key]
         whole = torch.empty(stored.shape, dtype=dtype or stored.dtype, device="cpu")
-        self.load([Target(key, everything(stored.shape), whole)])
+        self.load([Shard.whole(key, whole)])
         return whole
 
-    def load(self, targets: Iterable[Target]) -> None:
-        """Fill ``targets``, file by file, each from begin to end."""
+    def load(self, shards: Iterable[Shard]) -> None:
+        """Fill ``shards``, file by file, each from begin to end."""
         with self._naming_others():
-            self._load(targets)
+            self._load(shards)
 
-    def _load(self, targets: Iterable[Target]) -> None:
-        by_file: dict[str, list[tuple[StoredBox, Box, Target]]] = {}
+    def _load(self, shards: Iterable[Shard]) -> None:
+        by_file: dict[str, list[tuple[StoredBox, Box, Shard]]] = {}
         boxes: dict[str, BoxIndex] = {}
-        for target in targets:
-            stored = self.tensors.get(target.key)
+        for shard in shards:
+            stored = self.tensors.get(shard.key)
             if stored is None:
-                raise DamagedFile(f"'{self.path / INDEX}' is damaged: it has no tensor '{target.key}'")
-            if target.key not in boxes:
-                boxes[target.key] = BoxIndex([box.box for box in stored.boxes])
-            found = 0
-            for position, common in boxes[target.key].intersections(target.box):
-                box = stored.boxes[position]
-                by_file.setdefault(box.file, []).append((box, common, target))
-                found += math.prod(common[1])
-            if found != math.prod(target.box[1]):
+                raise DamagedFile(f"'{self.path / INDEX}' is damaged: it has no tensor '{shard.key}'")
+            if shard.shape != stored.shape:
                 raise CheckpointError(
-                    f"the tensor '{target.key}' of the checkpoint has the shape {tuple(stored.shape)}, in which "
-                    f"{target.box[1]} elements from {target.box[0]} on are not"
+                    f"the tensor '{shard.key}' has the shape {stored.shape} in the checkpoint, and {shard.shape} here"
                 )
+            if shard.key not in boxes:
+                boxes[shard.key] = BoxIndex([box.box for box in stored.boxes])
+            for position, common in boxes[shard.key].intersections(shard.box):
+                box = stored.boxes[position]
+                by_file.setdefault(box.file, []).append((box, common, shard))
         for name, wanted in sorted(by_file.items()):
             with self._open(name) as file:
                 # In the order of the file, so that the disk reads forward and each block is read once.
-                for box, common, target in sorted(wanted, key=lambda entry: entry[0].start):
-                    out = part_of(target.out, common, target.box[0])
-                    _fetch(file, box, common, self.tensors[target.key].dtype, out)
+                for box, common, shard in sorted(wanted, key=lambda entry: entry[0].start):
+                    out = part_of(shard.tensor(), common, shard.box[0])
+                    _fetch(file, box, common, self.tensors[shard.key].dtype, out)
 
     def _client_tensor(self, index: int) -> torch.Tensor:
         """Read a tensor of the user's state, once for each number: a damaged file cannot take more memory than it has

@@ -23,7 +23,6 @@ import torch
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.utils.dtypes import CODES
 
-MAX_HEADER_BYTES = 100_000_000  # what other readers of the format accept
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 
@@ -61,7 +60,7 @@ def build_header(entries: Iterable[ToStore], metadata: Mapping[str, str] | None 
     The file ends with the data of the last entry.
 
     Raises:
-        CheckpointError: the format lacks a dtype, or readers would refuse so large a header.
+        CheckpointError: the format lacks a dtype.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     begins, position = [], 0
@@ -75,11 +74,6 @@ def build_header(entries: Iterable[ToStore], metadata: Mapping[str, str] | None 
         }
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"the header of a safetensors file with {len(begins)} tensors would have {len(text)} bytes; readers take "
-            f"up to {MAX_HEADER_BYTES}. Write several files."
-        )
     start = _LENGTH.size + len(text)
     return _LENGTH.pack(len(text)) + text, [start + begin for begin in begins]
 
@@ -93,16 +87,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as bytes, without a copy. The view keeps the memory alive.
-
-    Raises ValueError for a tensor on a device, with gaps, or whose memory does not hold its values (lazily conjugated
-    or negated tensors).
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            f"expected a contiguous CPU tensor, got {tuple(tensor.shape)} on {tensor.device} with strides "
-            f"{tensor.stride()}"
-        )
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy. The view keeps the memory alive."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(b"")
