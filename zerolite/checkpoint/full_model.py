@@ -19,6 +19,7 @@ from zerolite.checkpoint.state import clean
 from zerolite.comm import HostGroup, Topology, collective
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
 
@@ -70,24 +71,18 @@ def merge_stages(own: Mapping[str, object], topology: Topology) -> dict[str, Any
 
 
 class FullModel:
-    """Entries of the full model's state dict. Made on all ranks.
+    """Entries of the full model's state dict, and access to its tensors. Made on all ranks."""
 
-    Args:
-        state: state dict of this rank's part, in which partitioned parameters are empty.
-        masters: access to the master weights.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        state: Mapping[str, Any],
-        topology: Topology,
-        device: torch.device,
-        masters: ParameterAccess,
-    ) -> None:
-        self._topology, self._device, self._masters = topology, device, masters
+    def __init__(self, parts: EngineParts, state: Mapping[str, Any], masters: ParameterAccess) -> None:
+        """
+        Args:
+            parts: of the engine.
+            state: state dict of this rank's part, in which partitioned parameters are empty.
+            masters: access to the master weights.
+        """
+        self._topology, self._device, self._masters = parts.topology, parts.device, masters
         registered: dict[str, torch.Tensor] = {}  # some wrappers of modules leave their names out of a state dict
-        for named in (model.named_buffers, model.named_parameters):
+        for named in (parts.model.named_buffers, parts.model.named_parameters):
             registered.update((clean(name), tensor) for name, tensor in named(remove_duplicate=False))
         self._trained = masters.positions()
         first: dict[int, str] = {}  # first names, by the id of tensors
@@ -100,7 +95,7 @@ class FullModel:
                 first.setdefault(id(tensor), name)
                 own[name] = entry = self._describe(first[id(tensor)], tensor, value, clean(name) in registered)
                 self._local.setdefault(entry.owner, (tensor, value))
-        self.entries = merge_stages(own, topology)
+        self.entries = merge_stages(own, parts.topology)
 
     def _describe(self, owner: str, tensor: torch.Tensor, value: torch.Tensor, in_model: bool) -> FullTensor:
         """Describe ``tensor`` from this rank's point of view.

@@ -240,8 +240,7 @@ class FullState:
 
     def _full_model(self) -> FullModel:
         self._parts.param_gatherer.wait_all()
-        model = self._parts.model
-        return FullModel(model, _local_state_dict(model), self._topology, self._device, self._access)
+        return FullModel(self._parts, _local_state_dict(self._parts.model), self._access)
 
     def _check_readable(self) -> None:
         self._parts.pipeline.check_available()

@@ -145,7 +145,6 @@ class Loader:
         self._parts.pipeline.check_between_steps()
         reader = self._open(path)
         state = reader.read_state(SavedState)
-        reader.trust(lambda: state.check_shapes({key: stored.shape for key, stored in reader.tensors.items()}))
         model = joined(stages or [self._model_state.describe()])
         match = self._match(reader, state, model, request.load_module_strict)
         buffers = self._buffers(state.buffers, model, request.load_module_strict)

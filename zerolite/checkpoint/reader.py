@@ -68,7 +68,8 @@ class CheckpointReader:
 
         def fitting() -> State:
             found = validated(lambda: model.model_validate(self.state))
-            found.check_tensors(self.tensors.keys(), self.manifest.about.exclude_frozen_parameters)
+            shapes = {key: stored.shape for key, stored in self.tensors.items()}
+            found.check(shapes, self.manifest.about.exclude_frozen_parameters)
             return found
 
         return self.trust(fitting)

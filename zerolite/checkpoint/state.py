@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -140,16 +140,21 @@ class StoredModel(FileModel):
     parameters: dict[str, ParameterFacts]
     buffers: dict[str, TensorFacts]
 
-    def check_tensors(self, stored: Collection[str], without_frozen: bool) -> None:
-        """Raise ValueError if this file names a parameter that has no stored tensor.
+    def check(self, stored: Mapping[str, Sequence[int]], without_frozen: bool) -> None:
+        """Raise ValueError if this file names a parameter that has no stored tensor, or another shape than is stored.
 
         Args:
-            stored: keys of the stored tensors.
+            stored: shapes of the stored tensors, by key.
             without_frozen: frozen parameters were left out of the checkpoint.
         """
-        for name, entry in self.parameters.items():
-            if f"parameters/{name}" not in stored and (entry.trained or not without_frozen):
+        for name, parameter in self.parameters.items():
+            if f"parameters/{name}" not in stored and (parameter.trained or not without_frozen):
                 raise ValueError(f"expected a tensor for each parameter in it, found none for '{name}'")
+        for kind, entries in (("parameters", self.parameters), ("buffers", self.buffers)):
+            for name, entry in entries.items():
+                shape = list(stored.get(f"{kind}/{name}", entry.shape))
+                if shape != entry.shape:
+                    raise ValueError(f"{kind}/{name}: expected the shape {entry.shape}, found {shape} stored")
 
 
 @dataclass(frozen=True)
@@ -207,17 +212,12 @@ class SavedState(StoredModel):
     loaders: list[Plain] | None
     client_state: Plain
 
-    def check_shapes(self, stored: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError if a stored tensor has another shape than this file says, or a param group has parameters
-        that the file does not have. ``stored``: shapes by key."""
+    def check(self, stored: Mapping[str, Sequence[int]], without_frozen: bool) -> None:
+        """Raise ValueError also if a param group has parameters that the file does not have."""
+        super().check(stored, without_frozen)
         unknown = [name for group in self.optimizer.groups for name in group.names if name not in self.parameters]
         if unknown:
             raise ValueError(f"expected parameters of the file in the param groups, found '{unknown[0]}'")
-        for kind, entries in (("parameters", self.parameters), ("buffers", self.buffers)):
-            for name, entry in entries.items():
-                shape = stored.get(f"{kind}/{name}")
-                if shape is not None and list(shape) != entry.shape:
-                    raise ValueError(f"{kind}/{name}: expected the shape {entry.shape}, found {list(shape)} stored")
 
 
 def check_hyperparameters(group: Mapping[str, object], saved: Mapping[str, object]) -> None:
