@@ -1,4 +1,4 @@
-"""The planner, the storage and its files by themselves: any cut is written, any other is read."""
+"""The storage and its files by themselves: any cut is written, any other is read."""
 
 from __future__ import annotations
 
