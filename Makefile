@@ -35,6 +35,9 @@ TORCH_PIN := $(shell sed -n '/^torch==/p' constraints.txt)
 # ones of tests/cli come early.
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
+# Without bytecode each process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help train unit test test-all test-gpu test-torch pytest lint types docs site bench clean
 .DELETE_ON_ERROR:
