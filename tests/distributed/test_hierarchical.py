@@ -201,17 +201,22 @@ def load(directory: Path, zero: dict[str, Any], stage: str) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_know_nothing_of_sets(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [("3 tight", ROWS), ("3 tight", {"shard_size": 2}), ("1", {"shard_size": 2})],
+    ids=["hierarchical", "3", "1"],
+)
+def test_checkpoints_know_nothing_of_sets(pools: Pools, tmp_path: Path, stage: str, zero: dict[str, Any]) -> None:
     """Saved by 2 × 2 ranks, loaded at any stage by any number, and the other way."""
-    hierarchical = {"zero": ROWS, "stage": "3 tight"}
-    pools(4).run(save, {"directory": tmp_path / "2 x 2", **hierarchical})
-    for world, stage in ((4, "3 moving"), (3, "3 tight"), (2, "2"), (4, "1"), (3, "0"), (1, "0")):
-        pools(world).run(load, {"directory": tmp_path / "2 x 2", "zero": {}, "stage": stage})
-    pools(4).run(load, {"directory": tmp_path / "2 x 2", **hierarchical})
-    for world, stage, zero in ((3, "3 moving", {}), (2, "0", {}), (4, "2", {"shard_size": 2})):
-        name = f"{world}, {stage}"
-        pools(world).run(save, {"directory": tmp_path / name, "zero": zero, "stage": stage})
-        pools(4).run(load, {"directory": tmp_path / name, **hierarchical})
+    sets = {"zero": zero, "stage": stage}
+    pools(4).run(save, {"directory": tmp_path / "2 x 2", **sets})
+    for world, other in ((4, "3 moving"), (3, "3 tight"), (2, "2"), (4, "1"), (3, "0"), (1, "0")):
+        pools(world).run(load, {"directory": tmp_path / "2 x 2", "zero": {}, "stage": other})
+    pools(4).run(load, {"directory": tmp_path / "2 x 2", **sets})
+    for world, other, others in ((3, "3 moving", {}), (2, "0", {}), (4, "2", {"shard_size": 2}), (4, "3 tight", ROWS)):
+        directory = tmp_path / f"{world}, {other}"
+        pools(world).run(save, {"directory": directory, "zero": others, "stage": other})
+        pools(4).run(load, {"directory": directory, **sets})
 
 
 # -------------------------------------------------------------------- traffic

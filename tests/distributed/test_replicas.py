@@ -31,6 +31,7 @@ SETS: dict[str, tuple[str, dict[str, int]]] = {
     "hierarchical": ("3 moving", ROWS),
 }
 EXACT = ("SGD", {"lr": 2.0**-4})  # a product with a power of two is exact, so the update rounds once
+STEPS = 4
 PLAN = {"0": "column", "2": "row"}
 
 
@@ -57,41 +58,43 @@ def test_replicas_match_plain_pytorch(pools: Pools, precision: str, accumulation
 # -------------------------------------------------------------------- the order of sums
 
 
-def in_one_process(reduces_each_backward: bool, accumulation: int, steps: int) -> dict[str, Tensor]:
-    """The weights after SGD, with gradients summed as the groups do: within a pair of ranks, then over the pairs."""
+def in_one_process(reduces_each_backward: bool, accumulation: int, world: int, size: int) -> dict[str, Tensor]:
+    """The weights after SGD, with gradients summed as the groups do: within sets of ``size`` ranks, then over these."""
     model = models.build(models.OddModel, **SIZES[4])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def gradients(step: int, micro: int, rank: int) -> dict[str, Tensor]:
         model.zero_grad()
         (models.token_loss(model, models.token_batch(step, micro, rank)) / accumulation).backward()
-        return {name: p.grad / 4 for name, p in trained.items() if p.grad is not None}
+        return {name: p.grad / world for name, p in trained.items() if p.grad is not None}
 
     def plus(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: one[name] + other[name] for name in one}
 
     def mean(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return plus(plus(of_ranks[0], of_ranks[1]), plus(of_ranks[2], of_ranks[3]))
+        sets = [of_ranks[first : first + size] for first in range(0, world, size)]
+        return functools.reduce(plus, [functools.reduce(plus, one) for one in sets])
 
-    for step in range(steps):
-        rows = [[gradients(step, micro, rank) for rank in range(4)] for micro in range(accumulation)]
+    for step in range(STEPS):
+        rows = [[gradients(step, micro, rank) for rank in range(world)] for micro in range(accumulation)]
         if reduces_each_backward:
             total = functools.reduce(plus, map(mean, rows))
         else:
-            total = mean([functools.reduce(plus, [row[rank] for row in rows]) for rank in range(4)])
+            total = mean([functools.reduce(plus, [row[rank] for row in rows]) for rank in range(world)])
         with torch.no_grad():
             for name, gradient in total.items():
                 trained[name].sub_(gradient * EXACT[1]["lr"])
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def replicated_bits(name: str, accumulation: int) -> None:
+def replicated_bits(name: str, accumulation: int, size: int = 2) -> None:
     stage, sets = SETS[name]
-    engine = make_engine(at(stage, "fp32", accumulation, 0.0, EXACT, zero=sets), sizes=SIZES[4])
-    run_steps(engine, 4, model="OddModel")
+    given = at(stage, "fp32", accumulation, 0.0, EXACT, zero=dict.fromkeys(sets, size))
+    engine = make_engine(given, sizes=SIZES[4])
+    run_steps(engine, STEPS, model="OddModel")
     found = snapshot(engine)
     assert_same_on_ranks(found)
-    assert_same_bits(found, in_one_process(stage != "1", accumulation, 4), name)
+    assert_same_bits(found, in_one_process(stage != "1", accumulation, engine.world_size, size), name)
 
 
 @pytest.mark.fast
@@ -101,6 +104,14 @@ def test_replicas_have_the_bits_of_one_process(name: str) -> None:
     """The embedding of a token is a sum over the batch, OddModel has an unused parameter, and one without elements."""
     for accumulation in (1, 4):
         replicated_bits(name, accumulation)
+
+
+@pytest.mark.slow
+@on_ranks(8, timeout=300)
+@pytest.mark.parametrize("size", [4, 2])
+def test_two_sets_of_four_ranks_and_four_of_two(size: int) -> None:
+    for name in SETS:
+        replicated_bits(name, 2, size)
 
 
 @on_ranks(4)

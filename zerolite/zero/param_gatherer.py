@@ -109,8 +109,8 @@ class ParamGatherer:
             observers: observers of the phase GATHER.
         """
         self._buffer, self._observers = buffer, observers
-        updated = buffer.gradient_memory.groups.updated
-        self.overlaps = overlaps and updated is not None and updated.world_size > 1
+        groups = buffer.gradient_memory.groups
+        self.overlaps = overlaps and groups.updated is not None and groups.states.world_size > 1
         self.pending: list[Bucket] = []
         self._update_stream: torch.cuda.Stream | None = None
         if self.overlaps and buffer.placements.device.type == "cuda":
