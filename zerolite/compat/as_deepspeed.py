@@ -60,17 +60,17 @@ class AliasFinder(importlib.abc.MetaPathFinder):
             return None
         original = PACKAGE + fullname.removeprefix("deepspeed")
         try:
-            found = importlib.util.find_spec(original)
+            original_spec = importlib.util.find_spec(original)
         except ModuleNotFoundError:
-            found = None
-        if found is None:
+            original_spec = None
+        if original_spec is None:
             sentence = sentence_for(fullname.removeprefix("deepspeed."))
             if sentence is not None:  # no ModuleNotFoundError, which `from deepspeed import name` drops
                 raise ImportError(sentence, name=fullname)
             message = f"zerolite's deepspeed has no module {fullname!r}; docs/deepspeed.md lists its modules"
             raise ModuleNotFoundError(message, name=fullname)
         return importlib.machinery.ModuleSpec(
-            fullname, _SameModule(original), is_package=found.submodule_search_locations is not None
+            fullname, _SameModule(original), is_package=original_spec.submodule_search_locations is not None
         )
 
 

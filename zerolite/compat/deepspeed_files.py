@@ -36,7 +36,7 @@ class LoadedFile:
     path: Path
     content: Mapping[str, Any]
 
-    def get(self, kind: type[T], *keys: str) -> T:
+    def get(self, cls: type[T], *keys: str) -> T:
         """Return ``content[key][...]``. Raises CheckpointError if it is missing or of another type."""
         value: Any = self.content
         name = ""
@@ -45,9 +45,9 @@ class LoadedFile:
             if not isinstance(value, Mapping) or key not in value:
                 raise CheckpointError(f"'{self.path}': expected an entry {name}, got none")
             value = value[key]
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        if not isinstance(value, cls) or (cls is int and isinstance(value, bool)):
             raise CheckpointError(
-                f"'{self.path}': expected {name} to be of type {kind.__name__}, got {type(value).__name__}"
+                f"'{self.path}': expected {name} to be of type {cls.__name__}, got {type(value).__name__}"
             )
         return value
 
@@ -159,18 +159,18 @@ def _refuse_by_name(path: Path, names: list[str]) -> None:
 
 
 def _files_by_rank(path: Path, names: list[str]) -> dict[int, Path]:
-    found: dict[int, Path] = {}
+    by_rank: dict[int, Path] = {}
     for name in names:
         match = _OPTIMIZER.fullmatch(name)
         if match is None:
             continue
-        other = found.setdefault(int(match[1]), path / name)
+        other = by_rank.setdefault(int(match[1]), path / name)
         if other.name != name:
             raise CheckpointError(
                 f"'{path}' has two files of rank {match[1]}, '{other.name}' and '{name}', from two saves with the same "
                 "tag; remove the files of the older save"
             )
-    return found
+    return by_rank
 
 
 def _load(path: Path, verify: bool) -> LoadedFile:
@@ -219,7 +219,7 @@ def _check_ranks(path: Path, kind: str, found: set[int], world_size: int) -> Non
 def _stage(states: tuple[LoadedFile, ...], head: LoadedFile) -> int:
     """Return the ZeRO stage. Raises CheckpointError unless all ranks have the same."""
     world_size = len(states)
-    found = set()
+    stages = set()
     for file in states:
         saved = file.get(dict, "optimizer_state_dict")
         counts = saved.get("partition_count", world_size)
@@ -229,11 +229,11 @@ def _stage(states: tuple[LoadedFile, ...], head: LoadedFile) -> int:
                 f"'{file.path}': expected optimizer states in {world_size} partitions, one for each rank of "
                 f"'{head.path.name}', got {sorted(counts)}"
             )
-        found.add(_number(saved.get("zero_stage", 1)))  # DeepSpeed's bf16 optimizer, of stage 1, lacks this entry
-    if len(found) > 1 or not found <= {1, 2, 3}:
-        names = ", ".join(sorted(map(str, found)))
+        stages.add(_number(saved.get("zero_stage", 1)))  # DeepSpeed's bf16 optimizer, of stage 1, lacks this entry
+    if len(stages) > 1 or not stages <= {1, 2, 3}:
+        names = ", ".join(sorted(map(str, stages)))
         raise CheckpointError(f"'{head.path.parent}': expected one ZeRO stage of 1, 2 and 3 in all files, got {names}")
-    return int(found.pop())
+    return int(stages.pop())
 
 
 def _number(value: object) -> Any:

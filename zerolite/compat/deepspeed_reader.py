@@ -22,9 +22,9 @@ from zerolite.compat.deepspeed_groups import (
     described,
     flat_states,
     gather,
+    partition_slices,
     read_groups,
 )
-from zerolite.compat.deepspeed_layout import partition_slices
 from zerolite.compat.safe_unpickle import StubObject
 from zerolite.utils.dtypes import CODES
 
@@ -173,20 +173,20 @@ class _Importer:
     def _parameters(self) -> dict[str, object]:
         buffers = set(self.head.get(list, "buffer_names"))
         aliases = self._aliases()
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name in [name for name in self.module if name not in buffers] + list(self.trained):
-            if clean(name) in found or name in aliases:
+            if clean(name) in entries or name in aliases:
                 continue
             group = self.trained.get(name)
             shape, dtype, values = self._trained(name, group) if group is not None else self._frozen(name)
             self._add("parameters/", name, shape, dtype, values)
-            found[clean(name)] = {
+            entries[clean(name)] = {
                 "shape": list(shape),
                 "dtype": CODES[self.module[name].dtype if name in self.module else dtype],
                 "trained": group is not None,
                 "aliases": [clean(alias) for alias, stored in aliases.items() if stored == name],
             }
-        return found
+        return entries
 
     def _aliases(self) -> dict[str, str]:
         """Return further names of tied parameters, with the name under which each is stored.
@@ -219,7 +219,7 @@ class _Importer:
         return shape, flat[0].dtype, partial(gather, flat, partition_slices(math.prod(shape), len(flat)), shape)
 
     def _buffers(self) -> dict[str, Any]:
-        found: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         first_names: dict[tuple[Any, ...], str] = {}
         for name in self.head.get(list, "buffer_names"):
             value = self.module.get(name)
@@ -234,11 +234,11 @@ class _Importer:
             )
             first = first_names.setdefault(memory, name)
             if first != name and value.numel():  # one buffer under two names
-                found[clean(first)]["aliases"].append(clean(name))
+                entries[clean(first)]["aliases"].append(clean(name))
                 continue
             self._add("buffers/", name, tuple(value.shape), value.dtype, partial(_same, value))
-            found[clean(name)] = {"shape": list(value.shape), "dtype": CODES[value.dtype], "aliases": []}
-        return found
+            entries[clean(name)] = {"shape": list(value.shape), "dtype": CODES[value.dtype], "aliases": []}
+        return entries
 
     # ---------------------------------------------------------------- the optimizer
 
@@ -266,14 +266,18 @@ class _Importer:
         config = self.head.content.get("ds_config")
         named = config.get("optimizer") if isinstance(config, dict) else None
         if isinstance(named, dict) and isinstance(named.get("type"), str):
-            kind: str = named["type"]
-            return {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(kind.lower(), kind)
+            optimizer_class: str = named["type"]
+            return {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(optimizer_class.lower(), optimizer_class)
         settings = self.settings[0] if self.settings else {}
         if "decoupled_weight_decay" in settings and "amsgrad" in settings:
             return "AdamW" if settings["decoupled_weight_decay"] else "Adam"
-        for key, kind in (("momentum_decay", "NAdam"), ("decoupled_weight_decay", "RAdam"), ("nesterov", "SGD")):
+        for key, optimizer_class in (
+            ("momentum_decay", "NAdam"),
+            ("decoupled_weight_decay", "RAdam"),
+            ("nesterov", "SGD"),
+        ):
             if key in settings:
-                return kind
+                return optimizer_class
         states = {state for group in self.groups for state in group.states[0]}
         return "AdamW" if states >= {"exp_avg", "exp_avg_sq"} else "an unknown optimizer"
 
@@ -295,13 +299,13 @@ class _Importer:
         if saved is None:
             return None
         named = config.get("scheduler") if isinstance(config, dict) else None
-        kind = named.get("type") if isinstance(named, dict) else None
+        schedule = named.get("type") if isinstance(named, dict) else None
         state = self._plain_data(saved, "the state of the learning rate schedule")
         if state is _NOTHING:
             return None
         if isinstance(saved, dict) and set(saved) == {"last_batch_iteration"}:
             state = {"last_epoch": state["last_batch_iteration"] + 1}  # DeepSpeed counts from -1
-        return {"type": kind, "state": state}
+        return {"type": schedule, "state": state}
 
     def _loss_scaler(self) -> dict[str, object] | None:
         if not any(value.dtype == torch.float16 for name, value in self.module.items() if name in self.trained):

@@ -141,8 +141,8 @@ class LoaderPass:
     @property
     def consumed(self) -> int:
         """Samples that all ranks together have been given in this pass."""
-        given = self.yielded * self.share.batch_size * self.share.world_size
-        return self.start + min(given, self.share.total)
+        samples = self.yielded * self.share.batch_size * self.share.world_size
+        return self.start + min(samples, self.share.total)
 
 
 class TrackedLoader:

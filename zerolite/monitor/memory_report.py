@@ -147,14 +147,14 @@ def memory_report(parts: EngineParts) -> MemoryReport:
 
 def holdings(parts: EngineParts) -> dict[int, Holding]:
     """Return every storage of an engine once, by its ``id``."""
-    found: dict[int, Holding] = {}
+    entries: dict[int, Holding] = {}
     for item, tensor in _owned_tensors(parts):
         if tensor.layout is not torch.strided:  # a sparse buffer has no single storage to count
             continue
         storage = tensor.untyped_storage()
-        if id(storage) not in found:
-            found[id(storage)] = Holding(item, storage.nbytes(), _location(tensor, parts.device))
-    return found
+        if id(storage) not in entries:
+            entries[id(storage)] = Holding(item, storage.nbytes(), _location(tensor, parts.device))
+    return entries
 
 
 def _location(tensor: torch.Tensor, device: torch.device) -> str:

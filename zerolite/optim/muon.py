@@ -67,8 +67,8 @@ class MuonWithAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the defaults of its optimizer. Raises ValueError if Muon would get a non-matrix."""
         group = dict(param_group)
-        given = group["params"]
-        group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        members = group["params"]
+        group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
         other = next((tuple(p.shape) for p in group["params"] if p.dim() != 2), None)
         uses = group.setdefault("use_muon", other is None)
         if uses and other is not None:

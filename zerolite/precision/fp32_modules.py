@@ -82,8 +82,8 @@ class Fp32Forward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        own = types.MethodType(type(self._module).forward, self._module)
-        return inspect.signature(self._replaced or own)
+        class_forward = types.MethodType(type(self._module).forward, self._module)
+        return inspect.signature(self._replaced or class_forward)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Fp32Forward:
         made = memo[id(self)] = Fp32Forward.__new__(Fp32Forward)

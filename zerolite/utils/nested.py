@@ -68,15 +68,15 @@ def find_tensors(value: object) -> list[torch.Tensor]: ...
 
 
 @overload
-def find_tensors(value: object, kind: type[Found] | tuple[type[Found], ...]) -> list[Found]: ...
+def find_tensors(value: object, cls: type[Found] | tuple[type[Found], ...]) -> list[Found]: ...
 
 
-def find_tensors(value: object, kind: type | tuple[type, ...] = torch.Tensor) -> Sequence[object]:
-    """Return the tensors in ``value`` of class ``kind`` (or of one in a tuple of classes), in the order in which
+def find_tensors(value: object, cls: type | tuple[type, ...] = torch.Tensor) -> Sequence[object]:
+    """Return the tensors in ``value`` of class ``cls`` (or of one in a tuple of classes), in the order in which
     :func:`map_tensors` meets them."""
-    found: list[object] = []
-    _find(value, kind, found, -1, {})
-    return found
+    tensors: list[object] = []
+    _find(value, cls, tensors, -1, {})
+    return tensors
 
 
 def find_in_objects(value: object, depth: int = 4) -> list[torch.Tensor]:
@@ -85,21 +85,23 @@ def find_in_objects(value: object, depth: int = 4) -> list[torch.Tensor]:
 
     A tensor to which several objects refer may be in the list several times.
     """
-    found: list[torch.Tensor] = []
-    _find(value, torch.Tensor, found, depth * _CONTAINERS_PER_OBJECT, {})
-    return found
+    tensors: list[torch.Tensor] = []
+    _find(value, torch.Tensor, tensors, depth * _CONTAINERS_PER_OBJECT, {})
+    return tensors
 
 
-def _find(value: object, kind: type | tuple[type, ...], found: list[Any], levels: int, visited: dict[int, int]) -> None:
-    """Append tensors of class ``kind`` to ``found``.
+def _find(
+    value: object, cls: type | tuple[type, ...], tensors: list[Any], levels: int, visited: dict[int, int]
+) -> None:
+    """Append tensors of class ``cls`` to ``tensors``.
 
     Args:
         levels: containers to descend, objects included, which count for several; below 0: all, without objects.
         visited: ``levels`` at which each object was entered, by its id. Objects that refer to each other in a circle
             would otherwise be entered again on every path between them.
     """
-    if isinstance(value, kind):
-        found.append(value)
+    if isinstance(value, cls):
+        tensors.append(value)
         return
     inside: Iterable[object]
     left = levels - 1
@@ -117,7 +119,7 @@ def _find(value: object, kind: type | tuple[type, ...], found: list[Any], levels
         visited[id(value)] = levels
         inside, left = _attributes(value), max(0, levels - _CONTAINERS_PER_OBJECT)
     for item in inside if levels else ():
-        _find(item, kind, found, left, visited)
+        _find(item, cls, tensors, left, visited)
 
 
 def named_leaves(value: object) -> list[tuple[str, Any]]:
@@ -170,11 +172,11 @@ def _attributes(value: Any) -> Iterable[object]:
 @functools.lru_cache(maxsize=1024)
 def _slots(cls: Any) -> tuple[str, ...]:
     """Return the names of ``__slots__`` of a class and its bases."""
-    found: list[str] = []
+    names: list[str] = []
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
-        found += (slots,) if isinstance(slots, str) else slots
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+        names += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _rebuilt_mapping(value: Mapping[object, object], items: dict[object, object]) -> object:

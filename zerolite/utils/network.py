@@ -72,12 +72,12 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
         OSError: something listens there already, or the port may not be used.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return None, port
     listeners: list[socket.socket] = []
     # IPv4 first: every client tries it, whatever else the name means.
-    for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+    for family, _, _, _, address in sorted(addresses, key=lambda entry: entry[0] != socket.AF_INET):
         if is_loopback(str(address[0])) != is_loopback(host):
             continue
         try:
@@ -133,10 +133,10 @@ def interface_of(address: str) -> str | None:
 def resolve(name: str) -> list[str]:
     """Return the addresses of a host name or an address; [] if it cannot be resolved."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return list(dict.fromkeys(plain_address(str(entry[4][0])) for entry in found))
+    return list(dict.fromkeys(plain_address(str(entry[4][0])) for entry in entries))
 
 
 def is_this_host(name: str) -> bool:
@@ -146,8 +146,8 @@ def is_this_host(name: str) -> bool:
     addresses = resolve(name)
     if any(is_loopback(address) for address in addresses):
         return True
-    own = {plain_address(address) for _, address in interface_addresses()}
-    return not own.isdisjoint(addresses)
+    own_numbers = {plain_address(address) for _, address in interface_addresses()}
+    return not own_numbers.isdisjoint(addresses)
 
 
 def own_addresses() -> list[str]:

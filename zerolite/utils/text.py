@@ -14,11 +14,11 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 def parse_size(text: str | int) -> int:
     """Return the bytes of "5GB" or "5G" (10**9 each), "500MB", "2GiB" (2**30 each), or a number. Raises ValueError."""
-    found = _PATTERN.fullmatch(str(text).strip())
+    match = _PATTERN.fullmatch(str(text).strip())
     nbytes = 0
-    if found is not None:
-        base = 1024 if found[3] else 1000
-        nbytes = int(float(found[1]) * base ** _POWERS.get((found[2] or "").upper(), 0))
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        nbytes = int(float(match[1]) * base ** _POWERS.get((match[2] or "").upper(), 0))
     if nbytes < 1:
         raise ValueError(f"expected a size such as '5GB', '500MB' or '2GiB', 1 byte or more, got {text!r}")
     return nbytes

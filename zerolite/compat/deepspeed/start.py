@@ -91,13 +91,13 @@ def _resolve_conflicts(values: dict[str, object], optimizer: object, parameters:
 def _config_of(args: object, config: object, config_params: object) -> object:
     """Return the config from one of the three arguments that may have it."""
     path = getattr(args, "deepspeed_config", None)
-    given = [source for source in (config, config_params, path) if source is not None]
-    if len(given) != 1:
+    sources = [source for source in (config, config_params, path) if source is not None]
+    if len(sources) != 1:
         raise ValueError(
             "deepspeed.initialize: expected one config, as config= (or config_params=) or as args.deepspeed_config, "
-            f"got {len(given)}"
+            f"got {len(sources)}"
         )
-    return given[0]
+    return sources[0]
 
 
 def _check_arguments(model: object, mpu: object, mesh_param: object) -> None:
@@ -110,14 +110,14 @@ def _check_arguments(model: object, mpu: object, mesh_param: object) -> None:
             )
 
 
-def _with_deepspeeds_defaults(given: dict[str, Any], model: torch.nn.Module) -> dict[str, object]:
+def _with_deepspeeds_defaults(settings: dict[str, Any], model: torch.nn.Module) -> dict[str, object]:
     """Return the config with keys for DeepSpeed's implicit behaviour.
 
     A plain ``loss.backward()`` is divided by gradient_accumulation_steps. A save replaces a checkpoint of another run
     with the same tag. A PipelineModule sets the number of stages. At stage 3, modules marked by ``set_z3_leaf_modules``
     are gathered as a unit.
     """
-    values = {"divide_plain_backward": True, **given}
+    values = {"divide_plain_backward": True, **settings}
     values["checkpoint"] = {"overwrite": True, **(values.get("checkpoint") or {})}
     if isinstance(model, PipelineModule) and model.num_stages is not None:
         values["pipeline"] = {"stages": model.num_stages, **(values.get("pipeline") or {})}

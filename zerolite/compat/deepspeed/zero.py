@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ import torch
 import zerolite.zero
 from zerolite.comm import collective
 from zerolite.compat.deepspeed.runtime.config import read_config
-from zerolite.compat.deepspeed.utils.init_on_device import OnDevice
 from zerolite.zero import (
     ZeroParamStatus,
     register_external_parameter,
@@ -84,9 +84,33 @@ class GatheredParameters(zerolite.zero.GatheredParameters):
 
 
 @collective
-@contextmanager
+@contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
     """Context in which the parameters of an engine's module are gathered. It yields the module."""
     module = getattr(model, "module", model)
     with GatheredParameters(module):
         yield module
+
+
+class OnDevice(contextlib.AbstractContextManager[None]):
+    """Context in which tensors are made on ``device``, and floating ones in ``dtype``, unless their call says more.
+
+    On the device "meta" they have no memory.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            self._device.__exit__(kind, error, trace)
+            torch.set_default_dtype(self._before)

@@ -24,8 +24,8 @@ def FusedAdam(
     """Return AdamW, or Adam without ``adam_w_mode``. Raises ValueError for options that torch's classes do not have."""
     if not bias_correction:
         raise ValueError("FusedAdam: expected bias_correction=True, got False; Adam and AdamW always correct the bias")
-    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    optimizer_class = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    return optimizer_class(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def DeepSpeedCPUAdam(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
 from zerolite.compat.deepspeed.utils import groups
 from zerolite.compat.deepspeed.utils.logging import log_dist, logger
-from zerolite.compat.deepspeed.utils.nvtx import instrument_w_nvtx
 from zerolite.compat.deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -48,6 +49,8 @@ __all__ = [
     "z3_leaf_module",
 ]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[object]) -> list[torch.nn.Module]:
     """Mark the modules of these classes, given as classes or names. Stage 3 gathers each with its submodules as a unit.
@@ -68,12 +71,26 @@ def z3_leaf_module(module: torch.nn.Module) -> bool:
 
 
 def _mark(model: torch.nn.Module, classes: Iterable[object], flag: bool) -> list[torch.nn.Module]:
-    kinds = tuple(classes)
-    types = tuple(kind for kind in kinds if isinstance(kind, type))
-    names = {kind for kind in kinds if isinstance(kind, str)}
-    found = [m for m in model.modules() if isinstance(m, types) or type(m).__name__ in names]
-    if not found:
-        raise ValueError(f"expected modules of the classes {kinds} in the model, got none; check the names")
-    for module in found:
+    given_classes = tuple(classes)
+    types = tuple(cls for cls in given_classes if isinstance(cls, type))
+    names = {cls for cls in given_classes if isinstance(cls, str)}
+    marked = [m for m in model.modules() if isinstance(m, types) or type(m).__name__ in names]
+    if not marked:
+        raise ValueError(f"expected modules of the classes {given_classes} in the model, got none; check the names")
+    for module in marked:
         module._z3_leaf = flag  # type: ignore[assignment]
-    return found
+    return marked
+
+
+def instrument_w_nvtx(func: Function) -> Function:
+    """Return ``func`` with a range of its name in profiles: of NVTX with CUDA, and of torch.profiler everywhere."""
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(func.__qualname__):
+            if not torch.cuda.is_available():
+                return func(*args, **kwargs)
+            with torch.cuda.nvtx.range(func.__qualname__):
+                return func(*args, **kwargs)
+
+    return call  # type: ignore[return-value]

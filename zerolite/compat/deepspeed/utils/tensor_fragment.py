@@ -88,8 +88,8 @@ def _shard(param: torch.nn.Parameter, full: torch.Tensor | None) -> torch.Tensor
     if full is None:
         return None
     shard = full.new_zeros(record.shard.numel())
-    own = full.flatten()[record.groups.shard.rank * shard.numel() :][: shard.numel()]
-    shard[: own.numel()] = own
+    values = full.flatten()[record.groups.shard.rank * shard.numel() :][: shard.numel()]
+    shard[: values.numel()] = values
     return shard
 
 
