@@ -109,25 +109,28 @@ for i in range(4):
 
 
 def test_a_suspended_job_goes_on(tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1, which waits for the test: whether it goes on depends on no speed but the watchdog's."""
     script = """
-engine = make(4.0)
+engine = make(15.0)  # so a watchdog looks every 1.5 s
 for i in range(4):
-    if rank == 1:  # busy: time asleep would pass while the process is stopped
-        began = time.process_time()
-        while time.process_time() - began < 1.0:
-            torch.randn(100, 100) @ torch.randn(100, 100)
+    if rank == 1 and i == 2:
+        print("waits", flush=True)
+        while not os.path.exists(os.environ["GO_ON"]):
+            time.sleep(0.01)
     step(engine)
-    print("step", flush=True)
 print("done")
 """
-    with ranks(tmp_path, script) as processes:
-        wait_until(lambda: (tmp_path / "1").read_text().count("step") >= 2)
-        time.sleep(0.3)
+    go_on = tmp_path / "go_on"
+    with ranks(tmp_path, script, GO_ON=str(go_on)) as processes:
+        wait_until(lambda: "waits" in (tmp_path / "1").read_text())
+        time.sleep(2)  # it sees the wait
         for process in processes:
             process.send_signal(signal.SIGSTOP)
-        time.sleep(5.5)
+        time.sleep(18)  # longer than a rank may wait
         for process in processes:
             process.send_signal(signal.SIGCONT)
+        time.sleep(3)  # it looks again
+        go_on.touch()
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
     assert "done" in (tmp_path / "0").read_text()
 

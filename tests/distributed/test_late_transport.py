@@ -4,10 +4,12 @@ collective has been waited for."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,8 +20,9 @@ from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.lockstep import Layers, skipping_on_device
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import snapshot
-from tests.toolkit.transports import late, transport
+from tests.toolkit.transports import check_order, late, transport
 from zerolite.comm.communicator import Pending
+from zerolite.zero import groups
 
 
 class Checkpointed(Layers):
@@ -85,21 +88,31 @@ def test_every_wait(
     given = at(stage, precision, accumulation, 0.0, ADAMW, zero=zero)
     with transport("native"):
         expected = train(given, way, on_device)
-    with late():
+    with late() as launched:
         assert_same_bits(train(given, way, on_device), expected, "in time and late")
+    check_order(launched)
 
 
+# -------------------------------------------------------------------- replicas: several communicators
+
+
+def replicated(stage: str, precision: str = "bf16", key: str = "shard_size") -> dict[str, Any]:
+    return at(stage, precision, 2, 0.0, ADAMW, zero={key: 2, "overlap_comm": True})
+
+
+@pytest.mark.fast("2-*", "3 tight-shard_size-*")
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("stage", "key"),
     [("1", "shard_size"), ("2", "shard_size"), ("3 tight", "shard_size"), ("3 tight", "zero_hpz_partition_size")],
 )
 def test_every_wait_of_replicas(stage: str, key: str) -> None:
-    given = at(stage, "bf16", 2, 0.0, ADAMW, zero={key: 2, "overlap_comm": True})
+    given = replicated(stage, key=key)
     with transport("native"):
         expected = train(given, "unused", True)
-    with late():
+    with late() as launched:
         assert_same_bits(train(given, "unused", True), expected, "in time and late")
+    check_order(launched)
 
 
 @on_ranks(4)
@@ -126,19 +139,53 @@ def test_shards_that_an_update_still_sends() -> None:
             assert torch.equal(shard[: len(part)], part)
 
 
+@pytest.mark.fast("2-*")
+@on_ranks(4)
+@pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
+def test_a_second_sum_in_an_order_of_the_rank_is_seen(stage: str) -> None:
+    """Some ranks launch it at once, and the others where they wait for its result."""
+    reduce = groups._reduce_in_two_hops
+
+    def at_once_on_some(*args: Any) -> Pending:
+        pending: Any = reduce(*args)
+        if dist.get_rank() % 2:
+            pending._first.advance()
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch, late() as launched:
+        patch.setattr(groups, "_reduce_in_two_hops", at_once_on_some)
+        train(replicated(stage), "unused", True)
+    with pytest.raises(AssertionError, match="launch .* parts: rank 0 .* rank 1 "):
+        check_order(launched)
+
+
+@pytest.mark.fast("2-*")
+@on_ranks(4)
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce", "all_gather"])
+@pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
+def test_a_wait_of_replicas_that_is_left_out_is_seen(stage: str, operation: str) -> None:
+    assert_seen(replicated(stage, "fp32"), lambda op, tag: op == operation and tag != "stats")
+
+
+# -------------------------------------------------------------------- waits that are left out
+
+
 @pytest.mark.parametrize(
     ("stage", "tag"), [("1", "gradients"), ("2", "parameters"), ("2", "stats"), ("3 tight", "gradients")]
 )
 @on_ranks(2)
 def test_a_wait_that_is_left_out_is_seen(stage: str, tag: str) -> None:
-    given = at(stage, "fp32", 1, 0.0, ADAMW)
+    assert_seen(at(stage, "fp32", 1, 0.0, ADAMW), lambda op, of: of == tag)
+
+
+def assert_seen(given: dict[str, Any], leaves_out: Callable[[str, str], bool]) -> None:
+    """Check that a run without the waits for some collectives has other values, or fails."""
     with transport("native"):
         expected = train(given, "plain", True)
-
     wait = Pending.wait
 
     def forgetful(self: Pending) -> Tensor:
-        if self.entry is not None and self.entry[1] == tag:
+        if self.entry is not None and leaves_out(*self.entry[:2]):
             self._works = []
         return wait(self)
 

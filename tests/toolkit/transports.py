@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zerolite.comm import Communicator, create, create_communicator, host_memory, second_communicator
@@ -48,11 +50,32 @@ def pair() -> tuple[Communicator, Communicator]:
     return comm, second_communicator(comm, CPU)
 
 
+Launch = tuple[int, str, int]  # number of the communicator, operation, elements
+
+
 @contextlib.contextmanager
-def late() -> Iterator[None]:
-    """NCCL's calls over gloo, by a transport that delivers as late as NCCL may: see :class:`LateTransport`."""
-    with _native(LateTransport):
-        yield
+def late() -> Iterator[list[Launch]]:
+    """NCCL's calls over gloo, by transports that deliver as late as NCCL may: see :class:`LateTransport`.
+
+    Yields this rank's launches, which :func:`check_order` compares.
+    """
+    with pytest.MonkeyPatch.context() as patch, _native(LateTransport):
+        patch.setattr(LateTransport, "made", 0)
+        patch.setattr(LateTransport, "launched", [])
+        yield LateTransport.launched
+
+
+def check_order(launched: list[Launch]) -> None:
+    """Check that all ranks have launched the same on their communicators, in one order over all of them.
+
+    Over NCCL a collective keeps processors of the device busy until the others have launched it, too. Two ranks that
+    launch on two communicators in different orders may wait for each other for ever.
+    """
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, launched)
+    for rank, other in enumerate(of_ranks):
+        for place, (one, two) in enumerate(itertools.zip_longest(of_ranks[0], other)):
+            assert one == two, f"launch {place} parts: rank 0 has {one}, rank {rank} has {two}"
 
 
 @contextlib.contextmanager
@@ -66,28 +89,46 @@ def _native(made: type[ProcessGroupTransport] = ProcessGroupTransport) -> Iterat
 
 
 class LateTransport(ProcessGroupTransport):
-    """Outputs are NaN until the work is waited for. By then its inputs must not have changed, and no memory of it may
-    have been freed."""
+    """Outputs are NaN until the work is waited for, whatever else has been waited for before, on this communicator or
+    another. By then its inputs must not have changed, and no memory of it may have been freed."""
+
+    made = 0  # in this context
+    launched: list[Launch] = []
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        LateTransport.made += 1
+        self.number = LateTransport.made
+
+    def _note(self, op: str, *tensors: Tensor) -> None:
+        self.launched.append((self.number, op, sum(tensor.numel() for tensor in tensors)))
 
     def all_reduce(self, tensor: Tensor) -> Any:
+        self._note("all_reduce", tensor)
         return _LateWork(super().all_reduce, [tensor], [tensor])
 
     def all_reduce_max(self, tensor: Tensor) -> Any:
+        self._note("all_reduce_max", tensor)
         return _LateWork(super().all_reduce_max, [tensor], [tensor])
 
     def broadcast(self, tensor: Tensor, source: int) -> Any:
+        self._note("broadcast", tensor)
         return _LateWork(lambda copy: super(LateTransport, self).broadcast(copy, source), [tensor], [tensor])
 
     def reduce_scatter(self, out: Tensor, full: Tensor) -> Any:
+        self._note("reduce_scatter", full)
         return _LateWork(super().reduce_scatter, [out], [full], (out, full))
 
     def all_to_all(self, out: Tensor, full: Tensor) -> Any:
+        self._note("all_to_all", full)
         return _LateWork(super().all_to_all, [out], [full], (out, full))
 
     def all_gather(self, full: Tensor, own: Tensor) -> Any:
+        self._note("all_gather", full)
         return _LateWork(super().all_gather, [full], [own], (full, own))
 
     def all_gather_several(self, fulls: list[Tensor], owns: list[Tensor]) -> Any:
+        self._note("all_gather_several", *fulls)
         started = super().all_gather_several
         count = len(fulls)
         return _LateWork(lambda *all: started(list(all[:count]), list(all[count:])), fulls, owns, (*fulls, *owns))
