@@ -92,6 +92,16 @@ def test_what_has_an_effect_or_is_the_default_is_not_warned_of(source: dict[str,
     assert load_config(source).without_effect == ()
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_a_profile_does_not_show_is_said_where_there_is_one(enabled: bool) -> None:
+    keys = {"module_depth": 2, "top_modules": 3, "detailed": True}
+    config = load_config({"flops_profiler": {"enabled": enabled, **keys}})
+    assert [path for path, _ in config.without_effect] == [f"flops_profiler.{key}" for key in keys if enabled]
+    assert all("torch.utils.flop_counter counts by module" in sentence for _, sentence in config.without_effect)
+    as_it_is = {"module_depth": -1, "top_modules": 1, "detailed": False}
+    assert not load_config({"flops_profiler": {"enabled": enabled, **as_it_is}}).without_effect
+
+
 def test_infinitely_many_steps_per_print_are_never() -> None:
     for source in ({"steps_per_print": math.inf}, '{"steps_per_print": Infinity}', "{\n steps_per_print: Infinity\n}"):
         assert load_config(source).steps_per_print is None

@@ -18,7 +18,8 @@ class Key(NamedTuple):
         switch: for a block, the key in it that must have an accepted value; its other keys do not matter then.
         on_by_default: for a block, a missing switch means on.
         free: every value is accepted, because the key only tunes a feature that does not run.
-        ignored: reason why other values change nothing. They are accepted with a warning that gives the reason.
+        ignored: reason why other values change nothing. They are accepted with a warning that gives the reason, unless
+            their block is switched off.
         stage3: the key belongs to stage 3. At lower stages, other values are accepted with a warning.
     """
 
@@ -37,6 +38,7 @@ NULL = Key((None,))
 BLOCK = Key(switch="enabled")
 FREE = Key((), free=True)
 STAGE_3 = Key(stage3=True)
+ONE_LINE = "the profile is one line; torch.utils.flop_counter counts by module"
 REMOVED = "DeepSpeed has removed it as well"
 REMOVED_BLOCK = Key(note=REMOVED, switch="enabled")
 USE_PLAN = Key((None,), "use tensor_parallel.plan")
@@ -51,8 +53,10 @@ UNSUPPORTED: dict[str, Key] = {
     **_keys(BLOCK, "comet timers.throughput autotuning expert_parallel hybrid_engine data_efficiency"),
     "compile": Key(switch="deepcompile"),
     "comms_logger": Key(note="torch.profiler times collectives, `zerolite plan` counts them", switch="enabled"),
-    **_keys(FREE, "module_depth top_modules detailed", "flops_profiler."),
-    "flops_profiler.output_file": Key((None,), "the profile is one line; torch.utils.flop_counter counts by module"),
+    "flops_profiler.module_depth": Key((-1,), ignored=ONE_LINE),
+    "flops_profiler.top_modules": Key((1,), ignored=ONE_LINE),
+    "flops_profiler.detailed": Key((False,), ignored=ONE_LINE),
+    "flops_profiler.output_file": Key((None,), ONE_LINE),
     "elasticity": Key(
         note="write train_batch_size and train_micro_batch_size_per_gpu, and the accumulation follows from the number "
         "of ranks",

@@ -113,7 +113,8 @@ class _Loader:
             elif known and here in RENAMED:
                 self._check_renamed(here, value)
             elif known and here in UNSUPPORTED:
-                self._check_unsupported(UNSUPPORTED[here], value, here)
+                is_off = join_path(path, "enabled") in supported_keys() and not values.get("enabled")
+                self._check_unsupported(UNSUPPORTED[here], value, here, is_off)
             elif known and here in GROUPS and here not in supported_keys():
                 self._check_group(value, here)
             elif isinstance(value, Mapping):
@@ -147,7 +148,8 @@ class _Loader:
         if value is not None and not _is_one_of((supported_keys().get(today, False),), value):
             self.errors.append((here, f"expected today's name of the key, got a deprecated one; use {today}"))
 
-    def _check_unsupported(self, entry: Key, value: object, here: str) -> None:
+    def _check_unsupported(self, entry: Key, value: object, here: str, is_off: bool) -> None:
+        """Check a key of UNSUPPORTED. is_off: its block is switched off."""
         asked = value
         if entry.switch and isinstance(value, Mapping):
             asked = value.get(entry.switch, entry.on_by_default)
@@ -155,6 +157,8 @@ class _Loader:
             return
         if entry.stage3 and self.stage is not None and self.stage < 3:
             self.without_effect.append((here, needs_stage_3(self.stage, value)))
+        elif entry.ignored and is_off:
+            return
         elif entry.ignored:
             self.without_effect.append((here, f"got {show(value)}, which changes nothing: {entry.ignored}"))
         else:
