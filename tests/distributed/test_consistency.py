@@ -126,7 +126,7 @@ AFTER: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
     "lr": (lambda engine, odd: odd and _lr(engine), "param group 0 has lr 0.001 on rank 0, but 0.0005 on rank 1"),
     "max_norm": (
         lambda engine, odd: nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3 if odd else 1e-2),
-        "what was done to p.grad is mul_(",
+        "what was done to p.grad or to the optimizer is mul_(",
     ),
     "mul_": (lambda engine, odd: _each(engine, lambda g: g.mul_(0.5 if odd else 1.0)), "mul_(1.0) (11 gradients) on"),
     "times": (
@@ -186,6 +186,52 @@ def test_a_backward_that_one_rank_has_cut_short_is_told(stage: int) -> None:
     assert "is nothing on rank 0, but left incomplete by a backward that raised an error on rank 1" in said
     engine.zero_grad()
     train(engine, 1, 2)
+
+
+def _short(engine: Any) -> None:
+    state = engine.optimizer.state
+    state[next(iter(state))]["exp_avg"] = torch.zeros(3)
+
+
+def _counted(engine: Any) -> None:
+    state = engine.optimizer.state
+    state[next(iter(state))]["step"] += 1
+
+
+DAMAGES = {
+    "short": (_short, "ValueError: optimizer.state: expected 'exp_avg' of parameter"),
+    "counted": (_counted, "RuntimeError: optimizer.state[p]['step']: expected a count that only the optimizer changes"),
+}
+
+
+@pytest.mark.fast("2-1-short-False")
+@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("how", list(DAMAGES))
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_state_that_one_rank_has_damaged_is_told(stage: int, how: str, unread: bool) -> None:
+    """On all ranks, one step later where the host does not wait for statistics or has them from clipping. Where all
+    have done the same, each says what it is."""
+    damage, words = DAMAGES[how]
+    for clips in (False, True):
+        for alike in (False, True):
+            with skipping_on_device(unread):
+                engine = make_engine(setting(stage, "bf16"))
+            train(engine, 2)
+            if is_last() or alike:
+                damage(engine)
+            said = ""
+            for step in range(2, 5):
+                backward(engine, step, model="OddModel")
+                if clips:
+                    engine.clip_gradients(100.0)
+                said = raised(engine.step)
+                if said:
+                    break
+            assert step == 2 + unread + clips and words in said, (step, said)
+            if not alike:
+                assert "what was done to p.grad or to the optimizer is nothing on rank 0, but refused (" in said, said
+                assert_same_on_ranks({"said": said})
 
 
 class Held(nn.Linear):

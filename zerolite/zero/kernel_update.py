@@ -18,7 +18,6 @@ from zerolite.utils.memory_tags import STATES
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.update import (
-    Groups,
     OptimParamShard,
     Span,
     SpanTensors,
@@ -106,14 +105,8 @@ class KernelUpdate(UpdateMethod):
         self._ensure_states()
         self._plan_key = None
 
-    def begin(self, inputs: UpdateInputs) -> None:
-        """Count a step. Parameters that do not take part, or whose group has no states, miss it.
-
-        Raises:
-            ValueError: the user has set a key of a param group that the kernels do not have.
-        """
-        groups = self._inner.param_groups
-        for index, group in enumerate(groups):
+    def take_over(self) -> None:
+        for index, group in enumerate(self._inner.param_groups):
             key = self._rule.unsupported(group)
             if key is not None:
                 raise ValueError(
@@ -126,10 +119,10 @@ class KernelUpdate(UpdateMethod):
         versions = [counter._version for counter in self._counters]
         if versions != self._versions or len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._adopt_changes()
-        self._count(inputs, groups)
 
-    def _count(self, inputs: UpdateInputs, groups: Groups) -> None:
-        used = inputs.used
+    def begin(self, inputs: UpdateInputs) -> None:
+        """Count a step. Parameters that do not take part, or whose group has no states, miss it."""
+        groups, used = self._inner.param_groups, inputs.used
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         stateless = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
@@ -213,14 +206,15 @@ class KernelUpdate(UpdateMethod):
 
     def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
         tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
-        views = self.make_state(shard, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
-        for name, view in views.items():
-            if tensors[name].numel() != view.numel():
+        for name, value in tensors.items():  # nothing has changed if it raises
+            if value.numel() != shard.fragment.numel:
                 raise ValueError(
                     f"optimizer.state: expected '{name}' of parameter '{shard.fragment.slot.name}' in the shape of "
-                    f"this rank's shard {tuple(view.shape)}, got {tuple(tensors[name].shape)}; "
+                    f"this rank's shard {tuple(shard.view(shard.bucket.master).shape)}, got {tuple(value.shape)}; "
                     "zerolite.set_full_optimizer_state takes the full state"
                 )
+        views = self.make_state(shard, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
+        for name, view in views.items():
             view.copy_(tensors[name])
 
     def make_state(

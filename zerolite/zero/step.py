@@ -23,7 +23,7 @@ import torch
 
 from zerolite.comm import collective
 from zerolite.comm.flight_recorder import EVENTS
-from zerolite.zero.grads import Gradients
+from zerolite.zero.grads import Factor, Gradients
 from zerolite.zero.observers import REDUCE_WAIT, STEP
 from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.reducer import Reducer
@@ -64,6 +64,9 @@ class StepPipeline:
         self.written = WrittenValues(update, state.observers)
         self.suspended = ""
         self._max_norm, self._updated = state.options.max_norm, False
+        # Error about what the user has done to the optimizer on this rank, of a step that could not raise it; and True
+        # if its statistics have told the other ranks.
+        self._refused: tuple[Exception, bool] | None = None
         self.use_layout()
         self.grads = Gradients(self, reducer, collector)
 
@@ -114,8 +117,22 @@ class StepPipeline:
 
     def _update(self, gather: bool) -> None:
         state, observers, update = self.state, self._observers, self._step_update
+        earlier, self._refused = self._refused, None
         state.raise_error()
+        if earlier is not None and earlier[1]:  # else the ranks would differ, and have raised it
+            raise earlier[0]
         self.written.collect()
+        if self._reducer.groups.replicate is not None:
+            # A check may use the group over which replicas add gradients, and ranks may have waited for other numbers
+            # of these sums, which launch the rest of them.
+            self.wait_for_reductions()
+        is_told = earlier is not None or self._collector.latest is None
+        refused = None if earlier is None else earlier[0]
+        try:
+            self._optimizer.method.take_over()
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            refused = error  # raised when all ranks know
+            self.grads.note_change(f"refused ({type(error).__name__}: {error})", count=0)
         facts = state.facts(self._max_norm, self.grads.changes)
         for check in observers.before_update:
             check(facts)
@@ -128,19 +145,28 @@ class StepPipeline:
             self.grads.clear()  # nothing corrects the statistics from here on
         # Where the host reads the statistics, all ranks read equal ones: all raise, launch the all-gathers, or skip.
         stats = None if update.device_decides else state.read(vector)
+        if refused is not None:
+            if is_told and stats is not None:
+                raise refused
+            self._refused = refused, is_told
         factor, divisor = state.update_factor(vector, stats, self._max_norm, user_factor)  # clip
-        if stats is None:  # the device decides on a skip
-            used, maybe_unused = update.used_somewhere(vector)
-            skips = vector.skips(state.options.check_finite, bool(self._accumulation.weighted))
-            uses = vector.uses() if maybe_unused else None
-            update.run(gather, UpdateInputs(factor, used, maybe_unused, uses, skips))  # update, gather
-            state.read_later(vector, divisor, maybe_unused)
+        if stats is None:
+            self._update_unread(gather, vector, factor, divisor)
             return
         if state.applies(stats):
-            update.run(gather, UpdateInputs(factor, stats.used))
+            update.run(gather, UpdateInputs(factor, stats.used))  # update, gather
         else:
             update.skip(gather)
         state.end_step(stats, divisor)  # outcome
+
+    def _update_unread(self, gather: bool, vector: StatsVector, factor: Factor, divisor: float) -> None:
+        """Update where the device decides on a skip, so that the host reads the statistics later."""
+        state, update = self.state, self._step_update
+        used, maybe_unused = update.used_somewhere(vector)
+        skips = vector.skips(state.options.check_finite, bool(self._accumulation.weighted))
+        uses = vector.uses() if maybe_unused else None
+        update.run(gather, UpdateInputs(factor, used, maybe_unused, uses, skips))
+        state.read_later(vector, divisor, maybe_unused)
 
     def all_gather_params(self) -> None:
         """All-gather the updated values into the compute parameters of all ranks."""
@@ -352,6 +378,8 @@ class StepPipeline:
         weights non-finite. Called between steps."""
         self._param_gatherer.wait_all()
         self.state.raise_error()
+        if self._reducer.groups.replicate is not None:
+            self.wait_for_reductions()  # see `_update`
         facts = self.state.facts(self._max_norm, ())._replace(divisor=self.state.next_loss_scale())
         for check in self._observers.before_save:
             check(facts)

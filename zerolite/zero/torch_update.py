@@ -57,6 +57,8 @@ class TorchUpdate(UpdateMethod):
     def begin(self, inputs: UpdateInputs) -> None:
         self._new_states.clear()
         self._counts.clear()
+
+    def take_over(self) -> None:
         for bucket in self._buffer.buckets:
             if bucket.states and (written := self._move_states(bucket.shards)):
                 self._buffer.placements.drop_reads(written)  # the user has put other tensors into `optimizer.state`

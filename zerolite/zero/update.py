@@ -176,6 +176,15 @@ class UpdateMethod(ABC):
     # ---------------------------------------------------------------- one step
 
     @abstractmethod
+    def take_over(self) -> None:
+        """Take over what the user has changed in the optimizer. Called once per step, before what all ranks share.
+
+        Raises:
+            ValueError, RuntimeError, TypeError, AttributeError: it cannot be followed, and nothing has changed. All
+                ranks get to know before one of them raises it.
+        """
+
+    @abstractmethod
     def begin(self, inputs: UpdateInputs) -> None:
         """Begin the updates of a step. Called once per step."""
 
