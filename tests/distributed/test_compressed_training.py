@@ -170,6 +170,7 @@ def final_loss(zero: dict[str, Any], steps: int) -> float:
             "gradient_clipping": 1.0,
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+            "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": steps, "warmup_num_steps": 20}},
             "zero_optimization": {"stage": 3, **zero},
         },
     )
@@ -191,7 +192,9 @@ def final_loss(zero: dict[str, Any], steps: int) -> float:
 
 @pytest.mark.slow
 @on_ranks(4, timeout=900.0)
-def test_350_steps_end_within_half_a_percent_of_the_uncompressed_loss() -> None:
+def test_350_steps_end_within_half_a_percent_above_the_uncompressed_loss() -> None:
+    """Runs of a model so small that differ in rounding alone end some percent apart, in both directions."""
     plain = final_loss(ROWS, 350)
-    assert plain < 3.0
-    assert final_loss({**ROWS, **ALL}, 350) == pytest.approx(plain, rel=0.005)
+    assert plain < 2.2
+    compressed = final_loss({**ROWS, **ALL}, 350)
+    assert 0.9 * plain < compressed <= 1.005 * plain, (compressed, plain)

@@ -52,7 +52,9 @@ class UpdatedWeights(StepObserver):
 
     def write_slice(self, numbers: torch.Tensor) -> UpdateNumbers | None:
         for flags in (self._method.broken or {}).values():  # one small tensor for each device where masters are
-            numbers[: len(flags)] += flags.to(numbers.device)
+            if numbers.is_cuda and not flags.is_cuda:  # a copy from pageable memory would wait for the stream
+                flags = flags.pin_memory()
+            numbers[: len(flags)] += flags.to(numbers.device, non_blocking=numbers.is_cuda)
         return self._numbers
 
     def read_slice(self, written: UpdateNumbers | None, sums: torch.Tensor) -> Exception | None:

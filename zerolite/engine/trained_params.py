@@ -19,11 +19,12 @@ from zerolite.comm.initial_sync import broadcast_into, differing, synchronize_te
 from zerolite.config import ZeroliteConfig
 from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks, describe_parameter
 from zerolite.engine.options import bucket_numel
+from zerolite.ops.call import QUANT_BLOCK
 from zerolite.precision.dtypes import Precision
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.layout import BucketLayout, ParameterSpec, PartitionLayout
+from zerolite.zero.layout import SHARD_ALIGNMENT, BucketLayout, ParameterSpec, PartitionLayout
 from zerolite.zero.optimizer import Groups
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.group_plan import bucket_groups
@@ -60,6 +61,8 @@ class LayoutRules:
         self._config, self._bucket_kind = config, bucket_kind
         self._shards = groups.shard.world_size
         self._ranks_of_row = groups.states.world_size // self._shards
+        # Elements that travel with a common scale are those of one parameter: a norm's would drown small weights.
+        self._alignment = SHARD_ALIGNMENT if groups.compression is None else QUANT_BLOCK
         self.undivided, self._partitioned = undivided, partitioned
         self.bucket_numel = 0
 
@@ -89,7 +92,7 @@ class LayoutRules:
         # rank.
         limit = bucket_numel(specs, self._config, world_size=1)
         groups = bucket_groups(parameters, self._partitioned.groups, limit, together)
-        return PartitionLayout.build_sliced(specs, groups, self._shards, self._ranks_of_row)
+        return PartitionLayout.build_sliced(specs, groups, self._shards, self._ranks_of_row, self._alignment)
 
 
 def launch_by_groups(partitioned: PartitionedModel, reducer: Reducer) -> None:

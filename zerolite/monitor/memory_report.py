@@ -185,6 +185,7 @@ def _owned_tensors(parts: EngineParts) -> Iterator[tuple[str, torch.Tensor]]:
         yield COMPUTE, handle.shard
         yield (PERSISTENT if handle.persistent else GATHERED), handle.full
     yield from ((MASTERS, bucket.master) for bucket in buffer.buckets)
+    yield from ((COMPUTE, bucket.owned) for bucket in buffer.buckets)  # a part of `compute`, or memory of its own
     yield from ((STATES, state) for state in parts.optimizer.method.memory())
     yield from ((BUFFERS, tensor) for tensor in parts.model.buffers())
     for comm in communicators.values():

@@ -24,7 +24,7 @@ import torch
 
 from zerolite.comm import Pending
 from zerolite.offload.placement import Placement
-from zerolite.utils.accelerator import address
+from zerolite.utils.accelerator import address, is_fake
 from zerolite.utils.dtypes import sync_master_from_param_
 from zerolite.utils.memory_tags import BUCKETS, COMPUTE, DEVICE, GRADIENTS, MASTERS, tag_memory
 from zerolite.utils.torch_private import as_plain_tensors, refuse_pointers, storage_users
@@ -123,10 +123,10 @@ class Bucket:
         self.updates_on_host = self.placement.location != DEVICE
         self.compute, self.device = compute, placements.device
         self.owned = self._range = buffer.owned_range(layout, compute)
+        self.separate = master_dtype != compute.dtype
         self._rounding = memory.groups.compression if memory.groups.rounds_values else None
         if self._rounding is not None:
-            self.owned = tag_memory(torch.zeros_like(self._range), COMPUTE)
-        self.separate = master_dtype != compute.dtype
+            self.owned = tag_memory(torch.zeros_like(self._range), COMPUTE if self.separate else MASTERS)
         self.master = self.owned
         if self.separate:
             self.master = self.placement.zeros(self.owned.numel(), master_dtype, MASTERS)
@@ -434,7 +434,7 @@ class Bucket:
         assert self.gathering is None, "the values are still on their way"
         bits = torch.int32 if self.owned.dtype == torch.float32 else torch.int16
         written = self._range.view(bits) != self._rounding.as_sent(self.owned).view(bits)
-        if self.device.type == "cpu" and not bool(written.any()):
+        if is_fake(written) or (self.device.type == "cpu" and not bool(written.any())):
             return False
         self.owned.copy_(torch.where(written, self._range, self.owned))
         return True

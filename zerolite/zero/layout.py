@@ -254,6 +254,7 @@ class PartitionLayout:
         groups: Sequence[Sequence[int]],
         rows: int,
         ranks_of_row: int = 1,
+        alignment: int = SHARD_ALIGNMENT,
     ) -> PartitionLayout:
         """Lay out sliced buckets: one for each group of parameters and kind, numbered in reverse order of ``groups``.
 
@@ -262,6 +263,7 @@ class PartitionLayout:
             groups: indices into ``specs``, each in one group.
             rows: rows per bucket.
             ranks_of_row: shards per row.
+            alignment: slots and shards begin at its multiples. A multiple of ``SHARD_ALIGNMENT``.
 
         Raises:
             ValueError: a number is below 1.
@@ -279,10 +281,10 @@ class PartitionLayout:
                     numel = specs[index].numel
                     part = shard_numel(numel, rows)
                     slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
-                    row += _round_up(part, SHARD_ALIGNMENT)
-                numel = _round_up(max(1, row), SHARD_ALIGNMENT * ranks_of_row) * rows
+                    row += _round_up(part, alignment)
+                numel = _round_up(max(1, row), alignment * ranks_of_row) * rows
                 buckets.append(BucketLayout(len(buckets), kind, numel, tuple(slots), rows))
-        return cls(rows * ranks_of_row, SHARD_ALIGNMENT, tuple(buckets))
+        return cls(rows * ranks_of_row, alignment, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
         """Return a layout with the buckets of ``more`` after those of this one, which do not move."""
