@@ -11,7 +11,13 @@ import torch
 from zerolite.offload.placement import Transfer
 from zerolite.planning import shape_cache
 from zerolite.utils.accelerator import FakeMode, Platform, is_fake
-from zerolite.utils.torch_private import FakeTensor, FakeTensorConverter, as_fake_tensor, unset_fake_temporarily
+from zerolite.utils.torch_private import (
+    FakeTensor,
+    FakeTensorConverter,
+    as_fake_tensor,
+    trunc_normal_leaves,
+    unset_fake_temporarily,
+)
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 _MAX_READABLE = 4096  # elements
@@ -53,17 +59,12 @@ class DryFakeMode(FakeMode):
         Small tensors of numbers are readable, as in ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
         ``trunc_normal_``, which reads the values that it draws, leaves fake tensors alone.
         """
-        init: Any = torch.nn.init
-        draw = init._no_grad_trunc_normal_
-
-        def truncated(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return tensor if is_fake(tensor) else draw(tensor, *args, **kwargs)
-
-        init._no_grad_trunc_normal_, self._constructing = truncated, True
+        self._constructing = True
         try:
-            yield
+            with trunc_normal_leaves(is_fake):
+                yield
         finally:
-            init._no_grad_trunc_normal_, self._constructing = draw, False
+            self._constructing = False
 
     @contextlib.contextmanager
     def phase(self, step: bool) -> Iterator[None]:

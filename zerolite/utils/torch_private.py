@@ -30,6 +30,29 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# -------------------------------------------------------------------- construction
+
+
+@contextlib.contextmanager
+def trunc_normal_leaves(leaves: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Context in which ``torch.nn.init.trunc_normal_`` leaves tensors alone for which ``leaves`` returns True.
+
+    It reads the values that it draws, and fake tensors have none. Models import the public function before a plan could
+    replace it, and it calls this one.
+    """
+    init: Any = torch.nn.init
+    draw = torch.nn.init._no_grad_trunc_normal_
+
+    def draw_or_leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if leaves(tensor) else draw(tensor, *args, **kwargs)
+
+    init._no_grad_trunc_normal_ = draw_or_leave
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = draw
+
+
 # -------------------------------------------------------------------- autograd
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

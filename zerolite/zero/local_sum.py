@@ -183,16 +183,19 @@ class LocalSum:
 
     def copy_in_held(self, factor: float) -> None:
         """Copy all held gradients into ``flat``, in as few calls as possible."""
-        held, self.held = self.held, {}
+        held = self.held
         self.waits_for -= len(held)
         self._came.update(held)
-        if not held or (self.flat is None and self._filler is not None and self._fill(held, factor)):
-            return
-        for segment in self._segments:
-            if not segment.indices.isdisjoint(held):
-                self._copy_in_segment(segment, held, factor)
-        for index in sorted(held.keys() - self._small):
-            self._copy_in(self._slots[index], held[index], factor)
+        try:
+            if not held or (self.flat is None and self._filler is not None and self._fill(held, factor)):
+                return
+            for segment in self._segments:
+                if not segment.indices.isdisjoint(held):
+                    self._copy_in_segment(segment, held, factor)
+            for index in sorted(held.keys() - self._small):
+                self._copy_in(self._slots[index], held[index], factor)
+        finally:
+            self.held = {}  # until they are copied, the bucket reports them as its memory
 
     def _copy_in_segment(self, segment: Segment, held: Mapping[int, torch.Tensor], factor: float) -> None:
         joined, indices = segment.joined(held), segment.indices & held.keys()

@@ -1,0 +1,241 @@
+"""Two nodes of two ranks with a slow wire between them: step times that a plan predicts, and those measured.
+
+    python benchmarks/nodes.py                               # 1 Gbit/s and 2 ms; needs root on Linux
+    python benchmarks/nodes.py --gbits 0.25 --rounds 5
+    python benchmarks/nodes.py --competitors zerolite-3,zerolite-3-hierarchical,fsdp2-hsdp
+
+The nodes are network namespaces of this machine, see slow_wire.py. Ranks exchange by gloo; those of a node that form a
+group of their own, by shared memory. All competitors train the same layers in fp32, each in its turn in every round,
+every second round in the opposite order. "compute" trains without the others, with torch's AdamW, at the same time on
+all ranks: what it takes is the plan's forward, backward and update. DeepSpeed cannot take part where it is not
+installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from benchmarks import harness, options
+from benchmarks.report import Row, render_table
+from benchmarks.slow_wire import Node, two_nodes, why_not
+from zerolite.planning import Machine, plan
+
+RANKS, NODES = 4, 2
+WIDTH, BATCH = 512, 4
+PORT = 29_631
+WITHIN = 1.0  # GB/s that ranks of a node exchange, by loopback or by copies in memory
+ALL_RELEASED = {
+    "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0
+}  # fmt: skip
+ZEROLITE: dict[str, dict[str, Any]] = {
+    "zerolite-1": {"stage": 1},
+    "zerolite-2": {"stage": 2},
+    "zerolite-3": {"stage": 3, **ALL_RELEASED},
+    "zerolite-1-replicas": {"stage": 1, "shard_size": 2},
+    "zerolite-3-replicas": {"stage": 3, "shard_size": 2, **ALL_RELEASED},
+    "zerolite-3-hierarchical": {"stage": 3, "zero_hpz_partition_size": 2, **ALL_RELEASED},
+}
+COMPUTE = "compute"
+NAMES = (COMPUTE, *ZEROLITE, "fsdp2", "fsdp2-hsdp", "deepspeed-3-hpz")
+COLUMNS = (
+    ("competitor", "name", "{}"), ("step ms", "step_ms", "{:.0f}"), ("min", "min_ms", "{:.0f}"),
+    ("max", "max_ms", "{:.0f}"), ("predicted ms", "predicted_ms", "{:.0f}"), ("exposed ms", "exposed_ms", "{:.0f}"),
+    ("measured / predicted", "ratio", "{:.2f}"),
+)  # fmt: skip
+
+
+class Layers(nn.Module):
+    """``x [B, WIDTH]`` -> the loss. ``blocks`` is what FSDP2's users wrap."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"reduce_bucket_size": 2 * (WIDTH + 1) * WIDTH, **ZEROLITE[name]},
+        "consistency_check_interval": 0,
+    }
+
+
+def batch() -> Tensor:
+    return torch.ones(BATCH, WIDTH)
+
+
+def predict(name: str, layers: int, compute: float, gbits: float, delay_ms: float) -> tuple[float, float]:
+    """Return the time of a step and its exposed communication.
+
+    Args:
+        name: of a competitor of zerolite.
+        layers: of the model.
+        compute: seconds of a step without communication.
+        gbits: 10^9 bits a second of the wire.
+        delay_ms: milliseconds that it takes.
+    """
+    flops = plan(lambda: Layers(layers), config_of(name), 1, device="cpu", batch=batch).flops
+    assert flops is not None
+    machine = Machine(
+        tflops=flops / 1e12 / compute, intra_bandwidth=WITHIN, inter_bandwidth=gbits / 8, latency=1e3 * delay_ms
+    )
+    made = plan(lambda: Layers(layers), config_of(name), RANKS, nodes=NODES, device="cpu", batch=batch, machine=machine)
+    assert made.time is not None
+    return made.time.step, made.time.exposed
+
+
+# -------------------------------------------------------------------- the ranks
+
+
+def make_step(name: str, layers: int) -> Callable[[], object]:
+    """Return a function that trains one step as this competitor."""
+    torch.manual_seed(0)
+    model, x = Layers(layers), batch()
+    if name in ZEROLITE:
+        engine = zerolite.initialize(model, config_of(name))
+
+        def step() -> None:
+            engine.backward(engine(x))
+            engine.step()
+
+        return step
+    if name != COMPUTE:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        hybrid = init_device_mesh("cpu", (NODES, RANKS // NODES), mesh_dim_names=("replicate", "shard"))
+        mesh = hybrid if name == "fsdp2-hsdp" else init_device_mesh("cpu", (RANKS,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def plain() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return plain
+
+
+def train(names: list[str], layers: int, rounds: int, steps: int, out: str) -> None:
+    """Measure all competitors as one rank; rank 0 writes the seconds of their steps, by round."""
+    torch.set_num_threads(1)
+    zerolite.init_distributed(timeout=120)
+    made, absent = {}, {}
+    for name in names:
+        try:
+            made[name] = make_step(name, layers)
+            for _ in range(4):
+                made[name]()
+        except (ImportError, RuntimeError, NotImplementedError) as error:
+            absent[name] = f"{type(error).__name__}: {error}"[:200]
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(rounds):
+        for name in list(made)[:: -1 if number % 2 else 1]:
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                made[name]()
+            seconds[name].append((time.perf_counter() - begin) / steps)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps({"seconds": seconds, "absent": absent}), encoding="utf-8")
+    made.clear()
+    zerolite.comm.destroy()
+
+
+def launch(nodes: list[Node], arguments: list[str], limit: float) -> None:
+    """Run the ranks, two a node, and wait for them at most ``limit`` seconds. Raises RuntimeError if one fails."""
+    ranks = []
+    try:
+        for rank in range(RANKS):
+            node, local = nodes[rank // 2], rank % 2
+            places = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": 2}
+            variables = {**places, "MASTER_ADDR": nodes[0].address, "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
+            command = node.command([sys.executable, __file__, "--rank", *arguments])
+            ranks.append(subprocess.Popen(command, env={**os.environ, **{k: str(v) for k, v in variables.items()}}))
+        until = time.monotonic() + limit
+        for rank, process in enumerate(ranks):
+            if process.wait(max(0.0, until - time.monotonic())):
+                raise RuntimeError(f"rank {rank} has ended with status {process.returncode}")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def measure(names: list[str], layers: int, rounds: int, steps: int, gbits: float, delay_ms: float) -> dict[str, Any]:
+    """Return the seconds of steps by competitor and round, and why others have none."""
+    with tempfile.TemporaryDirectory() as directory, two_nodes(gbits, delay_ms) as nodes:
+        out = f"{directory}/seconds.json"
+        arguments = [",".join(names), str(layers), str(rounds), str(steps), out]
+        launch(nodes, arguments, limit=120 + 30 * len(names) * rounds)
+        found: dict[str, Any] = json.loads(Path(out).read_text(encoding="utf-8"))
+        return found
+
+
+def rows_of(args: argparse.Namespace) -> list[Row]:
+    names = [COMPUTE, *(name for name in args.competitors if name not in (COMPUTE, "deepspeed-3-hpz"))]
+    found = measure(names, args.layers, args.rounds, args.steps, args.gbits, args.delay)
+    compute = statistics.median(found["seconds"][COMPUTE])
+    rows: list[Row] = []
+    for name, seconds in found["seconds"].items():
+        middle = statistics.median(seconds)
+        row: Row = dict.fromkeys((key for _, key, _ in COLUMNS), None) | {"absent": None, "name": name}
+        row |= {"step_ms": 1e3 * middle, "min_ms": 1e3 * min(seconds), "max_ms": 1e3 * max(seconds)}
+        if name in ZEROLITE:
+            step, exposed = predict(name, args.layers, compute, args.gbits, args.delay)
+            row |= {"predicted_ms": 1e3 * step, "exposed_ms": 1e3 * exposed, "ratio": middle / step}
+        rows.append(row)
+    absent = dict(found["absent"])
+    if "deepspeed-3-hpz" in args.competitors:
+        absent["deepspeed-3-hpz"] = "DeepSpeed is not installed here, or not built for gloo"
+    return [*rows, *({"name": name, "absent": reason} for name, reason in absent.items())]
+
+
+def main(argv: list[str] | None = None) -> None:
+    if sys.argv[1:2] == ["--rank"]:
+        names, layers, rounds, steps, out = sys.argv[2:]
+        train(names.split(","), int(layers), int(rounds), int(steps), out)
+        return
+    parser = options.make_parser(__doc__)
+    options.add_choice(parser, "--competitors", NAMES)
+    parser.add_argument("--gbits", type=float, default=1.0, help="10^9 bits a second of the wire, in each direction")
+    parser.add_argument("--delay", type=float, default=2.0, help="milliseconds from node to node")
+    parser.add_argument("--layers", type=options.positive, default=12, help=f"of {WIDTH} x {WIDTH}")
+    parser.add_argument("--rounds", type=options.positive, default=5)
+    parser.add_argument("--steps", type=options.positive, default=3, help="of a competitor in a round")
+    args = parser.parse_args(argv)
+    if reason := why_not():
+        parser.error(reason)
+    rows = rows_of(args)
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    about = f"{harness.machine()}; load {load}; {args.gbits} Gbit/s, {args.delay} ms; {args.layers} layers"
+    harness.publish(args, about, [render_table(rows, args.markdown, COLUMNS)], results=rows)
+
+
+if __name__ == "__main__":
+    main()
