@@ -191,9 +191,10 @@ def final_loss(zero: dict[str, Any], steps: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(reason="not shown yet: the ends of runs this small differ by 3 % between texts and roundings")
 @on_ranks(4, timeout=900.0)
 def test_350_steps_end_within_half_a_percent_above_the_uncompressed_loss() -> None:
-    """Runs of a model so small that differ in rounding alone end some percent apart, in both directions."""
+    """It needs a larger model, or the mean of several seeds."""
     plain = final_loss(ROWS, 350)
     assert plain < 2.2
     compressed = final_loss({**ROWS, **ALL}, 350)
