@@ -97,7 +97,7 @@ def predict(name: str, layers: int, compute: float, gbits: float, delay_ms: floa
         gbits: 10^9 bits a second of the wire.
         delay_ms: milliseconds that it takes.
     """
-    flops = plan(lambda: Layers(layers), config_of(name), 1, device="cpu", batch=batch).flops
+    flops = plan(lambda: Layers(layers), config_of("zerolite-1"), 1, device="cpu", batch=batch).flops
     assert flops is not None
     machine = Machine(
         tflops=flops / 1e12 / compute, intra_bandwidth=WITHIN, inter_bandwidth=gbits / 8, latency=1e3 * delay_ms

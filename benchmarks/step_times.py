@@ -142,7 +142,9 @@ def time_fsdp2(name: str, ranks: int, nodes: int, machine: Machine, hybrid: bool
         if number + 1 < count:
             ahead = gather(block)
         attention = 4 * TOKENS[1] ** 2 * MODELS[name].heads * MODELS[name].head_width
-        events.append(Compute((2 + again) * forward + attention // 2, 0))
+        # A recomputed forward stops before its last product, whose result no backward reads.
+        last_product = 2 * TOKENS[1] * MODELS[name].width * MODELS[name].inner * max(1, MODELS[name].active)
+        events.append(Compute(2 * forward + again * (forward - last_product) + attention // 2, 0))
         if reduction is not None:
             events.append(Wait(reduction))
         reduction = reduce(block)
