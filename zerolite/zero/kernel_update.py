@@ -106,6 +106,9 @@ class KernelUpdate(UpdateMethod):
         self._plan_key = None
 
     def take_over(self) -> None:
+        sizes = [len(group["params"]) for group in self._inner.param_groups]
+        if sizes != self._group_sizes:
+            self._check_groups(sizes)
         for index, group in enumerate(self._inner.param_groups):
             key = self._rule.unsupported(group)
             if key is not None:

@@ -59,6 +59,9 @@ class TorchUpdate(UpdateMethod):
         self._counts.clear()
 
     def take_over(self) -> None:
+        sizes = [len(group["params"]) for group in self._inner.param_groups]
+        if sizes != self._group_sizes:
+            self._check_groups(sizes)
         for bucket in self._buffer.buckets:
             if bucket.states and (written := self._move_states(bucket.shards)):
                 self._buffer.placements.drop_reads(written)  # the user has put other tensors into `optimizer.state`

@@ -149,6 +149,7 @@ class UpdateMethod(ABC):
 
     def __init__(self, inner: Optimizer, buffer: ParameterBuffer) -> None:
         self._inner, self._buffer = inner, buffer
+        self._group_sizes: list[int] = []  # of the param groups, when they were last checked
         self.broken: dict[torch.device, torch.Tensor] | None = None
 
     def find_broken(self) -> None:
@@ -183,6 +184,20 @@ class UpdateMethod(ABC):
             ValueError, RuntimeError, TypeError, AttributeError: it cannot be followed, and nothing has changed. All
                 ranks get to know before one of them raises it.
         """
+
+    def _check_groups(self, sizes: list[int]) -> None:
+        """Raise RuntimeError if the user has taken a parameter out of its param group, of which ``sizes`` are new."""
+        index_of = {id(p): index for index, group in enumerate(self._inner.param_groups) for p in group["params"]}
+        began_in = {id(shard.parameter): shard.group for shard in self.shards()}
+        for bucket in self._buffer.buckets:
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+                index = index_of.get(id(parameter))
+                if index is None or index != began_in.get(id(parameter), index):
+                    raise RuntimeError(
+                        f"expected '{slot.name}' in the param group of the optimizer in which its training began, and "
+                        "it was taken out; to stop training a parameter call requires_grad_(False) on it"
+                    )
+        self._group_sizes = sizes
 
     @abstractmethod
     def begin(self, inputs: UpdateInputs) -> None:

@@ -122,6 +122,13 @@ def autograd_grad(run: Run, step: int, of: str) -> None:
     run.step()
 
 
+@each_step("`loss.backward(inputs=parameters)`")
+def backward_of_some(run: Run, step: int) -> None:
+    parameters = list(run.module.parameters())
+    run.loss(step).backward(inputs=parameters[:3])
+    run.torch_step()
+
+
 PENALTY = "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs) in "
 EVERY_SETTING = ["moving", "defaults", "kept", "tight"]
 

@@ -197,6 +197,16 @@ def changed_by_hand(run: Run, whose: str) -> None:
         run.see([group["lr"] for group in run.optimizer.param_groups])
 
 
+@case("a parameter taken out of its param group", ["config", "own"], words=["second.bias", "requires_grad_(False)"])
+def taken_out(run: Run, whose: str) -> None:
+    run.start(**({"own": two_group_sgd} if whose == "own" else {}))
+    run.train(1)
+    bias = run.module.second.bias
+    for group in run.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not bias]
+    run.train(2, start=1)
+
+
 @case("`engine.optimizer.add_param_group`", ["config", "own"], close=KERNELS)
 @case("`add_param_group` on", close=KERNELS, how="to_own")
 def group_added(run: Run, how: str) -> None:

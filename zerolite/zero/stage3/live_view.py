@@ -42,6 +42,7 @@ _GEOMETRY = frozenset([_T.stride, _T.is_contiguous, _T.dim_order])
 # They make a tensor like their first argument, without its values.
 _LIKE = frozenset(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split())
 _CASTS = frozenset(getattr(_T, name) for name in "to cpu cuda float half double bfloat16 type".split())
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward)
 # Functions in C that read or hand out the memory of a tensor, past its dispatch.
 _COPYING = frozenset([_T.numpy, _T.__array__, _T.tolist])
 _MEMORY_FUNCTIONS = frozenset(
@@ -214,7 +215,7 @@ def run_released(function: Function, args: Arguments, kwargs: Keywords, released
             raise no_values_error(first.name, f"Tensor.{function.__name__} hands out memory that it does not have")
         if function == _SET_DATA or function is _T.set_:
             return _assign(first, args[1])
-    if function is torch.autograd.grad:  # whose inputs need no values; what runs in the backward may
+    if function in _BACKWARDS:  # whose inputs need no values; what runs in the backward may
         return function(*map_tensors(_edge_of, args), **map_tensors(_edge_of, kwargs))
     for parameter in released:
         sharded_param: PartitionedParameter = vars(parameter)["_sharded_param"]
