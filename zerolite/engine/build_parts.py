@@ -33,7 +33,6 @@ from zerolite.offload.transfers import Transfers
 from zerolite.optim.kernels import kernel_chooser
 from zerolite.precision.dtypes import GraphBoundary, scales_of_quantized
 from zerolite.precision.fp32_modules import Fp32Modules
-from zerolite.utils.torch_private import reads_are_refused
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.backward import Backward
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
@@ -254,9 +253,9 @@ class PartsBuilder:
     def _make_gatherer(self) -> ParamGatherer:
         overlaps = self.config.zero_optimization.overlap_comm
         if overlaps is None:
-            # At stage 3 reads of parameters gather, and gathers wait. Below it a read that nothing sees must raise, and
-            # a CPU, which moves the bytes itself, hides nothing.
-            overlaps = self.policy.shard_parameters or (self.device.type == "cuda" and reads_are_refused())
+            # At stage 3 reads of parameters gather, and gathers wait. Below it some code that reads a parameter past
+            # torch's functions would raise, so users ask for it.
+            overlaps = self.policy.shard_parameters
         return ParamGatherer(self._buffer, overlaps, self._observers)
 
     def _make_pipeline(
