@@ -121,9 +121,14 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     (
         "zero_optimization.zero_quantized_weights",
         zero(3, zero_quantized_weights=True),
-        "needs .*zero_hpz_partition_size",
+        "it needs zero_optimization.shard_size or zero_hpz_partition_size",
     ),
     ("zero_optimization.zero_quantized_gradients", zero(3, zero_quantized_gradients=True), "traffic between sets"),
+    (
+        "zero_optimization.zero_quantized_gradients",
+        zero(2, zero_quantized_gradients=True, shard_size=2, reduce_scatter=False),
+        "reduce_scatter = true",
+    ),
     ("zero_optimization.zeropp_loco_param", zero(3, shard_size=2, zeropp_loco_param={"reset_T": 9}), "errors it feeds"),
     ("fp16.enabled", {"fp16": ON, "bf16": ON}, "bf16.enabled"),
     ("fp16.enabled", {"fp16": ON, "torch_autocast": ON}, "torch_autocast.enabled"),

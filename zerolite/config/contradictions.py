@@ -164,6 +164,12 @@ def _replicas(config: ZeroliteConfig) -> Found:
                 "expected false, got true: it needs zero_optimization.shard_size or zero_hpz_partition_size, because "
                 "only traffic between sets of ranks is compressed; set one of them to the ranks of a node",
             )
+    if zero.zero_quantized_gradients and zero.stage in (1, 2) and zero.ranks_of_shards and not zero.reduce_scatter:
+        yield (
+            "zero_optimization.zero_quantized_gradients zero_optimization.reduce_scatter",
+            "expected zero_optimization.reduce_scatter = true beside it, because an all-reduce of all ranks is not "
+            "compressed, got false; leave one of the two out",
+        )
     if not zero.is_hierarchical:
         return
     key, size = "zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size
