@@ -7,8 +7,7 @@
 The nodes are network namespaces of this machine, see slow_wire.py. Ranks exchange by gloo; those of a node that form a
 group of their own, by shared memory. All competitors train the same layers in fp32, each in its turn in every round,
 every second round in the opposite order. "compute" trains without the others, with torch's AdamW, at the same time on
-all ranks: what it takes is the plan's forward, backward and update. DeepSpeed cannot take part where it is not
-installed.
+all ranks: what it takes is the plan's forward, backward and update.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ ZEROLITE: dict[str, dict[str, Any]] = {
     "zerolite-3-hierarchical": {"stage": 3, "zero_hpz_partition_size": 2, **ALL_RELEASED},
 }
 COMPUTE = "compute"
-NAMES = (COMPUTE, *ZEROLITE, "fsdp2", "fsdp2-hsdp", "deepspeed-3-hpz")
+NAMES = (COMPUTE, *ZEROLITE, "fsdp2", "fsdp2-hsdp")
 COLUMNS = (
     ("competitor", "name", "{}"), ("step ms", "step_ms", "{:.0f}"), ("min", "min_ms", "{:.0f}"),
     ("max", "max_ms", "{:.0f}"), ("predicted ms", "predicted_ms", "{:.0f}"), ("exposed ms", "exposed_ms", "{:.0f}"),
@@ -198,7 +197,7 @@ def measure(names: list[str], layers: int, rounds: int, steps: int, gbits: float
 
 
 def rows_of(args: argparse.Namespace) -> list[Row]:
-    names = [COMPUTE, *(name for name in args.competitors if name not in (COMPUTE, "deepspeed-3-hpz"))]
+    names = [COMPUTE, *(name for name in args.competitors if name != COMPUTE)]
     found = measure(names, args.layers, args.rounds, args.steps, args.gbits, args.delay)
     compute = statistics.median(found["seconds"][COMPUTE])
     rows: list[Row] = []
@@ -210,10 +209,7 @@ def rows_of(args: argparse.Namespace) -> list[Row]:
             step, exposed = predict(name, args.layers, compute, args.gbits, args.delay)
             row |= {"predicted_ms": 1e3 * step, "exposed_ms": 1e3 * exposed, "ratio": middle / step}
         rows.append(row)
-    absent = dict(found["absent"])
-    if "deepspeed-3-hpz" in args.competitors:
-        absent["deepspeed-3-hpz"] = "DeepSpeed is not installed here, or not built for gloo"
-    return [*rows, *({"name": name, "absent": reason} for name, reason in absent.items())]
+    return [*rows, *({"name": name, "absent": reason} for name, reason in found["absent"].items())]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -85,7 +85,10 @@ def sync_directory(path: Path) -> None:
     directory."""
     before_operation("fsync", path)
     with _named(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except PermissionError:  # a directory may be writable without being readable
+            return
         try:
             os.fsync(descriptor)
         except OSError as error:

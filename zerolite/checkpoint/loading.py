@@ -206,6 +206,12 @@ class Loader:
             missing = [name for name in everywhere if name not in stored]
             check_complete("buffer", missing, [name for name in stored if name not in everywhere])
         common = [name for name in here if name in stored]
+        for name in common:
+            if any(size > 1 and not stride for size, stride in zip(here[name].shape, here[name].stride(), strict=True)):
+                raise CheckpointError(
+                    f"buffer '{name}': expected memory for each element, got elements that share it (expand); nothing "
+                    "was loaded. Register a contiguous copy of it"
+                )
         check_shapes("buffer ", {name: (here[name].shape, stored[name].shape) for name in common})
         return common
 

@@ -97,8 +97,8 @@ def raise_together(
         RaiseTogether(HostGroup(comm, "errors"), call, kind, failed).exchange(error)
 
 
-def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
     try:
         return action(), None
-    except Exception as error:  # raised again when all ranks know of it
+    except BaseException as error:  # raised again when all ranks know of it: Ctrl-C and SystemExit too
         return None, error

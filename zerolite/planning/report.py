@@ -252,7 +252,7 @@ def _time(plan: Plan) -> str:
     return (
         f"A step takes {_ms(time.step)}: {_ms(time.products)} forward and backward, {_ms(time.passes)} passes over "
         f"gradients and states, {_ms(time.exposed)} in which the device waits for communication "
-        f"({100 * time.exposed / time.step:.1f} %)."
+        f"({100 * time.exposed / (time.step or 1):.1f} %)."
     )
 
 

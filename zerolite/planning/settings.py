@@ -11,12 +11,20 @@ import torch
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.contradictions import find_contradictions
 from zerolite.config.without_effect import find_dropped
+from zerolite.config.zero import LocoConfig
 from zerolite.planning.dry_run import older_objects_frozen
 from zerolite.planning.make import ConfigLike, plan
 from zerolite.planning.result import Comparison, Plan, RefusedError
 
 _LOCATIONS = {"cpu": "on the host", "nvme": "on disk"}
-_ALL_RANKS: dict[str, Any] = {"shard_size": None, "mics_shard_size": -1, "zero_hpz_partition_size": 1}
+_ALL_RANKS: dict[str, Any] = {
+    "shard_size": None,
+    "mics_shard_size": -1,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "zeropp_loco_param": LocoConfig(),
+}
 _NO_OFFLOAD = (
     "Settings with offload are not planned, because others fit. To plan them, add offload_optimizer to the config."
 )
@@ -106,16 +114,18 @@ def replica_settings(config: ZeroliteConfig, world_size: int, nodes: int | None)
 
     There are none on one node, or where a node has one data-parallel rank.
     """
-    own = config.zero_optimization.ranks_of_shards
-    ranks = own or world_size // ((nodes or 1) * config.tensor_parallel.ranks)
+    zero = config.zero_optimization
+    ranks = zero.ranks_of_shards or world_size // ((nodes or 1) * config.tensor_parallel.ranks)
     if (nodes or 1) == 1 or ranks <= 1 or config.pipeline.stages > 1:
         return []
-    keys = {**_ALL_RANKS, **_devices(config, "none", "none")}
+    compressed = {name: getattr(zero, name) for name in ("zero_quantized_gradients", "zeropp_loco_param")}
+    keys = {**_ALL_RANKS, **_devices(config, "none", "none"), **compressed}
     replicas = [
         Setting(f"stage {stage}, replicas of {ranks}", {**keys, "stage": stage, "shard_size": ranks})
         for stage in (1, 2, 3)
     ]
-    parts = {**keys, "stage": 3, "zero_hpz_partition_size": ranks}
+    weights = zero.zero_quantized_weights
+    parts = {**keys, "stage": 3, "zero_hpz_partition_size": ranks, "zero_quantized_weights": weights}
     return [*replicas, Setting(f"stage 3, parameters in {ranks}", parts)]
 
 

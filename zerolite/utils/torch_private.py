@@ -119,8 +119,8 @@ def storage_users(storage: torch.UntypedStorage) -> int:
 
 
 def refuse_pointers(tensor: torch.Tensor, message: str) -> None:
-    """Let everything raise that asks for a pointer to the memory of ``tensor``: to write there, which C++ extensions
-    often say also to read, and, where :func:`reads_are_refused`, to read.
+    """Let every request for a pointer to the memory of ``tensor`` raise: for writing always, for reading where
+    :func:`reads_are_refused`. C++ extensions often ask for writing when they only read.
 
     The stand-in of values that are not here has one element, whatever its shape: such code would go beyond it.
     """

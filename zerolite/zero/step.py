@@ -150,6 +150,14 @@ class StepPipeline:
                 raise refused
             self._refused = refused, is_told
         factor, divisor = state.update_factor(vector, stats, self._max_norm, user_factor)  # clip
+        if refused is not None:  # this rank cannot update, and launches what the others launch until they know
+            if gather and (stats is None or state.applies(stats)):
+                self._gather()
+            if stats is None:
+                state.read_later(vector, divisor, frozenset())
+            else:
+                state.end_step(stats, divisor)
+            return
         if stats is None:
             self._update_unread(gather, vector, factor, divisor)
             return
@@ -172,12 +180,15 @@ class StepPipeline:
         """All-gather the updated values into the compute parameters of all ranks."""
         self.check_available()
         with self._observers.phase(STEP):
-            for bucket in reversed(self._reducer.order):
-                self._param_gatherer.gather_bucket(bucket)
-            self._param_gatherer.end_step()
+            self._gather()
             if self._step_update.params_outdated:
                 self._optimizer.run_hooks("post")
         self._step_update.on_params_gathered()
+
+    def _gather(self) -> None:
+        for bucket in reversed(self._reducer.order):
+            self._param_gatherer.gather_bucket(bucket)
+        self._param_gatherer.end_step()
 
     def zero_grad(self) -> None:
         """Drop the accumulated gradients, with their clipping and loss scale."""
@@ -378,6 +389,9 @@ class StepPipeline:
         weights non-finite. Called between steps."""
         self._param_gatherer.wait_all()
         self.state.raise_error()
+        if self._refused is not None and self._refused[1]:  # alike on all ranks, see `_update`
+            (error, _), self._refused = self._refused, None
+            raise error
         if self._reducer.groups.replicate is not None:
             self.wait_for_reductions()  # see `_update`
         facts = self.state.facts(self._max_norm, ())._replace(divisor=self.state.next_loss_scale())
