@@ -8,6 +8,8 @@
 namespace zl {
 
 constexpr int QUANT_WARPS = THREADS / WARP;
+// Blocks that fit on a multiprocessor. Without this the compiler takes 32 registers to unpack, and spills two.
+constexpr int QUANT_BLOCKS = 4;
 static_assert(ZL_QUANT_BLOCK == 2 * WARP * QUAD, "a lane has two quads of a block");
 static_assert(sizeof(zl_quant) == 112, "as both compilers see it");
 
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(THREADS) quantize_kernel(const __grid_constant
 
 // Memory traffic: the codes of all rows read, values written once.
 template <int B, int D>
-__global__ void __launch_bounds__(THREADS) dequantize_kernel(const __grid_constant__ zl_quant call) {
+__global__ void __launch_bounds__(THREADS, QUANT_BLOCKS) dequantize_kernel(const __grid_constant__ zl_quant call) {
   const int64_t index = block_of_warp();
   if (index >= blocks_of(call)) return;
   const QuantBlock block(call, index, size_of(D), 0);

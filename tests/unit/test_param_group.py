@@ -88,7 +88,8 @@ BLOCKS = [f"blocks.{index}" for index in range(6)]
 
 
 def test_a_repeated_block_is_one_group() -> None:
-    groups = groups_of(Stack())
+    model = Stack()  # which groups do not keep alive
+    groups = groups_of(model)
     assert names(groups) == ["embed", *BLOCKS, "head"]
     assert [type(module) for module in groups[2].inside] == [nn.Linear, Feed, nn.Linear, nn.Linear]
     assert names(groups_of(nn.Sequential(*(Block() for _ in range(5))))) == ["0", "1", "2", "3", "4"]
