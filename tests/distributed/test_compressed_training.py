@@ -1,5 +1,5 @@
-"""Training whose traffic between sets of two ranks has few bits: equal bits on all ranks, exact masters, the bytes of
-the paper, and a loss as without."""
+"""Training whose traffic between sets of two ranks has few bits: equal bits on all ranks, exact masters, and the
+bytes of the paper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
@@ -158,44 +157,3 @@ def test_a_quarter_of_the_bytes_travels_between_nodes() -> None:
     assert compressed == {"parameters": part + scales, "gradients": part // 2 + scales}
     ratio = sum(plain.values()) / (2 * sum(compressed.values()))
     assert 3.8 < ratio < 4.0
-
-
-def final_loss(zero: dict[str, Any], steps: int) -> float:
-    """The mean loss of all ranks in the last twenty steps of a small GPT on the text of the documentation."""
-    torch.manual_seed(3)
-    engine = zerolite.initialize(
-        models.example_gpt(layers=2, width=64, heads=2, context=48, vocabulary=256),
-        {
-            "bf16": {"enabled": True},
-            "gradient_clipping": 1.0,
-            "train_micro_batch_size_per_gpu": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-            "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": steps, "warmup_num_steps": 20}},
-            "zero_optimization": {"stage": 3, **zero},
-        },
-    )
-    text = b"".join(path.read_bytes() for path in sorted(models.ROOT.glob("docs/*.md")))
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    last = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(1000 * step + engine.rank)
-        starts = torch.randint(len(tokens) - 49, (4,), generator=generator)
-        batch = torch.stack([tokens[start : start + 49] for start in starts])
-        loss = engine(batch[:, :-1], batch[:, 1:])
-        engine.backward(loss)
-        engine.step()
-        last = [*last, loss.detach().float()][-20:]
-    mean = torch.stack(last).mean()
-    dist.all_reduce(mean)
-    return float(mean) / dist.get_world_size()
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(reason="not shown yet: the ends of runs this small differ by 3 % between texts and roundings")
-@on_ranks(4, timeout=900.0)
-def test_350_steps_end_within_half_a_percent_above_the_uncompressed_loss() -> None:
-    """It needs a larger model, or the mean of several seeds."""
-    plain = final_loss(ROWS, 350)
-    assert plain < 2.2
-    compressed = final_loss({**ROWS, **ALL}, 350)
-    assert 0.9 * plain < compressed <= 1.005 * plain, (compressed, plain)

@@ -64,7 +64,7 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str]] = [
     ("leaf_module", zero(stage=1, leaf_module={"names": ["a"]}), "the stage is 1"),
     ("zero_hpz_partition_size", zero(stage=2, zero_hpz_partition_size=8), "the stage is 2"),
     ("zero_quantized_weights", zero(stage=3, shard_size=8, zero_quantized_weights=True), "no updated values travel"),
-    ("zero_quantized_gradients", zero(stage=2, zero_quantized_gradients=True), "between the sets of ranks of"),
+    ("zero_quantized_gradients", zero(stage=2, zero_quantized_gradients=True), "between sets of ranks alone"),
     ("allgather_partitions", zero(stage=2, allgather_partitions=False), "always all-gathered"),
 ]
 

@@ -3,6 +3,7 @@ zerolite that a plain step enters. They tell how long the way through the code i
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -125,7 +126,9 @@ MOST_ENTERED = {2: [(5, 2), (50, 16), (88, 26)], 3: [(22, 5), (60, 17), (101, 32
 
 @pytest.mark.parametrize(("stage", "part"), [(stage, part) for stage in (2, 3) for part in range(3)])
 def test_a_plain_step_enters_few_functions_and_files(stage: int, part: int) -> None:
-    coordinators.clear()  # engines of earlier tests, which every backward asks if it gathers for them
+    # Engines of earlier tests: every backward asks if it gathers for them, and the collector calls their ends.
+    coordinators.clear()
+    gc.collect()
     engine, x = make_engine(3, stage)
     for _ in range(6):
         engine.backward(engine(x).square().mean())

@@ -67,7 +67,7 @@ def _find(zero: ZeroConfig) -> Iterator[_Found]:
         sentence = "got true, and no updated values travel between sets of ranks without zero_hpz_partition_size"
         yield "zero_quantized_weights", sentence, {"zero_quantized_weights": False}
     if zero.zero_quantized_gradients and (stage == 0 or zero.ranks_of_shards is None):
-        sentence = "got true, and gradients are compressed between the sets of ranks of shard_size alone"
+        sentence = "got true, and gradients are compressed between sets of ranks alone (shard_size)"
         yield "zero_quantized_gradients", sentence, {"zero_quantized_gradients": False}
     if stage == 0 and not zero.reduce_scatter:
         yield "reduce_scatter", "got false, and at stage 0 gradients are always all-reduced", {}

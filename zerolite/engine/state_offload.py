@@ -153,6 +153,7 @@ class StateOffload:
                 yield COMPUTE, sharded_param.shard
             elif parameter.numel():
                 yield COMPUTE, parameter.data
+        yield from ((COMPUTE, bucket.owned) for bucket in parts.buffer.buckets)
         yield from ((MASTERS, bucket.master) for bucket in parts.buffer.buckets)
         yield from ((STATES, state) for state in parts.optimizer.method.memory())
         yield from parts.reducer.memory()

@@ -52,8 +52,8 @@ class Wires:
         NCCL (n ranks on m nodes, P bytes of full tensors, B the bandwidth of the slowest link of the ring, a and b the
         latencies of a hop within a node and between nodes): gather and reduce-scatter are rings, (n - 1) / n P / B and
         n - 1 hops, of which the longest way crosses m (none for m = 1); with one rank a node NCCL from 2.23 on takes
-        PAT, of log2(n) hops. An all-reduce is the faster of twice that and of a tree, 2 P / B and 2 ((n / m - 1) a + log2(m) b). (Bandwidths: nccl-tests, doc/PERFORMANCE.md. Hops: NCCL,
-        src/graph/tuning.cc.)
+        PAT, of log2(n) hops. An all-reduce is the faster of twice that and of a tree, 2 P / B and
+        2 ((n / m - 1) a + log2(m) b). (Bandwidths: nccl-tests, doc/PERFORMANCE.md. Hops: NCCL, src/graph/tuning.cc.)
 
         Messages: every rank sends every other one its part, all at once; an all-reduce does that twice, or is gloo's
         ring where the length does not divide or there are two ranks.

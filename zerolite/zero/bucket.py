@@ -67,8 +67,8 @@ class Bucket:
         is_sharded: this rank updates its shard of the bucket, and keeps that shard of the mean gradient; False: all.
         compute: compute parameters: the full bucket [numel], of which every parameter's ``data`` is a view; at stage 3
             this rank's row of it, of which every ``ds_tensor`` is a view.
-        owned: the range of ``compute`` that this rank updates, a view; memory of its own if gathers round values, where
-            ``compute`` has what has arrived, and ``owned`` what the masters round to.
+        owned: what this rank updates: a view of its range of ``compute``. Where gathers round values it has memory of
+            its own, with the exact values; ``compute`` then has what has arrived.
         master: master weights of this range; ``owned`` itself, at no cost, if the dtypes are equal.
         separate: the masters have memory of their own, at ``placement``.
         shards: the parts of the parameters as the optimizer sees them.

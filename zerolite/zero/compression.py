@@ -17,6 +17,7 @@ import torch
 
 from zerolite.comm import Chained, Communicator, Pending, collective, done
 from zerolite.comm.communicator import empty
+from zerolite.ops.call import QUANT_BLOCK
 from zerolite.ops.quantization import dequantize, dequantize_sum, quantize, row_bytes
 from zerolite.utils.dtypes import FLOATS
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
@@ -52,6 +53,10 @@ class Compression:
     def memory(self) -> Sequence[torch.Tensor]:
         """Return the errors that are kept between steps."""
         return [error for error, _ in self._errors.values()]
+
+    def reset(self) -> None:
+        """Begin the errors anew, after other weights have been loaded."""
+        self._errors.clear()
 
     @collective
     def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
@@ -92,10 +97,10 @@ class Compression:
     def all_reduce(self, full: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
         """Sum ``full`` over ranks, divided by ``divisor``: 4 bits an element to the rank that adds, 8 bits from there.
         ``wait()`` returns the sum, of the length of ``full``."""
-        ranks, numel = self.comm.world_size, full.numel()
-        padded = full
-        if numel % ranks:
-            padded = empty(-(-numel // ranks) * ranks, full.dtype, full)
+        numel, padded = full.numel(), full
+        unit = self.comm.world_size * QUANT_BLOCK  # no block has elements of two parts, nor of two aligned parameters
+        if numel % unit:
+            padded = empty(-(-numel // unit) * unit, full.dtype, full)
             padded[:numel].copy_(full)
             padded[numel:].zero_()
 

@@ -38,7 +38,7 @@ class RankGroups:
         replicate: ranks that hold the same shard; None if there are no others.
         states: ranks that split masters, optimizer states and reduced gradients: ``shard``, or ``mean``.
         updated: ranks over which values are gathered after an update; None where none are: stage 0, where all ranks
-            have them, and stage 3, which gathers before it uses them.
+            have them, and stage 3 with states split over ``shard``, which gathers before it uses them.
         mean: ranks over whose gradients the mean is taken. They have the same buckets and launch the same collectives,
             so they agree on the order of launches, and rank 0's initial values are sent to all of them.
         agree: all ranks of the job. They decide together whether a step is skipped, and raise errors together.

@@ -87,7 +87,7 @@ def _watch_captures() -> None:
 class ParamGatherer:
     """All-gathers of updated parameters, one for each bucket, which is launched as soon as the bucket is updated.
 
-    Where there are several ranks they stay in flight after the step, in the order in which the next forward uses the
+    Where they overlap they stay in flight after the step, in the order in which the next forward uses the
     parameters. Meanwhile the parameters are :class:`AbsentParameter`: a function of torch that reads one waits, and so
     does the call of a module that has one. A bucket whose memory has other users than its parameters is waited for in
     the step, and all are once the program uses ``torch.compile``, scripts or traces a module with trainable parameters,

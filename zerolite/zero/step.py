@@ -358,9 +358,7 @@ class StepPipeline:
     def on_masters_loaded(self) -> None:
         """Copy loaded masters into the parameters, over values that were loaded into the parameters before."""
         self.written.forget()
-        self.state.on_weights_replaced()
-        self._buffer.placements.drop_reads()
-        self._step_update.forget_failed_update()
+        self._on_loaded()
         self.zero_grad()
         self.all_gather_params()
         self._param_gatherer.wait_all()  # what is compiled in the first forward must find parameters of their own class
@@ -412,10 +410,15 @@ class StepPipeline:
         Raises:
             ValueError: ``state`` is not valid.
         """
-        self.state.on_weights_replaced()
+        self._on_loaded()
         self.state.load_state_dict(state)
+
+    def _on_loaded(self) -> None:
+        self.state.on_weights_replaced()
         self._buffer.placements.drop_reads()
         self._step_update.forget_failed_update()
+        if self._reducer.groups.compression is not None:
+            self._reducer.groups.compression.reset()
 
     # ---------------------------------------------------------------- inside
 
