@@ -388,8 +388,8 @@ class StepPipeline:
         self._param_gatherer.wait_all()
         self.state.raise_error()
         if self._refused is not None and self._refused[1]:  # alike on all ranks, see `_update`
-            (error, _), self._refused = self._refused, None
-            raise error
+            refused, self._refused = self._refused[0], None
+            raise refused
         if self._reducer.groups.replicate is not None:
             self.wait_for_reductions()  # see `_update`
         facts = self.state.facts(self._max_norm, ())._replace(divisor=self.state.next_loss_scale())
