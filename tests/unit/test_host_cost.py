@@ -3,8 +3,9 @@ zerolite that a plain step enters. They tell how long the way through the code i
 
 from __future__ import annotations
 
-import gc
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -17,7 +18,6 @@ from torch import nn
 import zerolite
 from benchmarks.null_communicator import NullCommunicator
 from zerolite.comm import use_communicator
-from zerolite.zero.backward import coordinators
 
 LAYERS, PARAMETERS = 40, 160  # each step's instructions that no parameter causes are told by halving the layers
 MOST = 180  # instructions of a parameter
@@ -124,18 +124,31 @@ def entered(function: Callable[[], Any]) -> tuple[Any, set[tuple[str, str, int]]
 MOST_ENTERED = {2: [(5, 2), (50, 16), (88, 26)], 3: [(22, 5), (60, 17), (101, 32)]}
 
 
-@pytest.mark.parametrize(("stage", "part"), [(stage, part) for stage in (2, 3) for part in range(3)])
-def test_a_plain_step_enters_few_functions_and_files(stage: int, part: int) -> None:
-    # Engines of earlier tests: every backward asks if it gathers for them, and the collector calls their ends.
-    coordinators.clear()
-    gc.collect()
+def ways(stage: int) -> list[list[tuple[str, str, int]]]:
+    """The named functions that forward, backward and step of the seventh step enter."""
     engine, x = make_engine(3, stage)
     for _ in range(6):
         engine.backward(engine(x).square().mean())
         engine.step()
     loss, forward = entered(lambda: engine(x).square().mean())
-    ways = [forward, entered(lambda: engine.backward(loss))[1], entered(engine.step)[1]]
+    each = [forward, entered(lambda: engine.backward(loss))[1], entered(engine.step)[1]]
+    return [sorted(entry for entry in way if not entry[1].startswith("<")) for way in each]
+
+
+@pytest.fixture(scope="module")
+def ways_by_stage() -> dict[str, Any]:
+    """The ways of both stages in a process of their own: engines that earlier tests have left would lengthen them."""
+    program = "import json, torch; from tests.unit.test_host_cost import ways; torch.set_num_threads(1); "
+    program += "print(json.dumps({stage: ways(stage) for stage in (2, 3)}))"
+    root = os.path.dirname(ROOT)
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(("stage", "part"), [(stage, part) for stage in (2, 3) for part in range(3)])
+def test_a_plain_step_enters_few_functions_and_files(stage: int, part: int, ways_by_stage: dict[str, Any]) -> None:
+    named = ways_by_stage[str(stage)][part]
     functions, files = MOST_ENTERED[stage][part]
-    named = sorted(entry for entry in ways[part] if not entry[1].startswith("<"))
     counts = len(named), len({file for file, *_ in named})
     assert counts <= (functions, counts[1]) and counts[1] <= files, (counts, named)
