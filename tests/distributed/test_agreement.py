@@ -247,7 +247,7 @@ def test_objects_travel_without_numpy() -> None:
 
 @on_ranks(3)
 def test_errors_that_are_not_of_one_rank_are_the_same_on_all() -> None:
-    """Those of the first rank that has one, also on a rank with another."""
+    """All raise the error of the first rank that has one, also a rank with another."""
     ranks = RaiseTogether(HostGroup(create_communicator(torch.device("cpu")), "errors"), "call", same=LookupError)
 
     def fail() -> None:

@@ -18,6 +18,7 @@ from tests.toolkit.configs import ADAMW, at, dynamic_fp16
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, run_steps, snapshot
+from zerolite.config import ConfigError
 from zerolite.ops.call import QUANT_BLOCK
 from zerolite.zero import GatheredParameters
 
@@ -91,6 +92,42 @@ def test_a_rank_with_nan_skips_the_step_of_all() -> None:
     losses = run_steps(engine, 2, 2)
     assert all(loss == loss for loss in losses)
     assert_same_on_ranks(snapshot(engine))
+
+
+@on_ranks(4)
+def test_values_that_cannot_be_packed_are_refused_on_all_ranks() -> None:
+    """When the engine is made, and when such a parameter is trained later; double gradients can be packed."""
+    config = at("3 moving", "fp32", 1, 0.0, ADAMW, zero={**ROWS, **WEIGHTS})
+    message = "zero_quantized_weights: expected trained .* in fp32, bf16 or fp16, .* got torch.float64 of parameter '"
+    with pytest.raises(ConfigError, match=message + "layers.0.weight'; set the key to false, or"):
+        zerolite.initialize(Wide().double(), config)
+    model = Wide()
+    model.layers[1].double().requires_grad_(False)
+    engine = zerolite.initialize(model, config)
+    with pytest.raises(ConfigError, match=message + "layers.1.weight'"):
+        engine.optimizer.add_param_group({"params": [model.layers[1].weight.requires_grad_()]})
+    engine = zerolite.initialize(Wide().double(), at("3 moving", "fp32", 1, 0.0, ADAMW, zero={**ROWS, **GRADIENTS}))
+    engine.backward(engine(torch.randn(1, 512, dtype=torch.float64)))
+    engine.step()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@on_ranks(4)
+def test_errors_follow_the_loss_scale(weighted: bool) -> None:
+    """A scale that doubles after every step gives the bits of one that stays. So do losses with weights, which are
+    divided by a unit that follows them."""
+    weights = []
+    for window in (1, 1000):
+        fp16 = dynamic_fp16(initial_scale_power=10, loss_scale_window=window)
+        engine = make_engine(at("3 tight", "fp16", 1, 0.0, ADAMW, zero={**ROWS, **GRADIENTS, **LOCO}, fp16=fp16), "Mlp")
+        for step in range(4):
+            x, y = models.float_batch(step, 0, engine.rank)
+            loss = nn.functional.mse_loss(engine(x.half()).float(), y)
+            engine.backward(loss, weight=64.0) if weighted and window == 1 else engine.backward(loss)
+            engine.step()
+        assert engine.skipped_steps == 0 and engine.loss_scale == (2.0**14 if window == 1 else 2.0**10)
+        weights.append(snapshot(engine))
+    assert_same_bits(*weights, "weights")
 
 
 def save(directory: Path, steps: int) -> None:

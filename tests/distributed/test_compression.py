@@ -23,7 +23,7 @@ def values_of(rank: int, numel: int, salt: int = 0, dtype: torch.dtype = torch.f
 
 
 def packed_and_back(values: Tensor, bits: int) -> Tensor:
-    """What arrives of one row."""
+    """Return one row as it arrives."""
     packed = torch.zeros(1, row_bytes(values.numel(), bits), dtype=torch.uint8)
     arrived = torch.empty_like(values)
     quantize(values, packed, bits)
@@ -133,7 +133,7 @@ def test_errors_are_fed_back_by_bucket_and_forgotten_in_time() -> None:
 
 @on_ranks(2)
 def test_bytes_are_those_of_the_codes_and_their_scales() -> None:
-    """Of an element: 4 bits in a sum, 8 in a gather, and 32 bits of a scale for each 256."""
+    """An element has 4 bits in a sum and 8 in a gather, and 256 share a scale of 32 bits."""
     comm, numel = create_communicator(CPU), 1 << 16
     compression = Compression(comm)
     with record() as recorder:

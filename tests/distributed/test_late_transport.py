@@ -117,7 +117,7 @@ def test_every_wait_of_replicas(stage: str, key: str) -> None:
 
 @on_ranks(4)
 def test_shards_that_an_update_still_sends() -> None:
-    """What a forward does not use stays in flight until it is read, or written to."""
+    """Values that a forward does not use stay in flight until they are read or written."""
     given = at("3 moving", "bf16", 1, 0.0, ADAMW, zero={"zero_hpz_partition_size": 2})
     with late():
         engine = zerolite.initialize(models.build(Layers), given)

@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.cases import ALL_DTYPES, F32, FLOATS, MIXED, Dtypes
 from tests.ops.cuda_calls import LENGTHS, RULES, copy_call, copy_tensor, differences, dtype_name, finite, make_call
-from tests.ops.quant_calls import copy_quant, make_quant
+from tests.ops.quant_calls import copy_quant, make_quant, unpacking
 from zerolite.ops.call import ADAM, COLUMNS, LION, SGD, SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels
@@ -310,11 +310,9 @@ def test_launches_run_these_kernels(kernels: CudaKernels) -> None:
 def test_rows_are_packed_to_the_bits_of_the_cpu(
     kernels: CudaKernels, cpu: CpuKernels, bits: int, dtype: torch.dtype
 ) -> None:
-    for numel, error, offset, is_sum in [(257, None, 0, False), (LONG, torch.bfloat16, 1, True), (2**20, F32, 0, True)]:
+    for numel, error, offset in [(257, None, 0), (LONG, torch.bfloat16, 1), (2**20, F32, 0)]:
         call = make_quant(bits, 3, numel, dtype, error, offset)
-        back = make_quant(bits, 3, numel, dtype, None, offset, is_sum)
-        back.packed, back.divisor = call.packed, 3.0 if is_sum else 1.0
-        for one, run in ((call, "quantize"), (back, "dequantize")):
+        for one, run in ((call, "quantize"), *((back, "dequantize") for back in unpacking(call))):
             on_device = copy_quant(one, DEVICE)
             with no_synchronisation():
                 getattr(kernels, run)(on_device)

@@ -52,6 +52,17 @@ def make_quant(
     return Quant(bits, values, packed, errors, 0.8, 1.0 - 0.8, is_sum)
 
 
+def unpacking(call: Quant) -> list[Quant]:
+    """Calls that unpack what ``call`` packs: row after row, and a third of the sum of its rows."""
+    calls = []
+    for is_sum, divisor in ((False, 1.0), (True, 3.0)):
+        offset = int(call.values.storage_offset())
+        back = make_quant(call.bits, call.rows, call.numel, call.values.dtype, None, offset, is_sum)
+        back.divisor, back.packed = divisor, call.packed
+        calls.append(back)
+    return calls
+
+
 def copy_quant(call: Quant, device: str = "cpu") -> Quant:
     """The same call on copies of its arrays, with their alignment."""
     error = None if call.error is None else copy_tensor(call.error, device)

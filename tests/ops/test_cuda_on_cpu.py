@@ -17,7 +17,7 @@ import torch
 
 from tests.ops.cases import ALL_DTYPES, BF16, F16, F32, FLOATS, MIXED, Dtypes
 from tests.ops.cuda_calls import LENGTHS, RULES, copy_call, copy_tensor, differences, finite, make_call
-from tests.ops.quant_calls import ERRORS, copy_quant, make_quant
+from tests.ops.quant_calls import ERRORS, copy_quant, make_quant, unpacking
 from zerolite.ops import reference
 from zerolite.ops.call import ADAM, COLUMNS, SGD, QuantCall, SquaresCall, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
@@ -253,13 +253,11 @@ def check_quant(
         assert kernels.launches == 1
         cpu.quantize(wanted)
         assert call.differences(wanted) == [], (n, error, offset)
-        for is_sum, divisor in ((False, 1.0), (True, 3.0)):
-            back = make_quant(bits, rows, n, dtype, None, offset, is_sum)
-            back.divisor, back.packed = divisor, call.packed
+        for back in unpacking(call):
             wanted = copy_quant(back)
             kernels.dequantize(back)
             cpu.dequantize(wanted)
-            assert back.differences(wanted) == [], (n, offset, is_sum)
+            assert back.differences(wanted) == [], (n, offset, back.is_sum)
 
 
 QUANTS = list(itertools.product(ERRORS, (0, 1, 4), (1, 3)))  # dtype of the error, alignment, rows

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.cases import BF16, F16, F32, FLOATS, all_kernels, assert_same, differing, numbers, threads
-from tests.ops.quant_calls import ERRORS, LENGTHS, copy_quant, make_quant, packed_like
+from tests.ops.quant_calls import ERRORS, LENGTHS, copy_quant, make_quant, packed_like, unpacking
 from zerolite.ops import cpu_kernels, quantization, reference
 from zerolite.ops.call import QUANT_BLOCK, QUANT_LEAST, QUANT_TOPS, QuantCall, row_bytes
 from zerolite.ops.cpu_kernels import CpuKernels
@@ -20,7 +20,7 @@ BITS = pytest.mark.parametrize("bits", [8, 4])
 
 
 def through(values: torch.Tensor, bits: int, dtype: torch.dtype = F32) -> torch.Tensor:
-    """What arrives of one row."""
+    """Return one row as it arrives."""
     packed, arrived = packed_like(values, 1, bits), torch.empty_like(values, dtype=dtype)
     quantize(values, packed, bits)
     dequantize(packed, arrived, bits)
@@ -28,7 +28,7 @@ def through(values: torch.Tensor, bits: int, dtype: torch.dtype = F32) -> torch.
 
 
 def half_steps(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Half a step of each element's block, in double."""
+    """Return half a step of each element's block, in double."""
     blocks = values.double().split(QUANT_BLOCK)
     tops = [torch.full_like(block, max(float(block.abs().max()), QUANT_LEAST)) for block in blocks]
     return torch.cat(tops) / QUANT_TOPS[bits] / 2
@@ -109,13 +109,11 @@ def test_kernels_give_the_bits_of_the_reference(bits: int, dtype: torch.dtype, k
         kernels.quantize(call)
         reference.quantize(wanted)
         assert call.differences(wanted) == [], (n, rows, error)
-        for is_sum, divisor in ((False, 1.0), (True, 3.0)):
-            back = make_quant(bits, rows, n, dtype, None, offset, is_sum)
-            back.divisor, back.packed = divisor, call.packed
+        for back in unpacking(call):
             wanted = copy_quant(back)
             kernels.dequantize(back)
             reference.dequantize(wanted)
-            assert back.differences(wanted) == [], (n, rows, is_sum)
+            assert back.differences(wanted) == [], (n, rows, back.is_sum)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["torch's threads", "own threads"])

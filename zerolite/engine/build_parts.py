@@ -134,7 +134,7 @@ class PartsBuilder:
             shared = "" if tie is None else f", shared as {tie.key}"
             return f"{self.precision.compute_dtype(p)} sent as {communication(p)}{shared}"
 
-        self.rules = LayoutRules(config, self._groups, bucket_kind, choice.undivided, partitioned)
+        self.rules = LayoutRules(config, self._groups, self.precision, bucket_kind, choice.undivided, partitioned)
         accumulation = GradAccumulation((config.gradient_accumulation_steps or 1) * self._chunks)
         memory = self._make_gradient_memory(accumulation, communication)
         self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)
@@ -279,11 +279,14 @@ class PartsBuilder:
 
     def _connect_backward(self, pipeline: StepPipeline, gatherer: ParamGatherer) -> GraphBoundary:
         """Install the hooks through which a backward reaches the pipeline, and return the edge of the model's graph."""
-        scales = self._scaler is not None
-        loss_scale = pipeline.state.loss_scale if scales else None
+        scales, state, compression = self._scaler is not None, pipeline.state, self._groups.compression
+        loss_scale = state.loss_scale if scales else None
         boundary = GraphBoundary(pipeline.begin_backward, loss_scale, self.precision)
         if scales:
             self._observers.on_backward_begin.append(boundary.expect_scale)
+        if scales and compression is not None:
+            set_scale = compression.set_scale
+            self._observers.on_backward_begin.append(lambda: set_scale(state.loss_scale() / state.weight_unit()))
         self._reducer.hooks.attach(
             pipeline.begin_backward,
             boundary.check_scaled if scales else None,

@@ -16,11 +16,12 @@ from zerolite.checkpoint.parameter_access import OWNERS
 from zerolite.comm import Communicator
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.comm.initial_sync import broadcast_into, differing, synchronize_tensors
-from zerolite.config import ZeroliteConfig
+from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks, describe_parameter
 from zerolite.engine.options import bucket_numel
 from zerolite.ops.call import QUANT_BLOCK
 from zerolite.precision.dtypes import Precision
+from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.groups import RankGroups
@@ -48,6 +49,7 @@ class LayoutRules:
         self,
         config: ZeroliteConfig,
         groups: RankGroups,
+        precision: Precision,
         bucket_kind: Callable[[torch.nn.Parameter], str],
         undivided: bool,
         partitioned: PartitionedModel | None,
@@ -55,10 +57,12 @@ class LayoutRules:
         """
         Args:
             groups: the ranks that share a bucket.
+            precision: dtypes of the parameters.
             bucket_kind: only parameters of one kind share a bucket.
             partitioned: the partitioned model at stage 3.
         """
-        self._config, self._bucket_kind = config, bucket_kind
+        self._config, self._precision, self._bucket_kind = config, precision, bucket_kind
+        self._rounds_values = groups.rounds_values
         self._shards = groups.shard.world_size
         self._ranks_of_row = groups.states.world_size // self._shards
         # Elements that travel with a common scale are those of one parameter: a norm's would drown small weights.
@@ -73,7 +77,12 @@ class LayoutRules:
         Args:
             names: by the parameter's id.
             param_groups: those of the optimizer.
+
+        Raises:
+            ConfigError: the updated values of a parameter cannot be sent with 8 bits.
         """
+        if self._rounds_values:
+            self._check_packable(parameters, names)
         # Muon leaves some parameters to an elementwise optimizer. These can be divided between ranks.
         undivided = {
             id(p) for group in param_groups for p in group["params"] if self.undivided and group.get("use_muon", True)
@@ -93,6 +102,17 @@ class LayoutRules:
         limit = bucket_numel(specs, self._config, world_size=1)
         groups = bucket_groups(parameters, self._partitioned.groups, limit, together)
         return PartitionLayout.build_sliced(specs, groups, self._shards, self._ranks_of_row, self._alignment)
+
+    def _check_packable(self, parameters: Parameters, names: dict[int, str]) -> None:
+        dtypes = [self._precision.compute_dtype(p) for p in parameters]
+        for parameter, dtype in zip(parameters, dtypes, strict=True):
+            if dtype not in FLOATS:
+                sentence = (
+                    "expected trained parameters in fp32, bf16 or fp16, whose new values travel between sets of ranks "
+                    f"with 8 bits, got {dtype} of parameter '{names[id(parameter)]}'; set the key to false, or train "
+                    "in fp32 (model.float())"
+                )
+                raise ConfigError([("zero_optimization.zero_quantized_weights", sentence)])
 
 
 def launch_by_groups(partitioned: PartitionedModel, reducer: Reducer) -> None:

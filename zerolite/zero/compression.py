@@ -49,6 +49,7 @@ class Compression:
         self.comm, self._feedback = comm, feedback
         # By the key of the collective, which is a bucket's: what this rank has lost, and the number of reductions.
         self._errors: dict[int, tuple[torch.Tensor, int]] = {}
+        self._scale = 1.0  # of the gradients whose errors these are
 
     def memory(self) -> Sequence[torch.Tensor]:
         """Return the errors that are kept between steps."""
@@ -57,6 +58,14 @@ class Compression:
     def reset(self) -> None:
         """Begin the errors anew, after other weights have been loaded."""
         self._errors.clear()
+
+    def set_scale(self, scale: float) -> None:
+        """Note the factor by which the gradients that come are scaled, and bring the errors of earlier ones to it."""
+        if scale != self._scale:
+            for error, _ in self._errors.values():
+                error.mul_(scale / self._scale)
+                _used_here(error)  # the stream of the reductions has allocated it
+            self._scale = scale
 
     @collective
     def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
