@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,16 +61,7 @@ def write_checkpoint(
     ranks = RaiseTogether(host, "save_checkpoint", CheckpointError, same=CheckpointError)
 
     def naming(action: Callable[[], Result]) -> Callable[[], Result]:
-        """Return an action whose error names checkpoint and rank, so that all ranks raise the same one."""
-
-        def run() -> Result:
-            try:
-                return action()
-            except Exception as error:
-                said = f"rank {host.rank}: {_sentence(error)}"
-                raise CheckpointError(_failed(save_dir, tag, said)) from error
-
-        return run
+        return functools.partial(_raise_with_names, action, host.rank, save_dir, tag)
 
     try:
         file = ranks.run(naming(lambda: _RankFile(host.rank, shards)))
@@ -82,16 +74,24 @@ def write_checkpoint(
         raise
     except RuntimeError as error:  # of a collective
         first = next(iter(str(error).splitlines()), type(error).__name__)
-        said = f"a rank has ended, or cannot be reached ({first})"
-        raise CheckpointError(_failed(save_dir, tag, said)) from error
+        cause = f"a rank has ended, or cannot be reached ({first})"
+        raise CheckpointError(_failed(save_dir, tag, cause)) from error
     finally:
         if commit is not None:
             commit.close()
     return save_dir / tag
 
 
-def _failed(save_dir: Path, tag: str, said: str) -> str:
-    return f"saving checkpoint '{tag}' failed: {said.rstrip('. ')}. {newest_complete(save_dir)} in '{save_dir}'"
+def _raise_with_names(action: Callable[[], Result], rank: int, save_dir: Path, tag: str) -> Result:
+    """Run ``action``. Its error then names checkpoint and rank, so that all ranks raise the same one."""
+    try:
+        return action()
+    except Exception as error:
+        raise CheckpointError(_failed(save_dir, tag, f"rank {rank}: {_sentence(error)}")) from error
+
+
+def _failed(save_dir: Path, tag: str, cause: str) -> str:
+    return f"saving checkpoint '{tag}' failed: {cause.rstrip('. ')}. {newest_complete(save_dir)} in '{save_dir}'"
 
 
 def _sentence(error: Exception) -> str:
@@ -174,11 +174,11 @@ class Commit:
             ranks: the parts and scalars of each rank. Raises CheckpointError unless they make up every tensor.
         """
         scalars: Scalars = {}
-        for parts, of_rank in ranks:
+        for parts, scalars_of_rank in ranks:
             for part in parts:
                 self._add(part)
-            for kind, values in of_rank.items():
-                scalars.setdefault(kind, {}).update(values)
+            for state, values in scalars_of_rank.items():
+                scalars.setdefault(state, {}).update(values)
         self.state["optimizer"]["scalars"] = json_codec.encode(scalars, "optimizer states", [])
         for key, tensor in self._tensors.items():
             try:
@@ -243,13 +243,13 @@ def now() -> str:
 
 def _check_size(path: Path, expected: int) -> None:
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except OSError as error:
         raise CheckpointError(
             f"'{path}' was written by a rank, but this one, which completes the checkpoint, cannot see it "
             f"({error.strerror}): save_dir must be on a file system that all nodes share"
         ) from error
-    if found != expected:
+    if size != expected:
         raise CheckpointError(
-            f"'{path}': expected {expected} bytes, as written, found {found}; the checkpoint is dropped"
+            f"'{path}': expected {expected} bytes, as written, found {size}; the checkpoint is dropped"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,44 +116,24 @@ class PartsBuilder:
             trains: False for an engine without an optimizer.
         """
         model, config, comm = self.model, self.config, self.topology.data
-        communication = communication_dtypes(model, config, self.precision, comm.world_size)
-        self._placements = placements = placements_of(config, self.device, self.device_kind, comm)
-        self._transfers = Transfers(placements)
-        if comm.is_rank0:
-            warn_of_few_threads(placements, os.environ)
+        self._communication_dtype = communication_dtypes(model, config, self.precision, comm.world_size)
+        self._make_placements()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        trained = self._trained(param_groups, trains)
-        owned = trained if trains else list(model.parameters())
-        check_parameters(owned, names, meta_allowed=self.policy.shard_parameters)
+        trained, owned = self._choose_parameters(param_groups, trains, names)
         partitioned = self._partition() if self.policy.shard_parameters else None
-
-        def bucket_kind(p: torch.nn.Parameter) -> str:
-            # A tied parameter gets its own bucket, so that all stages that have it divide it in the same way.
-            tie = self._ties.get(id(p))
-            shared = "" if tie is None else f", shared as {tie.key}"
-            return f"{self.precision.compute_dtype(p)} sent as {communication(p)}{shared}"
-
-        self.rules = LayoutRules(config, self._groups, self.precision, bucket_kind, choice.undivided, partitioned)
+        self.rules = LayoutRules(config, self._groups, self.precision, self._bucket_kind, choice.undivided, partitioned)
         accumulation = GradAccumulation((config.gradient_accumulation_steps or 1) * self._chunks)
-        memory = self._make_gradient_memory(accumulation, communication)
+        memory = self._make_gradient_memory(accumulation)
         self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)
         synchronize_untrained(model, trained, self.precision, comm, self.device)
         parallel = trains and not self.topology.trivial
         collector = self._make_collector(parallel)
-        inputs = InputComparison(self._groups.mean, self.topology.model, self.device) if parallel else None
-        if inputs is not None:
-            self._observers.add(inputs)
-        self._observers.before_offload.append(collector.note)
-        self._reducer = reducer = Reducer(self._buffer, self._observers)
-        if parallel:
-            self.shared_grads = SharedGradReducer(self.topology, self._buffer, self._ties, reducer, self.device)
-            self._observers.add(self.shared_grads)
+        self._reducer = Reducer(self._buffer, self._observers)
+        inputs = self._observe_model_ranks() if parallel else None
         optimizer = self._make_optimizer(choice, param_groups)
         gatherer = self._make_gatherer()
         pipeline = self._make_pipeline(optimizer, gatherer, accumulation, collector, trains)
-        if placements.on_disk:
-            error = placements.end_start()
-            raise_together(self.topology.world, self.device, "errors", error, "zerolite.initialize", OSError)
+        self._end_start_on_disk()
         return EngineParts(
             model=model,
             config=config,
@@ -166,7 +145,7 @@ class PartsBuilder:
             owned=owned,
             transfers=self._transfers,
             buffer=self._buffer,
-            reducer=reducer,
+            reducer=self._reducer,
             optimizer=optimizer,
             param_gatherer=gatherer,
             accumulation=accumulation,
@@ -179,15 +158,47 @@ class PartsBuilder:
             note_inputs=None if inputs is None else inputs.note,
         )
 
-    def _trained(self, param_groups: Groups, trains: bool) -> list[torch.nn.Parameter]:
-        """Return the parameters to train, in the model's order."""
+    def _make_placements(self) -> None:
+        comm = self.topology.data
+        self._placements = placements_of(self.config, self.device, self.device_kind, comm)
+        self._transfers = Transfers(self._placements)
+        if comm.is_rank0:
+            warn_of_few_threads(self._placements, os.environ)
+
+    def _end_start_on_disk(self) -> None:
+        """Wait until tensors on the disk have their first values. Raises OSError on all ranks if a disk has failed."""
+        if self._placements.on_disk:
+            error = self._placements.end_start()
+            raise_together(self.topology.world, self.device, "errors", error, "zerolite.initialize", OSError)
+
+    def _choose_parameters(
+        self, param_groups: Groups, trains: bool, names: dict[int, str]
+    ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+        """Return the parameters to train and those that belong to the engine, in the model's order. names: by id."""
         chosen = {id(p) for group in param_groups for p in group["params"] if p.requires_grad}
         trained = [p for p in self.model.parameters() if id(p) in chosen]
         if trains and not trained:
             raise ValueError(
                 "zerolite.initialize: no parameter to train: none of the given parameters requires a gradient"
             )
-        return trained
+        owned = trained if trains else list(self.model.parameters())
+        check_parameters(owned, names, meta_allowed=self.policy.shard_parameters)
+        return trained, owned
+
+    def _bucket_kind(self, parameter: torch.nn.Parameter) -> str:
+        """Return the name of the parameters that may share a bucket with ``parameter``."""
+        # A tied parameter gets its own bucket, so that all stages that have it divide it in the same way.
+        tie = self._ties.get(id(parameter))
+        shared = "" if tie is None else f", shared as {tie.key}"
+        return f"{self.precision.compute_dtype(parameter)} sent as {self._communication_dtype(parameter)}{shared}"
+
+    def _observe_model_ranks(self) -> InputComparison:
+        """Compare the inputs of the ranks of one copy of the model, and sum the gradients of parameters they share."""
+        inputs = InputComparison(self._groups.mean, self.topology.model, self.device)
+        self.shared_grads = SharedGradReducer(self.topology, self._buffer, self._ties, self._reducer, self.device)
+        self._observers.add(inputs)
+        self._observers.add(self.shared_grads)
+        return inputs
 
     def _partition(self) -> PartitionedModel:
         gathers = self._groups.for_gathers(self.device)
@@ -219,15 +230,14 @@ class PartsBuilder:
         return buffer
 
     def _make_collector(self, parallel: bool) -> StatsCollector:
-        if not parallel:
-            return StatsCollector(self._groups, self.device, self._observers)
-        counts = counts_once(self.topology, self._buffer, self._ties)
-        totals = ModelTotals(self.topology.model, counts)
-        return StatsCollector(self._groups, self.device, self._observers, totals)
+        totals = None
+        if parallel:
+            totals = ModelTotals(self.topology.model, counts_once(self.topology, self._buffer, self._ties))
+        collector = StatsCollector(self._groups, self.device, self._observers, totals)
+        self._observers.before_offload.append(collector.note)
+        return collector
 
-    def _make_gradient_memory(
-        self, accumulation: GradAccumulation, communication: Callable[[torch.nn.Parameter], torch.dtype | None]
-    ) -> GradientMemory:
+    def _make_gradient_memory(self, accumulation: GradAccumulation) -> GradientMemory:
         placements = self._placements
         options = reduction_options(
             self.config,
@@ -235,7 +245,7 @@ class PartsBuilder:
             self.precision,
             self._groups.mean.world_size,
             accumulation.micro_batches,
-            communication,
+            self._communication_dtype,
             keep_buckets=self.device_kind == "cpu",
             alone=self.topology.world.world_size == 1,
         )

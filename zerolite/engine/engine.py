@@ -140,9 +140,7 @@ class Engine(EngineBase):
         if reducer.current.open:
             pipeline.end_failed_backward()
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        share = None
-        if weight is not None:
-            share = checked_weight(weight, scale_wrt_gas) / pipeline.state.weight_unit()
+        share = None if weight is None else checked_weight(weight, scale_wrt_gas) / pipeline.state.weight_unit()
         first = self._step_log is not None and accumulation.empty
         pipeline.begin_backward(engine_scaled=scale_wrt_gas, weight=share)
         if share != 0:
@@ -154,14 +152,18 @@ class Engine(EngineBase):
         try:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
         except BaseException:
-            reducer.on_failure()
-            if self._coordinator is not None:
-                # A gather in flight may fail because of the first error, and must not hide it.
-                with contextlib.suppress(RuntimeError):
-                    self._coordinator.reset()
+            self._reset_backward()
             raise
         reducer.end_backward(complete=True)
         return loss
+
+    def _reset_backward(self) -> None:
+        """Reset the state of a backward that has raised."""
+        self._parts.reducer.on_failure()
+        if self._coordinator is not None:
+            # A gather in flight may fail because of the first error, and must not hide it.
+            with contextlib.suppress(RuntimeError):
+                self._coordinator.reset()
 
     @collective
     def step(self, flush: bool = False) -> bool:

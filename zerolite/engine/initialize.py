@@ -35,7 +35,7 @@ from zerolite.diagnostics.rank_comparison import (
     describe_process,
     joined,
 )
-from zerolite.diagnostics.watchdog import start_watchdog
+from zerolite.diagnostics.watchdog import Watchdog, start_watchdog
 from zerolite.engine.arguments import Arguments, OptimizerLike, check_model
 from zerolite.engine.build import build_engine
 from zerolite.engine.engine import Engine
@@ -64,8 +64,7 @@ def initialize(
 ) -> Engine:
     """Make an :class:`~zerolite.engine.engine.Engine` of ``model``.
 
-    If torch.distributed is not running, it is started from the environment. With ``tensor_parallel`` and ``pipeline``,
-    only this rank's part stays in ``model``.
+    Starts torch.distributed if it is not running. A grid leaves in ``model`` only the part of this rank.
 
     Args:
         model: moved to this process's device. Its ``Parameter`` objects stay; they get rank 0's values, the compute
@@ -89,23 +88,39 @@ def initialize(
         RuntimeError: ranks have different models, configs or optimizers.
     """
     check_model(model)
-    loaded = load_config(config)
-    device = _start_process()
-    watchdog = start_watchdog(loaded.desync_timeout_s)
-    topology = _make_topology(loaded, create_communicator(device), device)
-    resolved = _resolved(loaded, topology)
-    trained = None if model_parameters is None else [_listed_params(entry) for entry in model_parameters]
+    resolved, topology, device, watchdog = _join_ranks(load_config(config))
+    trained = _listed(model_parameters)  # now, because an iterator over the model would find its shards later
     pipe_stage, loss_fn = parallelize_model(model, resolved, topology, device, loss_fn)
     resolved = _keep_local_patterns(model, resolved, topology)
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers, collate_fn, loss_fn)
     engine = build_engine(model, resolved, arguments, topology, device, pipe_stage=pipe_stage)
-    watchdog.watch(engine, parts_of(engine))
-    uncaught.watch(model, engine.compute_dtype, topology.world.rank, trains=engine.optimizer is not None)
+    _explain_failures(engine, watchdog)
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
-    if resolved.dump_state and topology.data.is_rank0:
-        print(f"{engine!r}\n{json.dumps(engine.config.model_dump(mode='json'), indent=2, default=str)}", flush=True)
+    _print_state(engine, topology)
     return engine
+
+
+def _explain_failures(engine: Engine, watchdog: Watchdog) -> None:
+    """Let hangs and uncaught exceptions be explained with facts about the engine."""
+    parts = parts_of(engine)
+    watchdog.watch(engine, parts)
+    uncaught.watch(parts.model, engine.compute_dtype, parts.topology.world.rank, trains=parts.trains)
+
+
+def _print_state(engine: Engine, topology: Topology) -> None:
+    """Print engine and config on rank 0, if the config asks for it."""
+    if engine.config.dump_state and topology.data.is_rank0:
+        print(f"{engine!r}\n{json.dumps(engine.config.model_dump(mode='json'), indent=2, default=str)}", flush=True)
+
+
+def _join_ranks(config: ZeroliteConfig) -> tuple[ZeroliteConfig, Topology, torch.device, Watchdog]:
+    """Start this process and its watchdog, and form the grid with the other ranks. Return the config with batch sizes
+    resolved, the grid, this process's device and the watchdog."""
+    device = _start_process()
+    watchdog = start_watchdog(config.desync_timeout_s)
+    topology = _make_topology(config, create_communicator(device), device)
+    return _resolved(config, topology), topology, device, watchdog
 
 
 def _start_process() -> torch.device:
@@ -160,10 +175,16 @@ def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
 _PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"
 
 
-def _listed_params(entry: Any) -> Any:
-    """Return a param group with a list of parameters, because an iterator can be read only once; others unchanged."""
-    members = entry.get("params") if isinstance(entry, dict) else None
-    return entry if members is None or isinstance(members, torch.Tensor) else {**entry, "params": list(members)}
+def _listed(model_parameters: Iterable[Any] | None) -> list[Any] | None:
+    """Return parameters and param groups with lists for iterators, which can be read only once."""
+    if model_parameters is None:
+        return None
+
+    def listed(entry: Any) -> Any:
+        params = entry.get("params") if isinstance(entry, dict) else None
+        return entry if params is None or isinstance(params, torch.Tensor) else {**entry, "params": list(params)}
+
+    return [listed(entry) for entry in model_parameters]
 
 
 # -------------------------------------------------------------------- this rank's part of the model
