@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import zerolite
 import zerolite.compat.deepspeed as deepspeed
 from zerolite.compat.deepspeed.runtime.config import read_config
 from zerolite.compat.deepspeed.utils import logging as log
@@ -115,6 +117,13 @@ def test_what_is_absent_is_said_in_a_sentence() -> None:
         _ = deepspeed.init_inference
     with pytest.raises(AttributeError, match="ops"):
         _ = deepspeed.no_such_name
+
+
+def test_help_shows_the_signature_and_docstring_of_the_engines_method() -> None:
+    ours, original = deepspeed.DeepSpeedEngine, zerolite.Engine
+    assert inspect.signature(ours.deepspeed_io) == inspect.signature(original.deepspeed_io)
+    assert ours.train_batch.__doc__ == original.train_batch.__doc__
+    assert ours.global_steps.__doc__ == original.global_steps.__doc__
 
 
 def test_names_that_scripts_import() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -11,15 +12,22 @@ import torch
 
 from zerolite.comm import collective
 from zerolite.engine.engine import Engine
+from zerolite.zero.optimizer import ShardedOptimizer
 from zerolite.zero.stage3.group_plan import external_parameters
 
 __all__ = ["DeepSpeedOptimizer", "Stage3Optimizer", "ZeROOptimizer"]
 
 
-def method_of(path: str) -> Callable[..., Any]:
-    """Make a method that calls the method at ``path``, attributes of its object separated by dots."""
-    get = operator.attrgetter(path)
-    return lambda self, *args, **kwargs: get(self)(*args, **kwargs)
+def forward_to(path: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method with the signature and docstring of ``method``, which calls it on the object at ``path``, names of
+    attributes separated by dots."""
+    get = operator.attrgetter(f"{path}.{method.__name__}")
+
+    @functools.wraps(method)
+    def forwarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return get(self)(*args, **kwargs)
+
+    return forwarded
 
 
 class DeepSpeedOptimizer:
@@ -81,11 +89,11 @@ class DeepSpeedOptimizer:
         """Run ``engine.backward`` without the division by gradient_accumulation_steps."""
         self._engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
 
-    step = method_of("_engine.optimizer.step")
-    zero_grad = method_of("_engine.optimizer.zero_grad")
-    state_dict = method_of("_engine.optimizer.state_dict")  # this rank's states
-    load_state_dict = method_of("_engine.optimizer.load_state_dict")
-    add_param_group = method_of("_engine.optimizer.add_param_group")
+    step = forward_to("_engine.optimizer", ShardedOptimizer.step)
+    zero_grad = forward_to("_engine.optimizer", ShardedOptimizer.zero_grad)
+    state_dict = forward_to("_engine.optimizer", ShardedOptimizer.state_dict)  # this rank's states
+    load_state_dict = forward_to("_engine.optimizer", ShardedOptimizer.load_state_dict)
+    add_param_group = forward_to("_engine.optimizer", ShardedOptimizer.add_param_group)
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):

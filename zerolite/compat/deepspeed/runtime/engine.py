@@ -12,7 +12,7 @@ import torch
 from zerolite.comm import collective
 from zerolite.compat.deepspeed.absent import sentence_for
 from zerolite.compat.deepspeed.runtime import checkpoints
-from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, make_optimizer, method_of
+from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, forward_to, make_optimizer
 from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
 from zerolite.engine.engine import Engine
 from zerolite.zero.stage3.live_view import refuse_operations
@@ -20,13 +20,19 @@ from zerolite.zero.stage3.live_view import refuse_operations
 
 def _engine_attribute(name: str) -> property:
     """Make a property that returns the engine's attribute ``name``."""
-    return property(lambda self: getattr(self.zerolite, name))
+    original = getattr(Engine, name, None)  # without those that a constructor sets
+    return property(lambda self: getattr(self.zerolite, name), doc=original and original.__doc__)
 
 
 def _setting(path: str) -> Callable[[DeepSpeedEngine], Any]:
     """Make a method that returns a setting of the engine's config."""
-    get = operator.attrgetter(path)
-    return lambda self: get(self.zerolite.config)
+    get = operator.attrgetter(f"zerolite.config.{path}")
+
+    def setting(self: DeepSpeedEngine) -> Any:
+        return get(self)
+
+    setting.__doc__ = f"Return the config's ``{path}``."
+    return setting
 
 
 class ThroughputTimer:
@@ -100,7 +106,7 @@ class DeepSpeedEngine(torch.nn.Module):
         """Drop all gradients since the last step."""
         self.zerolite.zero_grad()
 
-    train_batch = method_of("zerolite.train_batch")  # with a pipeline the only way to train
+    train_batch = forward_to("zerolite", Engine.train_batch)  # with a pipeline the only way to train
 
     def eval_batch(
         self,
@@ -129,14 +135,14 @@ class DeepSpeedEngine(torch.nn.Module):
         """Complete the average of all gradients over ranks."""
         self.zerolite.reduce_gradients()
 
-    no_sync = method_of("zerolite.no_sync")
-    set_gradient_accumulation_boundary = method_of("zerolite.set_gradient_accumulation_boundary")
-    is_gradient_accumulation_boundary = method_of("zerolite.is_gradient_accumulation_boundary")
-    get_global_grad_norm = method_of("zerolite.get_global_grad_norm")
-    get_lr = method_of("zerolite.get_lr")
-    deepspeed_io = method_of("zerolite.deepspeed_io")
-    offload_states = method_of("zerolite.offload_states")
-    reload_states = method_of("zerolite.reload_states")
+    no_sync = forward_to("zerolite", Engine.no_sync)
+    set_gradient_accumulation_boundary = forward_to("zerolite", Engine.set_gradient_accumulation_boundary)
+    is_gradient_accumulation_boundary = forward_to("zerolite", Engine.is_gradient_accumulation_boundary)
+    get_global_grad_norm = forward_to("zerolite", Engine.get_global_grad_norm)
+    get_lr = forward_to("zerolite", Engine.get_lr)
+    deepspeed_io = forward_to("zerolite", Engine.deepspeed_io)
+    offload_states = forward_to("zerolite", Engine.offload_states)
+    reload_states = forward_to("zerolite", Engine.reload_states)
 
     def was_step_applied(self) -> bool:
         """Return True if the last ``step()`` changed weights. Waits for the step."""
