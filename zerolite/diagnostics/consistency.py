@@ -103,7 +103,7 @@ class UpdateNumbers:
         description = Description({"the step": {"number": str(self.step + 1)}})
         description.items["the training so far"] = {"a count of backwards of": str(self.backwards)}
         changes = [_describe_change(change) for change in self.changes]
-        description.items["what was done to p.grad or to the optimizer"] = {"": "; ".join(changes) or "nothing"}
+        description.items["what was done to p.grad"] = {"": "; ".join(changes) or "nothing"}
         description.items["what stage 3 has gathered"] = {"a hash": f"{self.gathers & (1 << 64) - 1:016x}"}
         description.items["the update"] = {
             "a gradient divisor of": repr(self.divisor),

@@ -106,9 +106,7 @@ class KernelUpdate(UpdateMethod):
         self._plan_key = None
 
     def take_over(self) -> None:
-        sizes = [len(group["params"]) for group in self._inner.param_groups]
-        if sizes != self._group_sizes:
-            self._check_groups(sizes)
+        self._check_groups()
         for index, group in enumerate(self._inner.param_groups):
             key = self._rule.unsupported(group)
             if key is not None:
@@ -123,8 +121,11 @@ class KernelUpdate(UpdateMethod):
         if versions != self._versions or len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._adopt_changes()
 
-    def begin(self, inputs: UpdateInputs) -> None:
+    def begin(self, inputs: UpdateInputs | None) -> None:
         """Count a step. Parameters that do not take part, or whose group has no states, miss it."""
+        if inputs is None:
+            self._counts = False
+            return
         groups, used = self._inner.param_groups, inputs.used
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
@@ -307,7 +308,8 @@ class KernelUpdate(UpdateMethod):
         Raises:
             RuntimeError: counts of steps were changed in place; other shards may share them.
         """
-        if [counter._version for counter in self._counters] != self._versions:
+        counts = {id(entry.get("step")) for entry in self._entries.values()}  # a load has replaced the other counts
+        if any(c._version != v and id(c) in counts for c, v in zip(self._counters, self._versions, strict=True)):
             raise RuntimeError(
                 "optimizer.state[p]['step']: expected a count that only the optimizer changes, because parameters "
                 "share it, got one that was changed in place; zerolite.set_full_optimizer_state(p, 'step', n) sets it"

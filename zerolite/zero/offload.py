@@ -277,12 +277,12 @@ class OffloadUpdate:
         limit = min(self._placements.options.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
         self.groups = [group for side in buckets.values() for group in sub_groups(side, limit, alignment)]
 
-    def run(self, gather: bool, inputs: UpdateInputs) -> None:
+    def run(self, gather: bool, inputs: UpdateInputs | None) -> None:
         """Update all sub-groups.
 
         Args:
             gather: the update all-gathers the updated parameters.
-            inputs: see the class.
+            inputs: see :meth:`StepUpdate.run`.
 
         Raises:
             OSError: the disk failed. Then some masters are ahead of others.
@@ -302,7 +302,8 @@ class OffloadUpdate:
                     incoming.append(self._begin(plans[index + len(incoming)], buffer_bytes, longest))
                 current = incoming[0]
                 current.wait()
-                self._method.update(current.spans, inputs)
+                if inputs is not None:
+                    self._method.update(current.spans, inputs)
                 # The copies of earlier results to a staging buffer ran during this update. Begin their writes to disk.
                 for earlier in outgoing:
                     earlier.advance()

@@ -49,6 +49,7 @@ class GradStats:
         elsewhere: True if a gradient is not finite on ranks that have other parts of the model.
         unused_elsewhere: number of parameters on those ranks that got no gradient.
         bad_losses: ranks with a loss that was not finite.
+        refusals: ranks of the job that cannot make the update.
         slices: what the observers have written, and the sums of it over all ranks; None without.
     """
 
@@ -61,6 +62,7 @@ class GradStats:
     elsewhere: bool = False
     unused_elsewhere: int = 0
     bad_losses: tuple[int, ...] = ()
+    refusals: int = 0
     slices: tuple[Sequence[WrittenSlice], torch.Tensor] | None = None
 
 
@@ -71,6 +73,7 @@ class StatsLayout(NamedTuple):
     uses       [n]       ranks in whose backward the parameter got a gradient
     bad_ranks  [world]   1 for a gradient that is not finite, 2 for a loss, 3 for both
     weights    [3]       sum of weights, ranks with weights, ranks without
+    refusals   [1]       ranks that cannot make the update: all ranks of the job from here on
     slices     [any]     of the step's observers, one after the other
     ------------------------------------------------ up to here added over ranks, in one all-reduce
     unused     [1]       parameters on ranks with other parts that got no gradient          LOCAL
@@ -81,12 +84,13 @@ class StatsLayout(NamedTuple):
     uses: slice
     bad_ranks: slice
     weights: slice
+    refusals: slice
     slices: slice
 
     @classmethod
     def of(cls, parameters: int, ranks: int) -> StatsLayout:
         """Return the positions for so many parameters and data ranks."""
-        ends = accumulate((0, parameters, parameters, ranks, _WEIGHTS))
+        ends = accumulate((0, parameters, parameters, ranks, _WEIGHTS, 1))
         positions = [slice(low, high) for low, high in pairwise(ends)]
         return cls._make([*positions, slice(positions[-1].stop, LOCAL.start)])
 
@@ -97,7 +101,12 @@ _BAD_GRADIENT, _BAD_LOSS = 1.0, 2.0
 
 
 class StatsVector:
-    """Statistics of one step, still on the device; :class:`StatsLayout` has the positions of the numbers."""
+    """Statistics of one step, still on the device; :class:`StatsLayout` has the positions of the numbers.
+
+    Attributes:
+        world_size: number of data ranks.
+        refused: error for which this rank cannot make the update, as the statistics tell; None if it can.
+    """
 
     def __init__(
         self,
@@ -107,13 +116,15 @@ class StatsVector:
         used: set[int],
         weight: float | None,
         written: Sequence[WrittenSlice] = (),
+        refused: Exception | None = None,
     ) -> None:
         """
         Args:
             used, weight: this rank's own, for a dry run.
             written: what the observers have written.
+            refused: see the attribute.
         """
-        self._values, self._layout, self.world_size = values, layout, world_size
+        self._values, self._layout, self.world_size, self.refused = values, layout, world_size, refused
         self._squares, self._uses, self._weights = values[layout.squares], values[layout.uses], values[layout.weights]
         self._own = (used, weight)
         self._written = written
@@ -126,11 +137,14 @@ class StatsVector:
     def skips(self, check_finite: bool, weighted: bool) -> torch.Tensor:
         """Return 1 if the update must be skipped, and 0 if not: 0-dim fp32 on the device.
 
+        All ranks skip it if one of them refuses it, or if some have weights and others have not.
+
         Args:
             check_finite: skip it for a gradient that is not finite.
-            weighted: this rank's backwards have weights. If those of others have none, all ranks skip.
+            weighted: this rank's backwards have weights.
         """
-        skips = self.mixed()
+        _, with_weight, without = self._weights
+        skips = torch.addcmul(self._values[self._layout.refusals], with_weight, without)[0] > 0
         if check_finite:
             skips = skips | ~torch.isfinite(self._values[TOTAL])
         if weighted:
@@ -141,9 +155,10 @@ class StatsVector:
         """Sum of the weights, per rank on average, 0-dim float64 on the device."""
         return self._weights[0] / self.world_size
 
-    def mixed(self) -> torch.Tensor:
-        """Return True if some ranks have weights and others have not; a 0-dim bool tensor on the device."""
-        return self._weights[1] * self._weights[2] > 0
+    def take_refusal(self) -> Exception | None:
+        """Return ``refused``, to be raised. The statistics drop it: its traceback would keep the engine alive."""
+        refused, self.refused = self.refused, None
+        return refused
 
     def norms(self) -> torch.Tensor:
         """L2 norms of the gradients by parameter, [n] float64 on the device."""
@@ -205,6 +220,7 @@ class StatsVector:
             elsewhere=not finite and not bad,
             unused_elsewhere=int(unused),
             bad_losses=tuple(rank for rank in marked if bad_ranks[rank] >= _BAD_LOSS),
+            refusals=int(values[layout.refusals]),
             slices=(self._written, values[layout.slices]) if self._written else None,
         )
 
@@ -269,12 +285,13 @@ class ModelTotals:
 
     @collective
     def add(self, vector: torch.Tensor, layout: StatsLayout) -> None:
-        """Add the observers' slices and fill in LOCAL, after the data ranks have added the vector."""
+        """Add what all ranks of the job share and fill in LOCAL, after the data ranks have added the vector."""
+        shared = slice(layout.refusals.start, layout.slices.stop)
         total = (vector[layout.squares] * self._counted).sum().reshape(1)
         unused = ((vector[layout.uses] == 0) * self._not_empty).sum().reshape(1)
-        over = torch.cat([total, unused, vector[layout.slices]])
+        over = torch.cat([total, unused, vector[shared]])
         self._model.all_reduce(over, tag="stats").wait()
-        vector[layout.slices] = over[2:]
+        vector[shared] = over[2:]
         vector[LOCAL] = torch.cat([over[1:2] - unused, over[:1]])
 
 
@@ -317,7 +334,8 @@ class StatsCollector:
         self._squares: torch.Tensor | None = None  # of the noted buckets, by parameter; each is in one bucket
         self._slots: dict[int, torch.Tensor] = {}
         ones = torch.ones(self._count, dtype=torch.float64, device=self._device)
-        self._flagged = set(range(self._count)), ones  # parameters that got a gradient here in the last step
+        # Parameters that got a gradient here in the last step, and 1 for each of them, 0 for others.
+        self._flagged = set(range(self._count)), ones
 
     @torch.no_grad()
     def note(self, bucket: int, gradient: torch.Tensor) -> None:
@@ -359,8 +377,12 @@ class StatsCollector:
 
     @collective
     @torch.no_grad()
-    def collect(self, reducer: Reducer, accumulation: GradAccumulation) -> StatsVector:
-        """Collect the statistics of all ranks. Called once per step, when the gradients are reduced."""
+    def collect(self, reducer: Reducer, accumulation: GradAccumulation, refused: Exception | None) -> StatsVector:
+        """Collect the statistics of all ranks. Called once per step, when the gradients are reduced.
+
+        Args:
+            refused: error for which this rank cannot make the update.
+        """
         mean, layout, observers = self._groups.mean, self._layout, self._observers.slices
         sizes = [observer.slice_size for observer in observers]
         vector = torch.zeros(layout.slices.start + sum(sizes) - LOCAL.start, dtype=torch.float64, device=self._device)
@@ -373,7 +395,12 @@ class StatsCollector:
             self._plan.add(squares, self._spans, reducer.owned_shards(self.noted))
             if self._squares is not None:
                 squares += self._squares
-        vector[layout.uses] = self._flags(reducer.used)
+        # Most steps use the same parameters as the step before. A new tensor would be a copy to the device.
+        if reducer.used != self._flagged[0]:
+            flags = torch.zeros(self._count, dtype=torch.float64, device="cpu")
+            flags[sorted(reducer.used)] = 1.0
+            self._flagged = set(reducer.used), to_device(flags, self._device)
+        vector[layout.uses] = self._flagged[1]
         sums: Sequence[torch.Tensor] = reducer.bucket_sums
         if mean.world_size == 1 and not sums:
             sums = [squares.sum()]  # finite where the gradients are
@@ -383,42 +410,37 @@ class StatsCollector:
                 vector[layout.bad_ranks][mean.rank] += bad.double() * flag
         parts = vector[layout.slices].split(sizes)
         written = [WrittenSlice(o, len(part), o.write_slice(part)) for o, part in zip(observers, parts, strict=True)]
-        self._reduce(vector)
+        if refused is not None:
+            vector[layout.refusals].fill_(1.0)
+        mean.all_reduce(vector[: LOCAL.start], tag="stats").wait()
+        if self._totals is not None:
+            self._totals.add(vector, layout)
+        else:
+            # Sum once, on the device. A second sum on the host could add in another order and give two ranks different
+            # clip factors.
+            vector[TOTAL] = squares.sum()
         weight = accumulation.weight if accumulation.weighted else None
-        self.latest = StatsVector(vector, layout, mean.world_size, reducer.used, weight, written)
+        self.latest = StatsVector(vector, layout, mean.world_size, reducer.used, weight, written, refused)
         return self.latest
 
     @collective
-    def exchange_slices(self) -> tuple[list[WrittenSlice], torch.Tensor]:
-        """Add the observers' slices alone over all ranks of the job: what they have written, and the sums on the
-        host. Called between steps."""
+    def exchange_slices(self, refused: Exception | None) -> tuple[int, list[WrittenSlice], torch.Tensor]:
+        """Add the observers' slices alone over all ranks of the job: how many ranks refuse, what the observers have
+        written, and the sums on the host. Called between steps.
+
+        Args:
+            refused: error for which this rank refuses.
+        """
         observers = self._observers.slices
         sizes = [observer.slice_size for observer in observers]
-        sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
-        parts = sums.split(sizes)
+        sums = torch.zeros(1 + sum(sizes), dtype=torch.float64, device=self._device)
+        if refused is not None:
+            sums[0].fill_(1.0)
+        parts = sums[1:].split(sizes)
         written = [WrittenSlice(o, len(part), o.write_slice(part)) for o, part in zip(observers, parts, strict=True)]
-        if len(sums):
-            self._groups.agree.all_reduce(sums, tag="consistency").wait()
-        return written, HostRead(sums).get()
-
-    def _reduce(self, vector: torch.Tensor) -> None:
-        """Add the numbers over ranks, and fill in the sum of all squares."""
-        self._groups.mean.all_reduce(vector[: LOCAL.start], tag="stats").wait()
-        if self._totals is not None:
-            self._totals.add(vector, self._layout)
-            return
-        # Sum once, on the device. A second sum on the host could add in another order and give two ranks different
-        # clip factors.
-        vector[TOTAL] = vector[self._layout.squares].sum()
-
-    def _flags(self, used: set[int]) -> torch.Tensor:
-        """Return 1 for the parameters in ``used`` and 0 for others, [n] float64 on the device."""
-        # Most steps use the same parameters as the step before. A new tensor would be a copy to the device.
-        if used != self._flagged[0]:
-            flags = torch.zeros(self._count, dtype=torch.float64, device="cpu")
-            flags[sorted(used)] = 1.0
-            self._flagged = set(used), to_device(flags, self._device)
-        return self._flagged[1]
+        self._groups.agree.all_reduce(sums, tag="consistency").wait()
+        read = HostRead(sums).get()
+        return int(read[0]), written, read[1:]
 
 
 def clip_coefficient(norm: Factor, max_norm: float) -> Factor:

@@ -16,7 +16,7 @@ change it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,9 +64,6 @@ class StepPipeline:
         self.written = WrittenValues(update, state.observers)
         self.suspended = ""
         self._max_norm, self._updated = state.options.max_norm, False
-        # Error about what the user has done to the optimizer on this rank, of a step that could not raise it; and True
-        # if its statistics have told the other ranks.
-        self._refused: tuple[Exception, bool] | None = None
         self.use_layout()
         self.grads = Gradients(self, reducer, collector)
 
@@ -117,26 +114,20 @@ class StepPipeline:
 
     def _update(self, gather: bool) -> None:
         state, observers, update = self.state, self._observers, self._step_update
-        earlier, self._refused = self._refused, None
         state.raise_error()
-        if earlier is not None and earlier[1]:  # else the ranks would differ, and have raised it
-            raise earlier[0]
-        self.written.collect()
+        refused = self._attempt(self.written.collect, self._optimizer.method.take_over)
         if self._reducer.groups.replicate is not None:
             # A check may use the group over which replicas add gradients, and ranks may have waited for other numbers
             # of these sums, which launch the rest of them.
             self.wait_for_reductions()
-        is_told = earlier is not None or self._collector.latest is None
-        refused = None if earlier is None else earlier[0]
-        try:
-            self._optimizer.method.take_over()
-        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
-            refused = error  # raised when all ranks know
-            self.grads.note_change(f"refused ({type(error).__name__}: {error})", count=0)
         facts = state.facts(self._max_norm, self.grads.changes)
         for check in observers.before_update:
             check(facts)
-        vector = self._collected()  # reduce, statistics
+        vector = self._collected(refused)  # reduce, statistics
+        if refused is None:
+            refused = vector.refused
+        elif vector.refused is None:  # clipping has collected them before
+            state.leave_out(refused)
         for notify in observers.on_collected:
             notify()
         user_factor = self.grads.take_common_factor(vector) if self.grads.is_multiplied else 1.0
@@ -145,36 +136,37 @@ class StepPipeline:
             self.grads.clear()  # nothing corrects the statistics from here on
         # Where the host reads the statistics, all ranks read equal ones: all raise, launch the all-gathers, or skip.
         stats = None if update.device_decides else state.read(vector)
-        if refused is not None:
-            if is_told and stats is not None:
-                raise refused
-            self._refused = refused, is_told
         factor, divisor = state.update_factor(vector, stats, self._max_norm, user_factor)  # clip
-        if refused is not None:  # this rank cannot update, and launches what the others launch until they know
-            if gather and (stats is None or state.applies(stats)):
-                self._gather()
-            if stats is None:
-                state.read_later(vector, divisor, frozenset())
-            else:
-                state.end_step(stats, divisor)
-            return
         if stats is None:
-            self._update_unread(gather, vector, factor, divisor)
+            self._update_unread(gather, vector, factor, divisor, refused is not None)
             return
         if state.applies(stats):
-            update.run(gather, UpdateInputs(factor, stats.used))  # update, gather
+            update.run(gather, UpdateInputs(factor, stats.used) if refused is None else None)  # update, gather
         else:
             update.skip(gather)
         state.end_step(stats, divisor)  # outcome
 
-    def _update_unread(self, gather: bool, vector: StatsVector, factor: Factor, divisor: float) -> None:
-        """Update where the device decides on a skip, so that the host reads the statistics later."""
+    def _update_unread(self, gather: bool, vector: StatsVector, factor: Factor, divisor: float, refuses: bool) -> None:
+        """Update where the device decides on a skip, so that the host reads the statistics later. refuses: this rank
+        cannot update."""
         state, update = self.state, self._step_update
         used, maybe_unused = update.used_somewhere(vector)
         skips = vector.skips(state.options.check_finite, bool(self._accumulation.weighted))
         uses = vector.uses() if maybe_unused else None
-        update.run(gather, UpdateInputs(factor, used, maybe_unused, uses, skips))
+        update.run(gather, None if refuses else UpdateInputs(factor, used, maybe_unused, uses, skips))
         state.read_later(vector, divisor, maybe_unused)
+
+    def _attempt(self, *actions: Callable[[], None]) -> Exception | None:
+        """Take over what the user has changed on this rank. Return the error if the update cannot follow it: this rank
+        must not raise it before the statistics have told the others, which would wait for it."""
+        try:
+            for action in actions:
+                action()
+        except Exception as error:
+            if self._reducer.groups.agree.world_size == 1:
+                raise
+            return error
+        return None
 
     def all_gather_params(self) -> None:
         """All-gather the updated values into the compute parameters of all ranks."""
@@ -333,15 +325,18 @@ class StepPipeline:
     def stats(self) -> StatsVector:
         """Return the statistics of the accumulated gradients; collect them if that has not been done."""
         self.check_available()
+        refused = None
         if self._collector.latest is None:
             self.look_at_grads()
-        return self._collected()
+            self.state.settle()  # a step that the device has skipped must not count in the optimizer states
+            refused = self._attempt(self._optimizer.method.take_over)
+        return self._collected(refused)
 
-    def _collected(self) -> StatsVector:
+    def _collected(self, refused: Exception | None) -> StatsVector:
         if self._collector.latest is not None:
             return self._collector.latest
         self.finish_reductions()
-        stats = self._collector.collect(self._reducer, self._accumulation)
+        stats = self._collector.collect(self._reducer, self._accumulation, self.state.left_out or refused)
         if self.grads.assigned:
             self.grads.store(stats)
         return stats
@@ -387,15 +382,16 @@ class StepPipeline:
         weights non-finite. Called between steps."""
         self._param_gatherer.wait_all()
         self.state.raise_error()
-        if self._refused is not None and self._refused[1]:  # alike on all ranks, see `_update`
-            refused, self._refused = self._refused[0], None
-            raise refused
+        refused = self.state.left_out or self._attempt(self._optimizer.method.take_over)
         if self._reducer.groups.replicate is not None:
             self.wait_for_reductions()  # see `_update`
         facts = self.state.facts(self._max_norm, ())._replace(divisor=self.state.next_loss_scale())
         for check in self._observers.before_save:
             check(facts)
-        error = self.state.read_slices(*self._collector.exchange_slices())
+        refusals, written, sums = self._collector.exchange_slices(refused)
+        error = self.state.read_slices(written, sums)
+        if refusals:
+            self.state.raise_refusal(refused)
         if error is not None:
             raise error
         self.state.raise_error()

@@ -14,11 +14,11 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from zerolite.comm import collective
+from zerolite.comm import HostGroup, RaiseTogether, collective
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.accelerator import host_value
 from zerolite.utils.text import name_ranks
@@ -115,11 +115,16 @@ class StepState:
     may print a loss scale. An error that is found then is kept, and the next update raises it on all ranks. If one rank
     raised it at once, the others would wait for that rank in their next collective.
 
+    A rank *refuses* an update if it cannot make it. The statistics tell all ranks, which update nothing, count no step,
+    and raise.
+
     Attributes:
         accumulation: counters of the backwards since the last step.
         counters: counters of training.
         observers: of the engine's steps.
         options: of the steps.
+        left_out: error for which this rank alone has left out an update, because statistics had been collected before;
+            the next ones tell it.
     """
 
     def __init__(
@@ -139,6 +144,8 @@ class StepState:
         self._mean_weight: tuple[int, torch.Tensor] | None = None  # with the number of backwards that it is of
         self._unread: _UnreadStep | None = None
         self._error: Exception | None = None  # of an earlier step; the next update raises it
+        self._is_refused = False  # a rank has refused an earlier step, for `_error` if it was this one
+        self.left_out: Exception | None = None
         self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
 
     def begin_accumulation(self) -> None:
@@ -286,6 +293,8 @@ class StepState:
         here, so all of them raise."""
         stats = vector.get()
         error = self._let_observers_read(stats)
+        if stats.refusals:
+            self.raise_refusal(vector.take_refusal())
         if error is not None:
             raise error
         for raise_errors in self.observers.raise_errors:
@@ -305,11 +314,14 @@ class StepState:
         # One rank alone may be here. So nothing below may communicate, and errors are kept for the next update, in
         # which all ranks raise them.
         stats = unread.stats.get()
-        if stats.weight == 0 or stats.mixed or not self.applies(stats):
+        if stats.refusals or stats.weight == 0 or stats.mixed or not self.applies(stats):
             self._method.on_update_skipped()
         elif unread.maybe_unused:
             self._method.on_left_out(unread.maybe_unused - stats.used)
         self._error, divisor = self._let_observers_read(stats), unread.divisor
+        if stats.refusals:
+            self._is_refused, self._error = True, unread.stats.take_refusal()
+            return
         try:
             divisor *= mean_weight(stats)
         except RuntimeError as error:
@@ -341,16 +353,38 @@ class StepState:
         if self._unread is not None:
             self.settle()
         error, self._error = self._error, None
+        if self._is_refused:
+            self.raise_refusal(error)
         if error is not None:
             raise error
         for raise_errors in self.observers.raise_errors:
             raise_errors()
 
+    def leave_out(self, error: Exception) -> None:
+        """Note that this rank alone leaves out the coming update. The next statistics tell the others."""
+        self.left_out = RuntimeError(
+            f"{type(error).__name__}: {error}. This was found when the statistics of step {self.global_steps + 1} had "
+            "been collected, so this rank alone has left that update out: load the last checkpoint"
+        )
+        self.left_out.__cause__ = error
+
+    @collective
+    def raise_refusal(self, refused: Exception | None) -> NoReturn:
+        """Raise on all ranks, because one has refused an update.
+
+        Args:
+            refused: this rank's own error. The other ranks quote it.
+        """
+        self._is_refused, self.left_out = False, None
+        agree = self._buffer.gradient_memory.groups.agree
+        RaiseTogether(HostGroup(agree, "errors"), "zerolite", failed="cannot make the update:").exchange(refused)
+        raise AssertionError("one of the ranks has an error")
+
     @collective
     def on_weights_replaced(self) -> None:
         """Settle, and drop the errors of earlier steps, because all weights have been loaded anew."""
         self.settle()
-        self._error = None
+        self._is_refused, self._error, self.left_out = False, None, None
         for notify in self.observers.on_weights_written:
             notify(True)
 

@@ -99,18 +99,19 @@ class StepUpdate:
             return stats.get().used, frozenset()
         return used | maybe_unused, maybe_unused
 
-    def run(self, gather: bool, inputs: UpdateInputs) -> None:
+    def run(self, gather: bool, inputs: UpdateInputs | None) -> None:
         """Update once, which consumes the gradients.
 
         Args:
             gather: all-gather each bucket as soon as it is updated.
-            inputs: what the update uses beside the buckets.
+            inputs: what the update uses beside the buckets. None: this rank refuses. It changes nothing, and launches
+                what the others do.
 
         Raises:
             OSError: the disk failed. Then some masters are a step ahead of others.
         """
         self._method.begin(inputs)
-        for notify in self._observers.on_update_begin:
+        for notify in self._observers.on_update_begin if inputs is not None else ():
             notify()
         if self._order is not self._reducer.order:  # it was learned in a backward
             self.plan()
@@ -130,7 +131,7 @@ class StepUpdate:
                 [master for bucket in self.buffer.buckets for master in bucket.sync_master_from_param()]
             )
 
-    def _update_all(self, inputs: UpdateInputs, gather: bool) -> None:
+    def _update_all(self, inputs: UpdateInputs | None, gather: bool) -> None:
         syncs = gather and self._method.syncs_masters
         gatherer = self.param_gatherer
         if self.buffer.gradient_memory.groups.rounds_values:
@@ -153,7 +154,8 @@ class StepUpdate:
                 )
                 for span in spans
             ]
-            self._method.update(sub_group, inputs)
+            if inputs is not None:
+                self._method.update(sub_group, inputs)
             for tensors in sub_group if gather else ():
                 gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
         if self._offload.groups:

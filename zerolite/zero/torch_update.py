@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class TorchUpdate(UpdateMethod):
         super().__init__(inner, buffer)
         self._takes_found_inf = bool(getattr(inner, "_step_supports_amp_scaling", False))
         self._new_states: set[int] = set()  # parameters that the device may leave out, without a state before
+        self._known: dict[int, State] = {}  # what the last update has left in `inner.state`, by index of the parameter
         # Other libraries count steps in param groups: the numbers before this step, by id of the group.
         self._counts: dict[int, dict[str, Any]] = {}
         self._stand_ins: dict[int, torch.Tensor] = {}  # by param group
@@ -54,17 +56,40 @@ class TorchUpdate(UpdateMethod):
             if _updates_copy(bucket):
                 _write_back_master(bucket, bucket.master)
 
-    def begin(self, inputs: UpdateInputs) -> None:
+    def begin(self, inputs: UpdateInputs | None) -> None:
         self._new_states.clear()
         self._counts.clear()
 
     def take_over(self) -> None:
-        sizes = [len(group["params"]) for group in self._inner.param_groups]
-        if sizes != self._group_sizes:
-            self._check_groups(sizes)
-        for bucket in self._buffer.buckets:
-            if bucket.states and (written := self._move_states(bucket.shards)):
-                self._buffer.placements.drop_reads(written)  # the user has put other tensors into `optimizer.state`
+        self._check_groups()
+        replaced = [shard for shard in self.shards() if self._is_replaced(shard)]
+        if replaced:
+            self._buffer.placements.drop_reads(self._move_states(replaced))
+            self._note_states(replaced)
+
+    def _is_replaced(self, shard: OptimParamShard) -> bool:
+        """Return True if the user has put other tensors into a shard's states. Raises ValueError if they do not fit."""
+        state, known = self._state(shard), self._known.get(shard.index, {})
+        if not state or (len(state) == len(known) and all(map(is_, state.values(), known.values()))):
+            return False
+        replaced = False
+        for name, before in known.items():
+            value: Any = state.get(name)
+            if value is before or not isinstance(before, torch.Tensor):
+                continue
+            replaced, is_tensor = True, isinstance(value, torch.Tensor)
+            if not is_tensor or value.shape != before.shape or (value.dtype != before.dtype and value.dim()):
+                got = f"{tuple(value.shape)} in {value.dtype}" if is_tensor else repr(value)
+                raise ValueError(
+                    f"optimizer.state: expected '{name}' of parameter '{shard.fragment.slot.name}' to be "
+                    f"{tuple(before.shape)} in {before.dtype}, as the last update has left it on this rank, got {got}; "
+                    "zerolite.set_full_optimizer_state takes the full state"
+                )
+        return replaced
+
+    def _note_states(self, shards: Iterable[OptimParamShard]) -> None:
+        for shard in shards:
+            self._known[shard.index] = dict(self._state(shard))
 
     def on_left_out(self, indices: Iterable[int]) -> None:
         """Drop the new states of parameters that the device has left out. Their step counts are on the device."""
@@ -144,6 +169,7 @@ class TorchUpdate(UpdateMethod):
             for tensors in bound:
                 self._unbind(tensors)
         self._tag_states(shards)
+        self._note_states(shards)
         for tensors in bound:
             if tensors.out is not None:
                 tensors.out.copy_(tensors.master)
@@ -230,6 +256,7 @@ class TorchUpdate(UpdateMethod):
                 for key, value in state.items()
             }
             self._move_states([shard])
+        self._note_states([shard])
 
     def make_state(
         self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -255,6 +282,7 @@ class TorchUpdate(UpdateMethod):
             state = self._inner.state[shard.parameter] = {**moved_numbers, **made}
             self._move_states([shard])
             made = {name: state[name] for name in made}
+        self._note_states([shard])
         return made
 
     def _device_of(self, shard: OptimParamShard) -> torch.device:

@@ -178,15 +178,18 @@ class UpdateMethod(ABC):
 
     @abstractmethod
     def take_over(self) -> None:
-        """Take over what the user has changed in the optimizer. Called once per step, before what all ranks share.
+        """Take over what the user has changed in the optimizer. Called once per step, between two updates, before what
+        all ranks share.
 
         Raises:
-            ValueError, RuntimeError, TypeError, AttributeError: it cannot be followed, and nothing has changed. All
-                ranks get to know before one of them raises it.
+            Exception: it cannot be followed. All ranks get to know before one of them raises it.
         """
 
-    def _check_groups(self, sizes: list[int]) -> None:
-        """Raise RuntimeError if the user has taken a parameter out of its param group, of which ``sizes`` are new."""
+    def _check_groups(self) -> None:
+        """Raise RuntimeError if the user has taken a parameter out of its param group since the last call."""
+        sizes = [len(group["params"]) for group in self._inner.param_groups]
+        if sizes == self._group_sizes:
+            return
         index_of = {id(p): index for index, group in enumerate(self._inner.param_groups) for p in group["params"]}
         began_in = {id(shard.parameter): shard.group for shard in self.shards()}
         for bucket in self._buffer.buckets:
@@ -200,8 +203,8 @@ class UpdateMethod(ABC):
         self._group_sizes = sizes
 
     @abstractmethod
-    def begin(self, inputs: UpdateInputs) -> None:
-        """Begin the updates of a step. Called once per step."""
+    def begin(self, inputs: UpdateInputs | None) -> None:
+        """Begin the updates of a step. Called once per step. None: no update follows."""
 
     @abstractmethod
     def update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
@@ -213,7 +216,7 @@ class UpdateMethod(ABC):
 
     @abstractmethod
     def on_update_skipped(self) -> None:
-        """Note that the device has skipped the last update."""
+        """Note that the device has skipped the last update, if there was one."""
 
     # ---------------------------------------------------------------- states
 
