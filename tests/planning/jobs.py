@@ -154,6 +154,15 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "large": bucket_sizes(60_000, 120_000),
     "replicas": bucket_sizes(5_000, 30_000, stage3_max_reuse_distance=0, shard_size=2),
     "hierarchical": bucket_sizes(5_000, 30_000, stage3_max_reuse_distance=0, zero_hpz_partition_size=2),
+    "compressed": bucket_sizes(
+        5_000,
+        30_000,
+        stage3_max_reuse_distance=0,
+        zero_hpz_partition_size=2,
+        zero_quantized_weights=True,
+        zero_quantized_gradients=True,
+        zeropp_loco_param={"err_beta": 0.8},
+    ),
 }
 """Settings of the buckets, of what stage 3 keeps gathered, and of the ranks that divide it."""
 

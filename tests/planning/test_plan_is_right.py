@@ -113,7 +113,8 @@ def test_16_bits(pools: Pools, stage: int, kind: str, precision: str, accumulati
     ("stage", "kind", "precision", "buckets"),
     [
         (1, "odd", "fp32", "replicas"), (3, "odd", "fp32", "replicas"), (3, "odd", "fp32", "hierarchical"),
-        (3, "deep gpt", "bf16", "hierarchical"),
+        (3, "deep gpt", "bf16", "hierarchical"), (3, "odd", "fp32", "compressed"),
+        (3, "deep gpt", "bf16", "compressed"),
     ],
 )  # fmt: skip
 def test_sets_of_ranks(pools: Pools, stage: int, kind: str, precision: str, buckets: str) -> None:

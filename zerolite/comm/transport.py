@@ -114,21 +114,20 @@ class Transport(ABC):
         self.group = None
 
 
-class _Done:
-    """Handle of an operation that is complete."""
+class _Unsent:
+    """Handle of an operation that sends nothing. It is complete when it is waited for, as on a slow wire."""
+
+    _waited = False
 
     def wait(self) -> None:
-        pass
+        self._waited = True
 
     def is_completed(self) -> bool:
-        return True
-
-
-_DONE = _Done()
+        return self._waited
 
 
 class DryTransport(Transport):
-    """Sends nothing, and returns at once.
+    """Sends nothing, and waits for nothing.
 
     Memory to receive into is left as it is, so no value means anything, and tensors may be fake (torch.FakeTensorMode).
     """
@@ -136,34 +135,34 @@ class DryTransport(Transport):
     is_dry = True
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        return _DONE
+        return _Unsent()
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        return _DONE
+        return _Unsent()
 
     def highest(self, numbers: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
-        return _DONE, lambda: list(numbers)
+        return _Unsent(), lambda: list(numbers)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        return _DONE
+        return _Unsent()
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
-        return _DONE
+        return _Unsent()
 
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
-        return _DONE
+        return _Unsent()
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
-        return _DONE
+        return _Unsent()
 
     def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
-        return _DONE
+        return _Unsent()
 
     def send(self, tensor: torch.Tensor, target: int, number: int) -> Work:
-        return _DONE
+        return _Unsent()
 
     def receive(self, tensor: torch.Tensor, source: int, number: int) -> Work:
-        return _DONE
+        return _Unsent()
 
     def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
         # Every process of the host maps the memory of all ranks, so the plan of each process counts all of it.

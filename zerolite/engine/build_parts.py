@@ -115,8 +115,8 @@ class PartsBuilder:
             param_groups: its param groups.
             trains: False for an engine without an optimizer.
         """
-        model, config, comm = self.model, self.config, self.topology.data
-        self._communication_dtype = communication_dtypes(model, config, self.precision, comm.world_size)
+        model, config, ranks = self.model, self.config, self._groups.shard.world_size
+        self._communication_dtype = communication_dtypes(model, config, self.precision, ranks)
         self._make_placements()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         trained, owned = self._choose_parameters(param_groups, trains, names)
@@ -125,7 +125,7 @@ class PartsBuilder:
         accumulation = GradAccumulation((config.gradient_accumulation_steps or 1) * self._chunks)
         memory = self._make_gradient_memory(accumulation)
         self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)
-        synchronize_untrained(model, trained, self.precision, comm, self.device)
+        synchronize_untrained(model, trained, self.precision, self.topology.data, self.device)
         parallel = trains and not self.topology.trivial
         collector = self._make_collector(parallel)
         self._reducer = Reducer(self._buffer, self._observers)

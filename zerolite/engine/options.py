@@ -75,7 +75,7 @@ def loss_scaler(config: ZeroliteConfig) -> LossScaler | None:
 
 
 EXACT_SUMS_FROM = 64
-"""From this number of data-parallel ranks on, bf16 gradients are reduced in fp32, unless the config says otherwise.
+"""From this number of ranks on, bf16 gradients are reduced in fp32, unless the config says otherwise.
 
 A ring adds the values of one rank after the other, and rounds each time. In a simulation in bf16 the relative error of
 the sum grows from 3e-3 at 8 ranks to 3.5e-2 at 1,024."""
@@ -84,8 +84,8 @@ the sum grows from 3e-3 at 8 ranks to 3.5e-2 at 1,024."""
 def communication_dtypes(
     model: torch.nn.Module, config: ZeroliteConfig, precision: Precision, world_size: int
 ) -> Callable[[torch.nn.Parameter], torch.dtype | None]:
-    """Return a function from a parameter to the dtype in which its gradient is reduced over ``world_size`` data ranks.
-    It returns None for the gradient's own dtype."""
+    """Return a function from a parameter to the dtype in which its gradient is reduced over ``world_size`` ranks, those
+    that split a bucket. It returns None for the gradient's own dtype. Sums over replicas are taken in fp32 or wider."""
 
     def by_default(parameter: torch.nn.Parameter) -> torch.dtype | None:
         long = world_size >= EXACT_SUMS_FROM

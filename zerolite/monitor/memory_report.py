@@ -191,6 +191,8 @@ def _owned_tensors(parts: EngineParts) -> Iterator[tuple[str, torch.Tensor]]:
     for comm in communicators.values():
         yield from ((BUCKETS, tensor) for tensor in comm.memory())
     yield from parts.reducer.memory()
+    gathers = [bucket.gathering for bucket in buffer.buckets]
+    yield from ((BUCKETS, tensor) for gather in gathers if gather is not None for tensor in gather.memory())
     yield from ((STAGING, tensor) for tensor in parts.transfers.pool.memory())
     for source in parts.memory_sources:
         yield from source()

@@ -19,7 +19,7 @@ import torch
 from zerolite.ops import reference
 from zerolite.ops.call import QUANT_TOPS, QuantCall, row_bytes
 from zerolite.ops.library import Kernels, kernels_for
-from zerolite.utils.accelerator import is_fake
+from zerolite.utils.accelerator import current_platform, is_fake
 from zerolite.utils.dtypes import FLOATS
 
 __all__ = ["dequantize", "dequantize_sum", "quantize", "row_bytes"]
@@ -77,7 +77,11 @@ def dequantize_sum(packed: torch.Tensor, out: torch.Tensor, bits: int, divisor: 
 def _kernels(call: QuantCall) -> Kernels | None:
     """Return what carries out a call; None if there is nothing to do. Raises ValueError if its tensors do not fit."""
     _check(call)
-    if not call.values.numel() or is_fake(call.values):
+    if not call.values.numel():
+        return None
+    if is_fake(call.values):
+        error = 0 if call.error is None else 2 * call.error.nbytes
+        current_platform().skip_kernel(call.values.nbytes + call.packed.nbytes + error)
         return None
     return kernels_for(call.values.device) or reference
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from zerolite.comm import Recorder
 from zerolite.comm.recorder import CollectiveCall
+from zerolite.planning.fake_backend import DryPlatform
 from zerolite.planning.result import Machine, StepTime
 from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.wire import Cost, Wires
@@ -55,18 +57,18 @@ class Trace(Recorder):
         steps: the events of each step.
     """
 
-    def __init__(self, tracker: MemoryTracker, on_device: bool, overlaps: bool) -> None:
+    def __init__(self, tracker: MemoryTracker, platform: DryPlatform, overlaps: bool) -> None:
         """
         Args:
             tracker: counts operations and passes.
+            platform: knows what runs on a stream beside that of the model, and what kernels would have passed over.
             overlaps: gathers of updated parameters outlive the step, until :meth:`on_use`. A dry run itself ends them,
                 because its parameters cannot be hidden.
-            on_device: collectives run on streams of a device. There the second of two chained collectives is launched
-                with the first, by a side stream; on the CPU by the wait for the result.
         """
         super().__init__()
-        self._tracker, self._on_device, self._overlaps = tracker, on_device, overlaps
+        self._tracker, self._platform, self._overlaps = tracker, platform, overlaps
         self._in_flight: dict[int, CollectiveCall] = {}  # gathers by key
+        self._ended: CollectiveCall | None = None  # the last one for which the side stream has waited
         self._seen = Compute(0, 0)
         self.steps: list[list[Event]] = []
 
@@ -79,26 +81,20 @@ class Trace(Recorder):
         if self.steps:
             self.end_step()
         self._tracker.count_anew()
-        self._seen = Compute(0, 0)
+        self._seen, self._platform.skipped = Compute(0, 0), 0
         self.steps.append([])
 
     def on_launch(self, call: CollectiveCall) -> None:
         self._note_compute()
-        events = self.steps[-1]
-        if call.tag == "parameters":
+        if self._overlaps and call.tag == "parameters":
             self.on_use(call.key)  # unused since the last update
-        if self._on_device and call.dimension == "replicate":
-            recent = next((event for event in reversed(events[-2:]) if isinstance(event, Wait)), None)
-            if recent is not None and (recent.call.dimension, recent.call.key) == ("shard", call.key):
-                events.remove(recent)
-                place = next(n for n, event in enumerate(events) if isinstance(event, Launch) and event[0] is recent[0])
-                events.insert(place + 1, Launch(call, recent.call))
-                return
-        events.append(Launch(call))
+        self.steps[-1].append(Launch(call, self._ended if self._platform.is_beside else None))
 
     def on_wait(self, call: CollectiveCall) -> None:
         self._note_compute()
-        if self._overlaps and call.tag == "parameters":
+        if self._platform.is_beside:
+            self._ended = call
+        elif self._overlaps and call.tag == "parameters":
             self._in_flight[call.key] = call
         else:
             self.steps[-1].append(Wait(call))
@@ -115,7 +111,8 @@ class Trace(Recorder):
         self.steps[-1].append(Compute(0, nbytes))
 
     def _note_compute(self) -> None:
-        now = Compute(*self._tracker.counted)
+        flops, nbytes = self._tracker.counted
+        now = Compute(flops, nbytes + self._platform.skipped)
         more = Compute(now.flops - self._seen.flops, now.nbytes - self._seen.nbytes)
         self._seen = now
         if any(more):
@@ -180,10 +177,10 @@ class _Network:
             self._now = max(self._now, until)
 
 
-def step_time(trace: Trace, machine: Machine, wires: Wires) -> StepTime:
-    """Return the time from the end of the step before the last one to the end of the last one."""
+def step_time(steps: Sequence[Sequence[Event]], machine: Machine, wires: Wires) -> StepTime:
+    """Return the time of the last step: from the end of the one before it, if there is one, to its own."""
     network, launched, now = _Network(wires.messages), dict[int, _Collective](), 0.0
-    for step in trace.steps:
+    for step in steps:
         begin, products, passes = now, 0.0, 0.0
         for event in step:
             if isinstance(event, Compute):

@@ -36,7 +36,7 @@ from zerolite.engine.initialize import parallelize_model
 from zerolite.engine.special_engines import PipelineEngine
 from zerolite.monitor.flops import Flops
 from zerolite.pipe.dependencies import Skeleton
-from zerolite.planning.clock import Trace
+from zerolite.planning.clock import Event, Trace
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
 from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker, PeakMoment
@@ -147,7 +147,7 @@ class Outcome:
         at_rest: bytes of each item after that step.
         timeline: see :meth:`MemoryTracker.timeline`.
         recorder: collectives of that step.
-        trace: what the engine did in that step and the one before, for :func:`~zerolite.planning.clock.step_time`.
+        events: what the engine did in the step before and in that step, for :func:`~zerolite.planning.clock.step_time`.
         host_waits: number of reads for which the host waits in the step that begins them.
         checkpoint: bytes that this rank writes.
         original_model: host memory of the model before the engine takes it over.
@@ -169,7 +169,7 @@ class Outcome:
     at_rest: dict[str, int]
     timeline: list[tuple[dict[str, int], str, str]]
     recorder: Recorder
-    trace: Trace
+    events: list[list[Event]]
     host_waits: int
     checkpoint: int
     original_model: int
@@ -239,7 +239,7 @@ def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryF
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_detect_anomaly(False),
-        use_platform(DryPlatform()),
+        use_platform(DryPlatform(job.device)),
         isolated(),
         unrecorded(),
         contextlib.nullcontext() if dry_pipeline is None else dry_pipeline.running(),
@@ -297,8 +297,9 @@ class _DryRun:
         tracker.reset_peak()
         for _ in range(self._job.warm_up - 1):
             self._step(engine)
-        overlaps = parts_of(engine).param_gatherer.overlaps
-        trace = Trace(tracker, self._job.device == "cuda", overlaps)
+        # At stage 3 no parameter need be hidden: gathers in flight are waited for as in a real run.
+        overlaps = parts_of(engine).param_gatherer.overlaps and self._job.config.zero_optimization.stage < 3
+        trace = Trace(tracker, self._platform, overlaps)
         parts_of(engine).observers.on_update_begin.append(lambda: trace.on_update(_bytes_of_update(engine)))
         with record(trace), _uses_noted(engine, trace) if overlaps else contextlib.nullcontext():
             trace.begin_step()
@@ -326,7 +327,7 @@ class _DryRun:
             at_rest=dict(tracker.items[DEVICE]),
             timeline=tracker.timeline(),
             recorder=recorder,
-            trace=trace,
+            events=trace.steps,
             host_waits=self._platform.host_waits,
             checkpoint=ModelState(parts_of(engine)).nbytes(),
             original_model=original_model,

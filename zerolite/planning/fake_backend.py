@@ -146,12 +146,30 @@ class DryPlatform(Platform):
 
     Attributes:
         host_waits: number of reads for which the host has waited in the step that began them.
+        is_beside: the code that runs is in the context of :meth:`side_stream`.
+        skipped: bytes that kernels would have read and written, of those that an engine tells of.
     """
 
     joins_jobs = False
 
-    def __init__(self) -> None:
-        self.step = self.host_waits = 0
+    def __init__(self, device_kind: str = "cpu") -> None:
+        """device_kind: type of the device that is simulated."""
+        self._device_kind, self.is_beside = device_kind, False
+        self.step = self.host_waits = self.skipped = 0
+
+    def queues(self, tensor: torch.Tensor) -> bool:
+        return self._device_kind != "cpu"
+
+    @contextlib.contextmanager
+    def side_stream(self, device: torch.device) -> Iterator[None]:
+        self.is_beside = True
+        try:
+            yield
+        finally:
+            self.is_beside = False
+
+    def skip_kernel(self, nbytes: int) -> None:
+        self.skipped += nbytes
 
     def end_step(self) -> None:
         self.step += 1

@@ -153,7 +153,7 @@ def _time(job: Job, outcome: Outcome, nodes: int | None, machine: Machine | None
     if machine is None or why_untimed(job):
         return None
     messages = job.device == "cpu" and (nodes or 1) > 1
-    return step_time(outcome.trace, machine, Wires(machine, job.grid, nodes or 1, messages))
+    return step_time(outcome.events, machine, Wires(machine, job.grid, nodes or 1, messages))
 
 
 def why_untimed(job: Job) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -46,6 +47,17 @@ class Platform:
         """Return the result of ``make``: a file for parts of shards."""
         return make()
 
+    def queues(self, tensor: torch.Tensor) -> bool:
+        """Return True if work on ``tensor`` is queued on a device, behind collectives too, while the host goes on."""
+        return tensor.is_cuda
+
+    def side_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a stream beside the current one: one stream for each device."""
+        return torch.cuda.stream(_side_stream(device))
+
+    def skip_kernel(self, nbytes: int) -> None:
+        """Note that a kernel which would read and write ``nbytes`` is not run, because its tensors have no memory."""
+
     def read(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Return a copy on the host, and the event after which it is complete; None if it is complete."""
         if not tensor.is_cuda:
@@ -55,6 +67,11 @@ class Platform:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(tensor.device))
         return host, event
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 _platforms = [Platform()]

@@ -19,6 +19,7 @@ from zerolite.comm import Chained, Communicator, Pending, collective, done
 from zerolite.comm.communicator import empty
 from zerolite.ops.call import QUANT_BLOCK
 from zerolite.ops.quantization import dequantize, dequantize_sum, quantize, row_bytes
+from zerolite.utils.accelerator import current_platform
 from zerolite.utils.dtypes import FLOATS
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 
@@ -81,7 +82,7 @@ class Compression:
             _used_here(packed)
             return done(full)
 
-        return Chained(gathered, unpack, keep=(full,))
+        return Chained(gathered, unpack, keep=(packed, full))
 
     @collective
     def reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
@@ -118,7 +119,7 @@ class Compression:
             return Chained(self.all_gather(padded, tag, key), lambda total: done(total[:numel]))
 
         summed = Chained(self.reduce_scatter(padded, tag, divisor, key), gather, keep=(padded,))
-        if full.is_cuda:  # the host does not wait: the current stream launches the gather behind the sum
+        if current_platform().queues(full):  # the current stream launches the gather behind the sum
             summed.advance()
         return summed
 

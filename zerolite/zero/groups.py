@@ -25,6 +25,7 @@ import torch
 
 from zerolite.comm import Chained, Communicator, Pending, Topology, collective, done, second_communicator
 from zerolite.comm.communicator import empty
+from zerolite.utils.accelerator import current_platform
 from zerolite.utils.dtypes import HALF
 from zerolite.zero.compression import Compression, ErrorFeedback
 from zerolite.zero.stages import StagePolicy
@@ -127,7 +128,8 @@ def _reduce_in_two_hops(
     # ``second`` sums a part between the sets: an all-reduce or a reduce-scatter over the replicas. Before it 16-bit
     # values become fp32, so that they are rounded once, to ``dtype``, at the end.
     exact = torch.float32 if full.dtype in HALF else full.dtype
-    if not full.is_cuda:
+    platform = current_platform()
+    if not platform.queues(full):
         # The host would have to wait between the two sums, so the wait for the result launches the second one. All
         # ranks wait in the order of the launches.
         scattered = shard.reduce_scatter(full, tag, dtype=exact, key=key)
@@ -143,7 +145,7 @@ def _reduce_in_two_hops(
         lambda part: second(wide.copy_(part), tag, divisor=divisor, key=key),
         keep=(*scattered.memory(), wide),
     )
-    with torch.cuda.stream(_side_stream(full.device)):
+    with platform.side_stream(full.device):
         summed.advance()
     return Chained(summed, lambda total: done(_on_this_stream(total, dtype)))
 
@@ -151,10 +153,6 @@ def _reduce_in_two_hops(
 def _on_this_stream(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # A reduce-scatter has allocated its result on the side stream, whose later work must not get the memory while this
     # stream still reads it.
-    total.record_stream(torch.cuda.current_stream(total.device))
+    if total.is_cuda:  # not in a dry run
+        total.record_stream(torch.cuda.current_stream(total.device))
     return total.to(dtype)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
