@@ -22,6 +22,7 @@ from zerolite.comm.topology import (
     make_stage_groups,
     stages_communicator,
     with_replicas,
+    with_sequence,
 )
 
 __all__ = [
@@ -60,4 +61,5 @@ __all__ = [
     "use_communicator",
     "wait_for_result",
     "with_replicas",
+    "with_sequence",
 ]

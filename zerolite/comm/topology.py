@@ -12,6 +12,12 @@ replicate group hold the same shard. Shard groups are neighbours among the data 
 
     world size 8, shard 4                          shard groups    0 1 2 3 | 4 5 6 7
                                                    replicate groups  0 4 | 1 5 | 2 6 | 3 7
+
+It may also be two in another way, batch × sequence: ranks of one sequence group have parts of the same samples. They
+are neighbours among the data ranks too. Both ways say nothing of each other.
+
+    world size 8, sequence 2                       sequence groups   0 1 | 2 3 | 4 5 | 6 7
+                                                   batch groups      0 2 4 6 | 1 3 5 7
 """
 
 from __future__ import annotations
@@ -39,17 +45,24 @@ class Topology:
 
     Attributes:
         world: all ranks.
-        data: ranks with the same parameters and other data (dp).
+        data: ranks with the same parameters and other data, batch × sequence. States are sharded over them, and
+            gradients averaged.
+        batch: ranks with other samples (dp): ``data`` itself, unless sequences are divided. Samplers and metrics know
+            these alone.
+        sequence: ranks with the other parts of the same samples (sp).
         tensor: ranks with the other shards of the same layers (tp).
         pipe: ranks with the other pipeline stages (pp).
         model: ranks of one full copy of the model, tensor × pipe.
         shard: data ranks over which ZeRO splits buckets: all of them, unless some hold the same shards.
         replicate: data ranks that hold the same shard; None if there are no others.
         mesh: torch's DeviceMesh with the dimensions "pipe", "data" and "tensor"; None for one process and in a dry run.
+            Where sequences are divided, "data" are the ranks of ``batch``, and there is a dimension "sequence".
     """
 
     world: Communicator
     data: Communicator
+    batch: Communicator
+    sequence: Communicator
     tensor: Communicator
     pipe: Communicator
     model: Communicator
@@ -60,7 +73,8 @@ class Topology:
     @property
     def grid(self) -> str:
         """The sizes of the dimensions, as text."""
-        return f"pipe={self.pipe.world_size}, data={self.data.world_size}, tensor={self.tensor.world_size}"
+        parts = f"sequence={self.sequence.world_size}, " if self.sequence.world_size > 1 else ""
+        return f"pipe={self.pipe.world_size}, data={self.batch.world_size}, {parts}tensor={self.tensor.world_size}"
 
     @property
     def coordinates(self) -> tuple[int, int, int]:
@@ -78,6 +92,8 @@ class Topology:
         listed = {"gradients and statistics": self.data}
         if self.replicate is not None:
             listed |= {"gradients within a replica": self.shard, "gradients of replicas": self.replicate}
+        if self.sequence.world_size > 1:
+            listed["parts of sequences"] = self.sequence
         if self.tensor.world_size > 1:
             listed["parts of layers"] = self.tensor
         if not self.trivial and self.model is not self.tensor:
@@ -88,7 +104,7 @@ class Topology:
 def data_topology(comm: Communicator) -> Topology:
     """Make the topology of ranks that all have the full model."""
     alone = Communicator()
-    return Topology(comm, comm, alone, alone, alone, shard=comm)
+    return Topology(comm, data=comm, batch=comm, sequence=alone, tensor=alone, pipe=alone, model=alone, shard=comm)
 
 
 @collective
@@ -131,6 +147,61 @@ def with_replicas(topology: Topology, device: torch.device, shard: int, host: in
 
 
 @collective
+def with_sequence(topology: Topology, device: torch.device, size: int) -> Topology:
+    """Divide the data ranks into sets of ``size`` neighbours, which have parts of the same samples.
+
+    Args:
+        device: of the tensors.
+        size: ranks of a set.
+
+    Raises:
+        ValueError: ``size`` does not divide the number of data ranks.
+    """
+    data = topology.data
+    if data.world_size % size:
+        raise ValueError(
+            f"expected a divisor of the {data.world_size} ranks that have the same parameters, got {size}; choose one, "
+            "or start a multiple of it"
+        )
+    if size == 1:
+        return topology
+    if data.group is None:
+        kind = _kind_of(data)
+        within = dry_communicator(kind, data.rank % size, size)
+        across = dry_communicator(kind, data.rank // size, data.world_size // size)
+    else:
+        groups = _replica_groups(data.group, size)
+        made = [create_communicator(device, group) if group else Communicator() for group in groups]
+        within, across = made
+    within.serve("sequence", data.is_rank0)
+    mesh = None if data.group is None else _mesh_with_sequence(topology, device, within, across)
+    # Named as data parallelism is elsewhere, which it is: these ranks have other samples.
+    return replace(topology, sequence=within, batch=across.serve("data", data.is_rank0), mesh=mesh)
+
+
+def _mesh_with_sequence(
+    topology: Topology, device: torch.device, sequence: Communicator, batch: Communicator
+) -> DeviceMesh:
+    sizes = topology.pipe.world_size, batch.world_size, sequence.world_size, topology.tensor.world_size
+    names = ("pipe", "data", "sequence", "tensor")
+    ranks = torch.arange(topology.world.world_size, device="cpu").view(sizes)
+    world = topology.world.group
+    assert world is not None, "there are several processes"
+    made = dict(zip(names, (topology.pipe, batch, sequence, topology.tensor), strict=True))
+    groups = [comm.group or _group_of_one(world) for comm in made.values()]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
+
+
+def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    def make() -> dist.ProcessGroup:
+        alone = [[rank] for rank in range(dist.get_world_size(world))]
+        with blocked(("new_group", "topology", 1, None, 0)):
+            return dist.new_subgroups_by_enumeration(alone, timeout_of(world), group_desc=SECOND_GROUP)[0]
+
+    return made_once(world, "groups of one rank", make)
+
+
+@collective
 def create_topology(world: Communicator, device: torch.device, pipe: int = 1, tensor: int = 1) -> Topology:
     """Make the grid of ``world``, all processes, for tensors on ``device``.
 
@@ -152,14 +223,13 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
     return _named(world, made, pipe, mesh)
 
 
-def _replica_groups(data: dist.ProcessGroup, shard: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup]:
-    """Return this rank's shard group, None for one rank, and its replicate group."""
+def _replica_groups(data: dist.ProcessGroup, shard: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return this rank's group of ``shard`` neighbours and its group across these sets; None for one rank."""
     ranks = torch.tensor(dist.get_process_group_ranks(data), device="cpu").view(-1, shard)
     mine = ranks == dist.get_rank()
     row, column = ranks[mine.any(1)].flatten().tolist(), ranks[:, mine.any(0)].flatten().tolist()
     within = group_within(data, row) if shard > 1 else None
-    across = group_within(data, column)
-    assert across is not None, "this rank is in it"
+    across = group_within(data, column) if len(column) > 1 else None
     return within, across
 
 
@@ -173,7 +243,17 @@ def _named(
     world.serve("world", world.is_rank0)
     model = made.get("model") or made["tensor" if pipe == 1 else "pipe"]
     data = made["data"]
-    return Topology(world, data, made["tensor"], made["pipe"], model, shard=data, mesh=mesh)
+    return Topology(
+        world,
+        data=data,
+        batch=data,
+        sequence=Communicator(),
+        tensor=made["tensor"],
+        pipe=made["pipe"],
+        model=model,
+        shard=data,
+        mesh=mesh,
+    )
 
 
 def coordinates_of(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int, int]:

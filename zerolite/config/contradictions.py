@@ -198,6 +198,29 @@ def _tensor_parallel(config: ZeroliteConfig) -> Found:
         )
 
 
+def _sequence_parallel(config: ZeroliteConfig) -> Found:
+    block = config.sequence_parallel
+    if block.size == 1:
+        return
+    if block.attention == "ring":
+        yield (
+            "sequence_parallel.attention sequence_parallel.size",
+            'expected "auto" or "ulysses", got "ring", which is not there yet; use one of these',
+        )
+    if config.pipeline.stages > 1:
+        yield (
+            "sequence_parallel.size pipeline.stages",
+            f"expected 1 with a pipeline (pipeline.stages = {config.pipeline.stages}), got {block.size}; leave one of "
+            "the two out",
+        )
+    if config.tensor_parallel.sequence_parallel and config.tensor_parallel.ranks > 1:
+        yield (
+            "sequence_parallel.size tensor_parallel.sequence_parallel",
+            f"expected 1 with tensor_parallel.sequence_parallel, which divides each part of a sequence again, got "
+            f"{block.size}; leave one of the two out",
+        )
+
+
 def _sums_on_the_device(config: ZeroliteConfig) -> Found:
     """Refuse offload of gradients that must also be summed over stages or over parts of a sequence.
 
@@ -222,6 +245,7 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Found], ...] = (
     _accumulation_dtype,
     _replicas,
     _tensor_parallel,
+    _sequence_parallel,
     _pipeline,
     _sums_on_the_device,
 )

@@ -15,7 +15,7 @@ from . import batch
 from .errors import ConfigError
 from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationCheckpointingConfig, AioConfig
-from .parallelism import PipelineConfig, TensorParallelConfig
+from .parallelism import PipelineConfig, SequenceParallelConfig, TensorParallelConfig
 from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from .profiling import FlopsProfilerConfig
 from .values import (
@@ -122,6 +122,7 @@ class ZeroliteConfig(Block):
     """Stages 1 to 3: let an optimizer class that zerolite does not know update flat parts of parameters. It must update
     each element by itself (see [optimizers](optimizers.md))."""
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     aio: AioConfig = AioConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()

@@ -1,4 +1,4 @@
-"""Blocks for tensor and pipeline parallelism."""
+"""Blocks for tensor, sequence and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -72,6 +72,16 @@ class TensorParallelConfig(Block):
     def ranks(self) -> int:
         """Ranks that share each layer, from ``size`` or ``autotp_size``."""
         return max(self.size, self.autotp_size)
+
+
+class SequenceParallelConfig(Block):
+    """Divide each sequence over `size` ranks; see [long sequences](long-context.md). (zerolite's own block.)"""
+
+    size: Count = 1
+    """Ranks that have parts of the same sequences; a divisor of the number of ranks. 1 = off."""
+    attention: Literal["auto", "ulysses", "ring"] = "auto"
+    """How a token sees the other parts: `"ulysses"` exchanges tokens for heads, so `size` divides the number of heads.
+    `"auto"`: ulysses. `"ring"` is not there yet."""
 
 
 class PipelineConfig(Block):

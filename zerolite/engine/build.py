@@ -29,6 +29,7 @@ from zerolite.engine.compiling import warn_if_compiled_whole
 from zerolite.engine.engine import Engine
 from zerolite.engine.lifetime import own_until_end
 from zerolite.engine.options import SKIPS_ON_DEVICE
+from zerolite.engine.sequence_engine import SequenceEngine, SequenceEvaluationEngine, divide_sequences
 from zerolite.engine.special_engines import (
     CheckBeforeForward,
     EvaluationEngine,
@@ -151,8 +152,13 @@ def _make_engine(
     agreement = _observe_steps(parts, builder.device_kind)
     register = _connect_optimizer(parts, builder, _adopts(arguments), schedule, pipe_stage is not None)
     runner = None if pipe_stage is None else _make_runner(parts, pipe_stage, monitoring)
-    make = _engine_class(parts.trains, pipe_stage is not None)
+    sequence = None if topology.sequence.world_size == 1 else divide_sequences(parts)
+    make = _engine_class(parts.trains, pipe_stage is not None, sequence is not None)
     engine = make(parts, arguments, schedule, monitoring, register, runner)
+    if sequence is not None:
+        assert isinstance(engine, SequenceEngine | SequenceEvaluationEngine), "see _engine_class"
+        engine.use_sequence(sequence[0])
+        hooks += sequence[1]
     if isinstance(engine, EvaluationEngine):
         engine.compare_schedules_by(agreement)
     if (shared := builder.shared_grads) is not None:
@@ -168,7 +174,9 @@ def _adopts(arguments: Arguments) -> bool:
     return not isinstance(arguments.optimizer, torch.optim.Optimizer) and arguments.model_parameters is None
 
 
-def _engine_class(trains: bool, is_pipe_stage: bool) -> type[Engine]:
+def _engine_class(trains: bool, is_pipe_stage: bool, divides_sequences: bool) -> type[Engine]:
+    if divides_sequences:
+        return SequenceEngine if trains else SequenceEvaluationEngine
     if is_pipe_stage:
         return PipelineEngine if trains else PipelineEvaluationEngine
     return Engine if trains else EvaluationEngine

@@ -122,14 +122,15 @@ class PartsBuilder:
         trained, owned = self._choose_parameters(param_groups, trains, names)
         partitioned = self._partition() if self.policy.shard_parameters else None
         self.rules = LayoutRules(config, self._groups, self.precision, self._bucket_kind, choice.undivided, partitioned)
-        accumulation = GradAccumulation((config.gradient_accumulation_steps or 1) * self._chunks)
+        of_parts = self.topology.sequence.world_size > 1
+        accumulation = GradAccumulation((config.gradient_accumulation_steps or 1) * self._chunks, of_parts)
         memory = self._make_gradient_memory(accumulation)
         self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)
         synchronize_untrained(model, trained, self.precision, self.topology.data, self.device)
         parallel = trains and not self.topology.trivial
         collector = self._make_collector(parallel)
         self._reducer = Reducer(self._buffer, self._observers)
-        inputs = self._observe_model_ranks() if parallel else None
+        inputs = self._observe_model_ranks() if trains else None
         optimizer = self._make_optimizer(choice, param_groups)
         gatherer = self._make_gatherer()
         pipeline = self._make_pipeline(optimizer, gatherer, accumulation, collector, trains)
@@ -192,12 +193,18 @@ class PartsBuilder:
         shared = "" if tie is None else f", shared as {tie.key}"
         return f"{self.precision.compute_dtype(parameter)} sent as {self._communication_dtype(parameter)}{shared}"
 
-    def _observe_model_ranks(self) -> InputComparison:
-        """Compare the inputs of the ranks of one copy of the model, and sum the gradients of parameters they share."""
-        inputs = InputComparison(self._groups.mean, self.topology.model, self.device)
-        self.shared_grads = SharedGradReducer(self.topology, self._buffer, self._ties, self._reducer, self.device)
+    def _observe_model_ranks(self) -> InputComparison | None:
+        """Compare the inputs of ranks that are given the same ones, and sum the gradients of parameters that parts of
+        the model share. Returns None if all ranks have inputs of their own."""
+        topology = self.topology
+        copies = topology.model.world_size * topology.sequence.world_size
+        if copies == 1:
+            return None
+        inputs = InputComparison(topology.batch, copies, self.device)
         self._observers.add(inputs)
-        self._observers.add(self.shared_grads)
+        if not topology.trivial:
+            self.shared_grads = SharedGradReducer(topology, self._buffer, self._ties, self._reducer, self.device)
+            self._observers.add(self.shared_grads)
         return inputs
 
     def _partition(self) -> PartitionedModel:

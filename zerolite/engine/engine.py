@@ -12,6 +12,7 @@ from zerolite.comm import collective
 from zerolite.comm.initial_sync import broadcast_together
 from zerolite.data import metrics
 from zerolite.data.dataloader import RepeatingLoader
+from zerolite.data.even_loader import EvenLoader
 from zerolite.data.micro_batch import check_batches
 from zerolite.diagnostics.consistency import SameInputs
 from zerolite.engine import whole_steps
@@ -256,6 +257,11 @@ class Engine(EngineBase):
         """Return True if these are the batches of ``engine.dataloader`` that :meth:`train_batch` takes by itself."""
         return data_iter is self._batches
 
+    def _weight_of(self, batches: object) -> int | None:
+        """Return the weight of the micro-batch in hand; None if all batches count the same."""
+        loader = self.dataloader
+        return loader.weight if isinstance(loader, EvenLoader) and self.is_own(batches) else None
+
     def _batches_of(self, data_iter: Iterator[object] | None, call: str) -> Iterator[object]:
         check_batches(data_iter, self.dataloader, call)
         if data_iter is not None:
@@ -388,6 +394,8 @@ class Engine(EngineBase):
     def reduce(self, value: object, op: str = "mean") -> Any:
         """Reduce ``value`` over all ranks, with the same result on all of them.
 
+        With ``sequence_parallel`` they include the ranks that have other parts of the same sequences.
+
         Floats are computed in float64, in rank order. Float tensors come back in their dtype, those of 16 bits and less
         in float32. Integers stay integers, and a sum of integer tensors is int64. The mean of integers is a float, of
         integer tensors float64. For bools, "max" means any, "min" all, and "sum" counts. NaN on one rank gives NaN.
@@ -404,7 +412,8 @@ class Engine(EngineBase):
 
     @collective
     def gather(self, tensors: object) -> Any:
-        """Concatenate the rows of all ranks, in rank order, on all of them.
+        """Concatenate the rows of all ranks, in rank order, on all of them. With ``sequence_parallel`` these are the
+        ranks that have the same part of other sequences.
 
         Args:
             tensors: a tensor ``[rows, ...]`` of any dtype, or nested dicts, lists and tuples of such tensors. Ranks may
@@ -412,7 +421,7 @@ class Engine(EngineBase):
 
         Raises the errors of :meth:`reduce`.
         """
-        return metrics.gather(tensors, self._parts.topology.data, self.device)
+        return metrics.gather(tensors, self._parts.topology.batch, self.device)
 
     @collective
     def gather_for_metrics(self, tensors: object, loader: object = None) -> Any:
@@ -428,7 +437,26 @@ class Engine(EngineBase):
 
         Raises the errors of :meth:`reduce`, and ValueError if there is not one row for each sample.
         """
-        return metrics.gather(tensors, self._parts.topology.data, self.device, self._loaders, loader)
+        return metrics.gather(tensors, self._parts.topology.batch, self.device, self._loaders, loader)
+
+    # ---------------------------------------------------------------- parts of sequences
+
+    def split_sequence(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of targets that belong to the sequences of the last forward.
+
+        For a loss outside of the model. Without ``sequence_parallel`` it is ``targets`` itself. Where no label of the
+        part is counted, one is, so that the loss is a number; its weight is 0.
+
+        Args:
+            targets: [batch, length, ...], each at the token that it belongs to; -100 is not counted.
+        """
+        return targets
+
+    @property
+    def loss_weight(self) -> int | None:
+        """Number of labels in this rank's part of the last forward, by which ``sequence_parallel`` weights its loss.
+        None without it, where all ranks count the same."""
+        return None
 
     # ---------------------------------------------------------------- modes
 

@@ -45,13 +45,13 @@ class EngineBase:
         register_unfrozen_params: Callable[[], None],
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
-        config, device, data = parts.config, parts.device, parts.topology.data
+        config, device, batch = parts.config, parts.device, parts.topology.batch
         self.config, self.device, self.topology = config, device, parts.topology
         self.optimizer: Any = parts.optimizer if parts.trains else None
         self.monitor = monitoring.monitor
         self._parts, self._schedule, self._monitoring = parts, schedule, monitoring
         size, drops = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
-        self._loaders = Loaders(data, parts.accumulation, device.type, size, drops, collate_fn)
+        self._loaders = Loaders(batch, parts.accumulation, device.type, size, drops, collate_fn)
         self._access = ParameterAccess(parts)  # zerolite.get_full_grad and the like find it by EngineRef.access
         self._offload = StateOffload(parts)
         model_state = ModelState(parts)
@@ -330,12 +330,22 @@ class EngineBase:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Rank among the data-parallel ranks, for samplers. Equal to :attr:`rank` with data parallelism alone."""
-        return self.topology.data.rank
+        """Rank among the data-parallel ranks, for samplers. Equal to :attr:`rank` with data parallelism alone. Ranks
+        that have parts of the same sequences have the same."""
+        return self.topology.batch.rank
 
     @property
     def data_parallel_world_size(self) -> int:
-        return self.topology.data.world_size
+        return self.topology.batch.world_size
+
+    @property
+    def sequence_parallel_rank(self) -> int:
+        """Index of this rank's part of each sequence."""
+        return self.topology.sequence.rank
+
+    @property
+    def sequence_parallel_world_size(self) -> int:
+        return self.topology.sequence.world_size
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -357,7 +367,8 @@ class EngineBase:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The grid of ranks with the dimensions "pipe", "data" and "tensor". None with data parallelism alone."""
+        """The grid of ranks with the dimensions "pipe", "data" and "tensor", and "sequence" where sequences are
+        divided. None with data parallelism alone."""
         return self.topology.mesh
 
     @property
@@ -415,7 +426,8 @@ class EngineBase:
 
     def __repr__(self) -> str:
         precision = self._parts.precision.compute or self._parts.precision.autocast or "parameters' own"
-        grid = f"{self.topology.grid}, " if not self.topology.trivial else ""
+        plain = self.topology.trivial and self.topology.sequence.world_size == 1
+        grid = "" if plain else f"{self.topology.grid}, "
         stage = self.config.zero_optimization.stage
         return (
             f"Engine({grid}stage={stage}, world_size={self.world_size}, rank={self.rank}, "

@@ -24,6 +24,7 @@ from zerolite.comm import (
     local_rank,
     ranks_of_host,
     with_replicas,
+    with_sequence,
 )
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.data.micro_batch import LossFunction
@@ -136,8 +137,9 @@ def _start_process() -> torch.device:
 def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.device) -> Topology:
     """Make the grid of the config. Raises on all ranks if their configs have different grids."""
     pipe, tensor, shard = config.pipeline.stages, config.tensor_parallel.ranks, config.zero_optimization.ranks_of_shards
-    key = config.zero_optimization.key_of_sets
-    facts = {f"config key {name}": {"": str(size)} for name, size in ((_PIPE, pipe), (_TENSOR, tensor), (key, shard))}
+    key, sequence = config.zero_optimization.key_of_sets, config.sequence_parallel.size
+    sizes = ((_PIPE, pipe), (_TENSOR, tensor), (_SEQUENCE, sequence), (key, shard))
+    facts = {f"config key {name}": {"": str(size)} for name, size in sizes}
     local = ranks_of_host(os.environ)
     if shard is not None:
         facts["the number of ranks on this host"] = {"": str(local)}
@@ -147,6 +149,10 @@ def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.de
         topology = create_topology(world, device, pipe, tensor)
     except ValueError as error:
         raise ConfigError([(_PIPE if pipe > 1 else _TENSOR, str(error))]) from None
+    try:
+        topology = with_sequence(topology, device, sequence)
+    except ValueError as error:
+        raise ConfigError([(_SEQUENCE, str(error))]) from None
     if shard is None:
         return topology
     try:
@@ -164,15 +170,15 @@ def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
         for path, sentence in config.without_effect:
             logger.warning("%s has no effect: %s", path, sentence)
     try:
-        return config.resolve(topology.data.world_size)
+        return config.resolve(topology.batch.world_size)
     except ConfigError as error:
-        if topology.trivial:
+        if topology.trivial and topology.batch is topology.data:
             raise
         counted = f"the world size is that of data-parallel ranks: {topology.grid} of {topology.world.world_size}"
         raise ConfigError([(path, f"{sentence} ({counted})") for path, sentence in error.errors]) from None
 
 
-_PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"
+_PIPE, _TENSOR, _SEQUENCE = "pipeline.stages", "tensor_parallel.size", "sequence_parallel.size"
 
 
 def _listed(model_parameters: Iterable[Any] | None) -> list[Any] | None:
@@ -204,7 +210,7 @@ def parallelize_model(
         The prepared stage, None without a pipeline; and the loss function, the given one or the model's.
     """
     pipe_stage: Any = None
-    if not topology.trivial:
+    if not topology.trivial or topology.batch is not topology.data:
         described = joined(describe_process(), describe_config(config))
         different = "zerolite.initialize: the ranks hold different configs or versions"
         check_equal_on_ranks(described, topology.world, device, different)

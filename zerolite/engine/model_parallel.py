@@ -47,18 +47,18 @@ class SharedParams:
 
 
 class InputComparison(StepObserver):
-    """Comparison of the inputs of the ranks of each copy of the model: with different ones their gradients are of no
-    batch."""
+    """Comparison of the inputs of ranks that are given the same ones: they have parts of one copy of the model, or will
+    take parts of the same sequences. With different inputs their gradients are of no batch."""
 
-    def __init__(self, data: Communicator, model: Communicator, device: torch.device) -> None:
+    def __init__(self, batch: Communicator, copies: int, device: torch.device) -> None:
         """
         Args:
-            data: ranks with other inputs.
-            model: the ranks of one copy of the model, which are given the same inputs.
+            batch: ranks with other inputs.
+            copies: number of ranks that are given the same inputs.
         """
-        self._data, self._model, self._device = data, model, device
+        self._batch, self._copies, self._device = batch, copies, device
         self._hash: torch.Tensor | None = None  # of the inputs of forwards since the last step
-        self.slice_size = 2 * data.world_size  # a hash for each copy of the model, and its square
+        self.slice_size = 2 * batch.world_size  # a hash for each of them, and its square
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the inputs of a forward, which the next statistics compare."""
@@ -71,18 +71,18 @@ class InputComparison(StepObserver):
         if self._hash is not None:
             # Below 2^20, so that sums over ranks of the hash and of its square are exact in float64.
             short = (self._hash % 1_048_573).double() + 1.0
-            numbers[self._data.rank] = short
-            numbers[self._data.rank + self._data.world_size] = short**2
+            numbers[self._batch.rank] = short
+            numbers[self._batch.rank + self._batch.world_size] = short**2
         self._hash = None
 
     def read_slice(self, written: None, sums: torch.Tensor) -> Exception | None:
         # n equal hashes h have the sum n h and the sum of squares n h²; different ones have a larger sum of squares.
         hashes, squares = sums.view(2, -1)
-        if not (squares * self._model.world_size != hashes**2).any():
+        if not (squares * self._copies != hashes**2).any():
             return None
         return RuntimeError(
             "expected the same batches on all ranks that hold parts of one copy of the model (tensor_parallel, "
-            f"pipeline), got different ones in this step; {SAME_BATCH}"
+            f"pipeline) or of one sequence (sequence_parallel), got different ones in this step; {SAME_BATCH}"
         )
 
 

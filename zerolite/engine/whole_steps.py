@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.comm.flight_recorder import EVENTS
-from zerolite.data.even_loader import EvenLoader
 from zerolite.data.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def train_batch(engine: Engine, batches: Iterator[object]) -> torch.Tensor:
             raise
         micro = MicroBatch.of(batch, engine.loss_fn, engine.device)
         loss = micro.loss(engine(*micro.args, **micro.kwargs), engine.loss_fn)
-        weight = _weight(engine, batches)
+        weight = engine._weight_of(batches)
         engine.backward(loss, weight=weight)
         losses.append(loss.detach().float().reshape(()))
         weights += [] if weight is None else [weight]
@@ -56,18 +55,12 @@ def eval_batch(
         outputs.append(made)
         if compute_loss:
             losses.append(micro.loss(made, engine.loss_fn).float().reshape(()))
-            weight = _weight(engine, batches)
+            weight = engine._weight_of(batches)
             weights += [] if weight is None else [weight]
     if not compute_loss:
         return outputs
     loss = _mean_over_data(engine, losses, weights)
     return (loss, outputs) if return_logits else loss
-
-
-def _weight(engine: Engine, batches: Iterator[object]) -> int | None:
-    """Return the weight of the micro-batch in hand; None if all batches count the same."""
-    loader = engine.dataloader
-    return loader.weight if isinstance(loader, EvenLoader) and engine.is_own(batches) else None
 
 
 def _mean_over_data(engine: Engine, losses: list[torch.Tensor], weights: list[int]) -> torch.Tensor:

@@ -58,6 +58,12 @@ class Grid(NamedTuple):
 def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
     """Return the grid of ``config``. Raises ConfigError if ``world_size`` ranks cannot form it."""
     pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
+    if config.sequence_parallel.size > 1:
+        sentence = (
+            f"expected 1 in a plan, which does not divide sequences yet, got {config.sequence_parallel.size}; leave it "
+            "out, and plan with batches as long as one part"
+        )
+        raise ConfigError([("sequence_parallel.size", sentence)])
     if world_size % (pipe * tensor):
         path = "pipeline.stages" if pipe > 1 else "tensor_parallel.size"
         sentence = (

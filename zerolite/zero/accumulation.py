@@ -24,10 +24,11 @@ class GradAccumulation:
         weighted: its backwards have weights; None before the first.
         weight: sum of their weights.
         needs_weights: some rank repeats a batch, which would count again without a weight; equal on all ranks.
+        of_parts: each loss is that of a part of the samples, and its backward is weighted by what the part counts.
     """
 
-    def __init__(self, micro_batches: int) -> None:
-        self.micro_batches = micro_batches
+    def __init__(self, micro_batches: int, of_parts: bool = False) -> None:
+        self.micro_batches, self.of_parts = micro_batches, of_parts
         self.forced_boundary: bool | None = None
         self.sync_disabled = 0
         self._stepped = 0  # engine.step() calls of this accumulation that followed a backward
@@ -83,6 +84,11 @@ class GradAccumulation:
             raise RuntimeError(
                 "expected engine.backward(loss, weight=loader.weight), got a backward without a weight, while some "
                 "ranks have run out of batches and repeat their last one, which would count again (docs/uneven-data.md)"
+            )
+        if self.of_parts and not weighted:
+            raise RuntimeError(
+                "expected engine.backward(loss), which weights the loss by the labels of this rank's part of the "
+                "sequences (sequence_parallel), got a backward without a weight, by loss.backward() or torch.autograd"
             )
         if self.weighted not in (None, weighted):
             raise RuntimeError(

@@ -55,8 +55,8 @@ class EngineParts:
         partitioned: the partitioned model at stage 3, else None.
         boundary: the edge of the model's graph.
         call: what a forward of the engine calls.
-        note_inputs: notes the inputs of a forward, which the ranks of one copy of the model compare in the next
-            statistics; None if each copy has one rank.
+        note_inputs: notes the inputs of a forward, which ranks that are given the same ones compare in the next
+            statistics; None if there are no such ranks.
         memory_sources: functions that return (memory item, tensor) for memory beside the parts above.
     """
 

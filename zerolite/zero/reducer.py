@@ -117,7 +117,7 @@ class Reducer:
         self,
         reducing: bool,
         end_with_backward: bool = True,
-        weight: float | None = None,
+        discards: bool = False,
         divisor: int = 1,
     ) -> None:
         """Open the buckets before the first gradient of a backward.
@@ -126,15 +126,15 @@ class Reducer:
             reducing: True if this backward reduces its buckets; equal on all ranks.
             end_with_backward: True if this is called inside the backward; autograd then calls :meth:`end_backward` at
                 its end. Otherwise the caller does.
-            weight: weight of the loss. With 0 all gradients are dropped, whatever their values, as if no parameter
-                had got any.
+            discards: all gradients are dropped, whatever their values, as if no parameter had got any, because the
+                loss has the weight 0.
             divisor: number by which gradients are divided.
         """
         if self.current.open:
             return
         self._engine_began |= not end_with_backward
         current = self.current
-        current.begin(self._options.copy_factor / divisor, reducing, weight == 0, self.by_group)
+        current.begin(self._options.copy_factor / divisor, reducing, discards, self.by_group)
         current.ended_by_call = not end_with_backward
         gathers = not self.by_group and any(coordinator.has_graph for coordinator in coordinators)
         if self.program_communicates or gathers:

@@ -1,0 +1,234 @@
+"""What an engine does with parts of sequences beside training: loaders, losses, evaluation, checkpoints, traffic."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import zerolite
+from tests.toolkit import sequences
+from tests.toolkit.compare import from_all_ranks
+from tests.toolkit.configs import at
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.sequences import batch_of, counted, in_one_process, loss_of
+from zerolite.comm import record
+from zerolite.zero import GatheredParameters
+
+OPTIMIZER = ("SGD", {"lr": 0.5, "momentum": 0.9})
+
+
+def make(model: str, size: int, stage: str = "2", double: bool = False, **more: Any) -> Any:
+    options = more.pop("options", {})
+    config = at(stage, optimizer=OPTIMIZER, sequence_parallel={"size": size}, **more)
+    return zerolite.initialize(sequences.build(model, double, **options), config)
+
+
+def parameters_of(engine: Any) -> dict[str, Tensor]:
+    with GatheredParameters(engine.module, check=False):
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+@on_ranks(2, timeout=60)
+def test_plain_attention_is_back_when_the_engine_ends() -> None:
+    before = F.scaled_dot_product_attention
+    model = sequences.build("llama", False)
+    twin = copy.deepcopy(model)
+    engine = zerolite.initialize(model, at("1", optimizer=OPTIMIZER, sequence_parallel={"size": 2}))
+    assert F.scaled_dot_product_attention is not before
+    batch = batch_of("llama", 0, 12)
+    # A call past the engine is the plain model's.
+    torch.testing.assert_close(engine.module(**batch).logits, twin(**batch).logits)
+    engine.backward(engine(**batch).loss)
+    engine.step()
+    engine.destroy()
+    assert F.scaled_dot_product_attention is before and model.config._attn_implementation == "sdpa"
+
+
+class Sequences(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: tensor[0] for name, tensor in batch_of("llama", index, 13).items()}
+
+
+@on_ranks(4, timeout=60)
+def test_loaders_and_sizes_see_data_parallel_ranks_alone() -> None:
+    model = sequences.build("llama", False)
+    config = at("2", optimizer=OPTIMIZER, sequence_parallel={"size": 2})
+    engine = zerolite.initialize(model, config, training_data=Sequences())
+    assert (engine.data_parallel_world_size, engine.sequence_parallel_world_size) == (2, 2)
+    assert (engine.data_parallel_rank, engine.sequence_parallel_rank) == divmod(engine.rank, 2)
+    assert engine.train_batch_size == 4
+    assert engine.mesh.mesh_dim_names == ("pipe", "data", "sequence", "tensor")
+    assert engine.mesh["sequence"].size() == 2 and engine.mesh.get_local_rank("data") == engine.data_parallel_rank
+    losses = [float(engine.train_batch()) for _ in range(4)]
+    assert len(set(from_all_ranks(tuple(losses)))) == 1
+    batch = next(iter(engine.dataloader))
+    gathered = engine.gather(batch["input_ids"])
+    assert gathered.shape == (4, 13)  # two samples of two ranks, and not of four
+
+
+@on_ranks(2, timeout=60)
+def test_loss_outside_of_the_model() -> None:
+    """With ``split_sequence`` in a loop, and with a loss_fn in ``train_batch``; lengths that do not divide."""
+    batches = [batch_of("Decoder", place, 21) for place in range(3)]
+    wanted, norms, losses = in_one_process("Decoder", [[b] for b in batches], True, 0.0, 0.5)
+    engine = make("Decoder", 2, double=True)
+    for batch in batches:
+        logits = engine(batch["tokens"])
+        engine.backward(sequences.cross_entropy(logits, engine.split_sequence(batch["targets"])))
+        engine.step()
+    torch.testing.assert_close(parameters_of(engine), wanted, rtol=0, atol=1e-12)
+    assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=1e-12)
+    engine.destroy()
+    config = at("2", optimizer=OPTIMIZER, sequence_parallel={"size": 2})
+    engine = zerolite.initialize(sequences.build("Decoder", True), config, loss_fn=sequences.cross_entropy)
+    pairs = iter([(batch["tokens"], batch["targets"]) for batch in batches])
+    told = [float(engine.train_batch(pairs)) for _ in batches]
+    assert told == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(parameters_of(engine), wanted, rtol=0, atol=1e-12)
+
+
+@on_ranks(3, timeout=60)
+def test_evaluation() -> None:
+    engine, batch = make("llama", 3), batch_of("llama", 0, 20)
+    model = sequences.build("llama", False)
+    with torch.no_grad():
+        loss, weight = engine(**batch).loss, engine.loss_weight
+        joint = engine.reduce(float(loss) * weight, "sum") / engine.reduce(weight, "sum")
+        assert joint == pytest.approx(float(model(**batch).loss), rel=1e-6)
+        assert engine.reduce(weight, "sum") == counted(batch)
+    assert float(engine.eval_batch(iter([batch]))) == pytest.approx(joint, rel=1e-6)
+    new = engine.module.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False)
+    assert torch.equal(new, model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False))
+    alone = zerolite.initialize(sequences.build("llama", False), {"sequence_parallel": {"size": 3}})
+    with torch.no_grad():
+        torch.testing.assert_close(alone(**batch).loss, loss)
+
+
+@on_ranks(4, timeout=90)
+def test_checkpoints_know_nothing_of_it(tmp_path: Path) -> None:
+    """Saved by 2 × 2 ranks, a checkpoint is the same for 4 × 1 and 1 × 4."""
+    folder = from_all_ranks(str(tmp_path))[0]
+    engine = make("Decoder", 2, double=True)
+    batches = [batch_of("Decoder", place, 16) for place in range(8)]
+    engine.backward(engine(**batches[engine.data_parallel_rank]))
+    engine.step()
+    engine.save_checkpoint(folder)
+    engine.backward(engine(**batches[2 + engine.data_parallel_rank]))
+    engine.step()
+    wanted = parameters_of(engine)
+    engine.destroy()
+    for size, stage in ((4, "3 moving"), (1, "1")):
+        other = make("Decoder", size, stage, double=True)
+        other.load_checkpoint(folder)
+        if size == 4:  # both batches, one after the other
+            joint = {name: torch.cat([batches[2][name], batches[3][name]]) for name in batches[2]}
+            other.backward(other(**joint))
+        else:  # ranks 0 and 1 have them, the others weigh nothing
+            mine = batches[2 + other.rank % 2]
+            other.backward(other(**mine), weight=counted(mine) * (other.rank < 2))
+        other.step()
+        torch.testing.assert_close(parameters_of(other), wanted, rtol=0, atol=1e-12)
+        other.destroy()
+
+
+@on_ranks(2, timeout=60)
+def test_traffic_of_a_layer_is_that_of_the_paper() -> None:
+    """N h / ranks elements each for query, key, value and output, forward and backward, however they are packed."""
+    engine, batch = make("Decoder", 2, "0"), batch_of("Decoder", 0, 16)
+    engine.backward(engine(**batch))  # the trial comes with the first forward
+    engine.step()
+    with record() as calls:
+        loss = engine(**batch)
+        forward = calls.select(tag="sequence")
+        engine.backward(loss)
+    both = calls.select(tag="sequence")
+    tokens = batch["tokens"].numel() // 2  # of this rank
+    elements = 2 * 4 * tokens * sequences.WIDTH  # of two layers
+    assert {(call.op, call.dimension) for call in both} == {("all_to_all", "sequence")}
+    assert len(forward) == 2 * 2 and len(both) == 2 * len(forward)  # query, key and value go in one
+    assert sum(call.nbytes for call in forward) == 4 * elements
+    assert sum(call.nbytes for call in both) == 2 * 4 * elements
+    engine.step()
+
+
+@on_ranks(2, timeout=60)
+def test_parts_draw_other_random_numbers() -> None:
+    torch.manual_seed(3)
+    engine = make("Decoder", 2, options={"dropout": 0.5})
+    drawn: list[Tensor] = []
+    engine.module.blocks[0].drop.register_forward_hook(lambda module, args, output: drawn.append(output == 0))
+    batch = batch_of("Decoder", 0, 16)
+    engine.backward(engine(**batch))
+    engine.step()
+    one, other = from_all_ranks(drawn[-1])
+    assert not torch.equal(one, other)
+    states = from_all_ranks(torch.get_rng_state())  # the program's own numbers stay equal
+    assert torch.equal(*states)
+
+
+@pytest.mark.fast("True-2")
+@on_ranks(2, 4, timeout=90)
+@pytest.mark.parametrize("double", [True])
+def test_composes_with_what_an_engine_has(double: bool) -> None:
+    """Activation checkpointing (which repeats attention in the backward), replicas, hierarchical shards, offload."""
+    size = 2
+    sets = {"shard_size": 2} if dist.get_world_size() == 4 else {}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("2", {"activation_checkpointing": {"modules": ["_Block"]}}),
+        ("3 moving", {"activation_checkpointing": {"modules": ["_Block"], "cpu_checkpointing": True}}),
+        ("2", {"zero": {"offload_optimizer": {"device": "cpu"}, **sets}}),
+        ("3 moving", {"zero": {"zero_hpz_partition_size": 2} if sets else {}}),
+    ]
+    batches = [batch_of("Decoder", place, 19) for place in range(8)]
+    for stage, more in cases:
+        engine = make("Decoder", size, stage, double=double, **more)
+        replicas = engine.data_parallel_world_size
+        windows = [batches[step * replicas : (step + 1) * replicas] for step in range(2)]
+        for window in windows:
+            engine.backward(engine(**window[engine.data_parallel_rank]))
+            engine.step()
+        wanted, *_ = in_one_process("Decoder", windows, double, 0.0, 0.5)
+        torch.testing.assert_close(parameters_of(engine), wanted, rtol=0, atol=1e-12)
+        engine.destroy()
+
+
+@on_ranks(4, timeout=90)
+def test_composes_with_tensor_parallelism() -> None:
+    plan = {"model.layers.*.self_attn.q_proj": "column", "model.layers.*.self_attn.k_proj": "column",
+            "model.layers.*.self_attn.v_proj": "column", "model.layers.*.self_attn.o_proj": "row"}  # fmt: skip
+    config = at("1", optimizer=OPTIMIZER, sequence_parallel={"size": 2}, tensor_parallel={"size": 2, "plan": plan})
+    engine = zerolite.initialize(sequences.build("llama", False), config)
+    assert engine.data_parallel_world_size == 1
+    windows = [[batch_of("llama", place, 21)] for place in range(3)]
+    for window in windows:
+        engine.backward(loss_of(engine(**window[0])))
+        engine.step()
+    wanted, norms, _ = in_one_process("llama", windows, False, 0.0, 0.5)
+    assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=1e-5)
+    full = engine.full_state_dict()
+    torch.testing.assert_close({n: full[n] for n in wanted}, wanted, rtol=0, atol=5e-6)
+
+
+@pytest.mark.fast("bf16-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits(precision: str) -> None:
+    engine = zerolite.initialize(
+        sequences.build("llama", False), at("2", precision, optimizer=OPTIMIZER, sequence_parallel={"size": 2})
+    )
+    windows = [[batch_of("llama", place, 21)] for place in range(3)]
+    for window in windows:
+        engine.backward(engine(**window[0]).loss)
+        engine.step()
+    _, norms, _ = in_one_process("llama", windows, False, 0.0, 0.5)
+    assert engine.skipped_steps == 0 and engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=0.03)
