@@ -95,7 +95,7 @@ def _unsupported_rows() -> Iterator[str]:
         accepted = " or ".join(f"`{json.dumps(value)}`" for value in entry.accepted)
         accepted = f"`{entry.switch}`: {accepted}" if entry.switch else accepted
         accepted = "any value" if entry.free else f"{accepted} (others: no effect)" if entry.ignored else accepted
-        notes = [entry.note] if entry.note else []
+        notes = [entry.reason] if entry.reason else []
         notes += [f"no effect: {entry.ignored}"] if entry.ignored else []
         notes += ["no effect below stage 3"] if entry.stage3 else []
         yield f"| `{path}` | {accepted} | {_cell('; '.join(notes))} |"

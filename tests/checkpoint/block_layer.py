@@ -189,8 +189,9 @@ class Disk:
             parent.change(base)
 
     def crashes(self, most: int, choose: random.Random) -> Iterator[Tree]:
-        """At most ``most`` of the trees that may be there after a crash. First those in which all, or nothing, of one
-        kind has been written, or one thing has been written alone, or is missing alone; then others by chance."""
+        """Yield at most ``most`` of the trees that may be there after a crash. First those in which all, or nothing,
+        of one kind has been written, or one thing has been written alone, or is missing alone; then others by chance.
+        """
         dirty = [node for node in _below(self._root) if len(node.outcomes) > 1]
         outcomes = [node.outcomes for node in dirty]
         names = [len(node.outcomes) - 1 if isinstance(node, Directory) else 0 for node in dirty]
@@ -227,7 +228,7 @@ Tree = dict[str, Any]
 
 
 def _below(node: File | Directory) -> Iterator[File | Directory]:
-    """It, and all that any of its outcomes holds; some of it more than once."""
+    """Yield ``node`` and all that any of its outcomes holds; some of it more than once."""
     yield node
     inner = {id(one): one for names in node.outcomes for one in names.values()} if isinstance(node, Directory) else {}
     for one in inner.values():

@@ -103,7 +103,7 @@ def test_the_client_state_comes_back(directory: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("background", [False, True])
 def test_what_one_rank_cannot_save_is_refused_on_all(directory: str, background: bool) -> None:
-    """At the call, also in the background."""
+    """The call itself raises, in the background too."""
     engine = make_engine(Recipe(), 2)
     for arguments, words in (
         ({"client_state": {"f": print if engine.rank else 1}}, ["TypeError: client_state['f']", "builtin_function"]),

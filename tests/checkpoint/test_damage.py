@@ -67,7 +67,7 @@ def test_a_file_of_another_length_is_damaged(two: Path, name: str, more: int) ->
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_found(two: Path, name: str) -> None:
-    """In the header and the payload of tensors, in each JSON; a manifest may be the same without some of its spaces."""
+    """Bits of headers, payloads and every JSON are flipped; a manifest may be the same without some of its spaces."""
     file = two / "global_step2" / name
     original = file.read_bytes()
     spaces = {i for i, byte in enumerate(original) if byte in b" \n"} if name == MANIFEST else set()
@@ -128,7 +128,7 @@ def test_a_file_without_permission_is_named(two: Path, name: str) -> None:
 
 
 def test_no_permission_for_the_directory(two: Path) -> None:
-    """It is not as if there were nothing."""
+    """The error is not that of an empty directory."""
     (two / "latest").unlink()
     two.chmod(0)
     try:
@@ -234,7 +234,7 @@ def test_an_engine_loads_a_mutated_checkpoint_or_refuses_it(ram: Path) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_damage_that_one_rank_reads_is_told_on_all(ram: Path) -> None:
-    """And the engine goes on with another checkpoint."""
+    """The engine goes on with another checkpoint."""
     engine = about_to_save(ram)
     path = Path(engine.save_checkpoint(ram))
     engine.load_checkpoint(ram, "global_step1")

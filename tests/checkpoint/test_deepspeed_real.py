@@ -198,7 +198,7 @@ def go_on(checkpoint: str, case: str, deepspeed_ranks: int, stage: int, start: i
 def test_training_goes_on_as_with_deepspeed(
     made: Path, tmp_path: Path, pools: Pools, case: str, ranks: int, world_size: int, stage: int
 ) -> None:
-    """At another stage, and fewer ranks that accumulate: the next losses are DeepSpeed's own next ones."""
+    """The next losses at another stage, on fewer ranks that accumulate, are DeepSpeed's own."""
     directory = made / str(ranks) / case
     start = CASES[case].get("steps", STEPS)
     import_deepspeed(directory, tmp_path)

@@ -263,7 +263,7 @@ def test_another_run_is_not_harmed(ram: Path) -> None:
 
 
 def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:
-    """Also elsewhere: a run saves into two directories, and the next job loads from one of them."""
+    """A run may save into two directories, of which the next job loads one."""
     first = TrainingRun()
     faults.save(ram / "a", 1, run=first)
     faults.save(ram / "b", 2, "best", run=first)

@@ -89,7 +89,7 @@ def test_frozen_parameters_that_were_not_saved_are_asked_about(tmp_path: Path) -
 
 
 def test_an_earlier_export_is_replaced_whatever_its_files_and_others_stay(checkpoint: Path, tmp_path: Path) -> None:
-    """And the leftovers of one that was killed."""
+    """Leftovers of an export that was killed are replaced too."""
     out = tmp_path / "out"
     out.mkdir()
     foreign = ("config.json", "model-00001-of-00077.safetensors", "pytorch_model.bin", "model.safetensors.bak")

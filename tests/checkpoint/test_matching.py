@@ -269,7 +269,7 @@ MISFITS: list[tuple[str, Recipe, dict[str, Any], list[str]]] = [
 @pytest.mark.fast("AdamW-2")
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_does_not_fit_is_refused(directory: str, source: str) -> None:
-    """On all ranks, and nothing is changed."""
+    """All ranks raise, and nothing is changed."""
     stage = 1
     saved_by(directory, SOURCES[source], stage)
     for recipe, arguments, words in (case for name, *case in MISFITS if name == source):

@@ -127,7 +127,7 @@ def test_power_loss_leaves_a_whole_checkpoint(ram: Path, scenario: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["overwrite", "pruning", "after crashes"])
 def test_power_loss_in_all_states(ram: Path, scenario: str) -> None:
-    """And then again in the next save."""
+    """Power is lost a second time in the next save."""
     assert crash_scenario(ram, scenario, most=10**6, saves=1, deep=True) >= 30
 
 

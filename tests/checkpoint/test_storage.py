@@ -156,7 +156,7 @@ WITHOUT_DIRECT = [(2 * BUFFER_BYTES + 5, {"O_DIRECT": 0}), (2 * BUFFER_BYTES + 5
 def test_all_bytes_arrive_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, changed: dict[str, Any]
 ) -> None:
-    """Also where direct access is not there, or writes are cut short."""
+    """Direct access may be missing, and writes may be cut short."""
     content = os.urandom(size)
     for name, value in changed.items():
         monkeypatch.setattr(filesystem.os, name, value)

@@ -170,7 +170,7 @@ def test_a_rank_that_fails_ends_the_job(start, how: str) -> None:
 
 @pytest.mark.slow
 def test_killed_for_want_of_memory(start) -> None:
-    """By the kernel, with the same signal as by `kill -9`; the control group's counter tells the difference."""
+    """The kernel sends the signal of `kill -9`; the control group's counter tells the difference."""
     grow = "hold = []\nwhile True: hold.append(b'x' * (16 << 20))\n"
     with helpers.limited_memory(800 << 20) as processes:
         enter = ["sh", "-c", f'echo $$ > {processes}; exec "$@"', "sh"]

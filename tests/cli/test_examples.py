@@ -41,7 +41,7 @@ PLAIN = ["plain_ddp.py", "plain_zerolite.py"]
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", GPT / "README.md"], ids=["README", "gpt"])
 def test_the_diff_that_is_shown(page: Path) -> None:
-    """In the very words of the files: what changes, and nothing beside it that is not in both."""
+    """The diff has the very words of the files, and nothing else that is not in both."""
     (block,) = code_blocks(page, "diff")
     before, after = ((GPT / name).read_text().splitlines() for name in PLAIN)
     changed = {line[0] + line[2:] for line in difflib.ndiff(before, after) if line.startswith(("- ", "+ "))}

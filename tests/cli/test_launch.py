@@ -178,7 +178,7 @@ def test_command_environment_and_binding(tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_what_would_run(tmp_path: Path) -> None:
-    """And a shell that runs the lines runs the script as rank 0 and 1."""
+    """A shell that runs the printed lines runs the script as ranks 0 and 1."""
     (tmp_path / "my train.py").write_text(REPORT_SCRIPT)
     result = run_command("--nproc", "2", "--dry-run", "my train.py", *ODD_ARGUMENTS, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -16,7 +16,7 @@ pytestmark = needs_hosts
 
 @pytest.mark.slow
 def test_a_rank_that_crashes_on_another_host_ends_all(make_site: MakeSite) -> None:
-    """In time, also children that ignore SIGTERM; the last lines name the rank, the host and the cause."""
+    """Children that ignore SIGTERM end in time too; the last lines name rank, host and cause."""
     site = make_site(1, 1, 1)
     job = site.start_waiting(3, site.argv())
     site.write("crash", "")

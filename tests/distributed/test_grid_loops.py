@@ -81,7 +81,7 @@ def some_parameters(model: nn.Module) -> dict[str, Any]:
 
 
 def unfreeze(model: nn.Module, step: int) -> None:
-    """Also a weight that two stages share: they begin their backwards one after the other, and must not meet then."""
+    """Unfreeze a weight that two stages share: they begin their backwards one after the other, and must not meet."""
     for name, parameter in model.named_parameters():
         if name in ("positions", "embed.weight") or (step == 2 and "frozen" in name):
             parameter.requires_grad_(step >= 2)

@@ -48,7 +48,7 @@ def counting() -> Iterator[list[int]]:
 )
 @on_ranks(2)
 def test_a_steady_step_waits_for_nothing(stage: int, loop: str) -> None:
-    """In the loop "phases" those of a step are called one by one."""
+    """The loop "phases" calls those of a step one by one."""
     made = at("3 defaults" if stage == 3 else stage, clip=0.4, optimizer=ADAMW)
     engine = make_engine(made, on_device=True)
     schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5) if loop == "schedule" else None

@@ -197,7 +197,7 @@ ADAM = {2: {"lr": 5e-4, "weight_decay": 0.3, "betas": (0.7, 0.8), "eps": 1e-3, "
 )
 @on_ranks(2)
 def test_options_changed_midway_are_followed(name: str, changes: Changes, groups: Any) -> None:
-    """Where a momentum comes midway, the first gradient fills the buffer, undamped, as in torch."""
+    """A momentum that comes midway begins with the first gradient, undamped, as in torch."""
     given: dict[str, Any] = {"steps": 8, "changes": changes, "groups": groups}
     assert_close(at_stages(ALL[name], **given)[0]["parameters"], plain(ALL[name], **given)[0], ALL[name])
 

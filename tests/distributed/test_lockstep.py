@@ -314,7 +314,7 @@ class Program:
         self.engine.zero_grad()
 
     def through_p_grad(self) -> None:
-        """Also gradients that are not finite, or that no rank has."""
+        """Change gradients through ``p.grad``, some not finite and some that no rank has."""
         self.micro_batches()
         shown = [p for p in self.engine.parameters() if p.grad is not None]
         first, *_, last = shown

@@ -63,7 +63,7 @@ def test_a_model_is_evaluated_and_nothing_else_is_kept(stage: int, precision: st
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_backward_reaches_the_inputs(stage: int) -> None:
-    """It gives them plain PyTorch's gradient, and the weights none. A weight that is unfrozen is named."""
+    """Inputs get plain PyTorch's gradient, and the weights none. A weight that is unfrozen is named."""
     for dtype, precision in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         engine = make_engine(settings(stage, precision), "Mlp")
         plain = models.build(models.Mlp).to(dtype).requires_grad_(False)

@@ -81,7 +81,7 @@ def trained(engine: Any) -> dict[str, nn.Parameter]:
 
 
 def clamp(engine: Any, step: int) -> None:
-    """In place, some; by new memory, others."""
+    """Clamp some weights in place, and others by new memory."""
     if step in (2, 3):
         with whole(engine), torch.no_grad():
             for number, parameter in enumerate(trained(engine).values()):

@@ -125,7 +125,7 @@ def lose(directory: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
 def test_what_a_disk_forgets_is_not_saved(stage: int, name: str, tmp_path: Path) -> None:
-    """Also if a save came before the loss, and a read of masters after it. One rank's disk is enough for all."""
+    """A save may come before the loss, and a read of masters after it. One rank's disk is enough for all."""
     recipe, directory = RUNS[name], str(tmp_path / "saved")
     engine = make_engine(recipe, stage, zero=offload("nvme", tmp_path), aio={"checksums": True})
     for step in range(2):

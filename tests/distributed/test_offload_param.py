@@ -228,7 +228,7 @@ class Failed(Transfer):
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_disk_that_cannot_be_read_is_an_error_after_which_training_goes_on(tmp_path: Path) -> None:
-    """For a while, on all ranks, in a forward: in a gather on demand, and in one that is read ahead."""
+    """Reads fail for a while, on all ranks, in a forward: in gathers on demand, and in those read ahead."""
     settings = placements(tmp_path, "moving", disk={"buffer_size": ELEMENTS, "buffer_count": 4})["disk"]
     engine, losses, reads_disk = chain(settings), [], SwapFile.read
     for fail_at in (0, 3):

@@ -99,7 +99,7 @@ def matrix() -> Iterator[Any]:
 def test_all_stages_match_plain_pytorch(
     pools: Pools, setting: int, world: int, precision: str, accumulation: int, clip: float
 ) -> None:
-    """At all stages and with both optimizers. setting: the number of that of stage 3."""
+    """Two optimizers train at every stage. setting: the number of that of stage 3."""
     names = list(PARTITIONED)
     runs = {}
     for number, (optimizer, given) in enumerate(OPTIMIZERS.items()):

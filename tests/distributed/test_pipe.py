@@ -133,7 +133,7 @@ def test_two_pipelines_meet_along_each_dimension() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"])
 @on_ranks(4, timeout=120)
 def test_a_chunk_is_reduced_behind_its_own_last_backward(schedule: str) -> None:
-    """Not behind that of the rank's last chunk. A bucket with parameters of both chunks waits for the later one."""
+    """The rank's last chunk is not waited for. A bucket with parameters of both chunks waits for the later one."""
     if schedule not in available_schedules():
         return
     events: list[list[Any]] = []

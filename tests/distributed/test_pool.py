@@ -102,7 +102,7 @@ FAILURES: list[Any] = [
 def test_a_failure_is_told_and_the_next_case_runs(
     pool: Pool, function: Any, arguments: dict[str, Any], timeout: float, error: type[Exception], words: list[str]
 ) -> None:
-    """At once, and with other workers."""
+    """The next case runs at once, with other workers."""
     pool.run(sum_of_ranks, {"offset": 0})
     pids, start = pool.pids, time.monotonic()
     with pytest.raises(error) as caught:

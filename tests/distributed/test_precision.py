@@ -250,7 +250,7 @@ class Headed(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp16"), (3, "bf16")])
 def test_outputs_where_an_fp32_module_comes_last(stage: int, precision: str) -> None:
-    """By how the head is called and by the mode torch is in."""
+    """Outputs follow how the head is called, and the mode that torch is in."""
     half, x, outputs = reference.DTYPES[precision], models.float_batch(0, 0, 0)[0], []
     for widen in (False, True):
         engine = zerolite.initialize(models.build(Headed, widen=widen), corner(stage, precision))

@@ -88,7 +88,7 @@ def test_ranks_with_different_heads(stage: int, name: str) -> None:
 @pytest.mark.parametrize("forward_too", [True, False])
 @on_ranks(2)
 def test_it_is_seen_in_the_first_backward(forward_too: bool, key: bool | None) -> None:
-    """In all its forwards and backwards, or in its backwards alone: the first of these has ranks alike here."""
+    """Ranks are alike in the first backward, whether the program communicates in forwards too or not."""
     model = build(Detector, forward_too=forward_too)
     engine = zerolite.initialize(model, config(2, zero={"collectives_in_backward": key}))
     assert engine._parts.reducer.program_communicates is bool(key)

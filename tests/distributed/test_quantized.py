@@ -20,7 +20,7 @@ from tests.toolkit.training import raises
 
 
 class Packed(nn.Parameter):
-    """Two values in a byte, with an attribute that says how to read them, as bitsandbytes has them."""
+    """Two values in a byte, with an attribute that says how to read them, as in bitsandbytes."""
 
     quant_state: dict[str, Tensor]
 

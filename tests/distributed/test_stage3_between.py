@@ -115,7 +115,7 @@ def test_parameters_that_rest_elsewhere(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_gather_for_each_parameter_and_no_memory_is_left() -> None:
-    """Not of an average of weights, nor behind a loss, nor between forward and backward, when the graph has views of
+    """No gather keeps memory: of an average of weights, behind a loss, between forward and backward with views of
     weights."""
     side = Side(3)
     average = copy.deepcopy(side.module)

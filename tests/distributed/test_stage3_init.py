@@ -418,7 +418,7 @@ def test_meta_engine() -> None:
 
 
 def starts_by_itself() -> tuple[bool, int]:
-    """In a process without a group."""
+    """Run in a process without a group."""
     assert not dist.is_initialized()
     try:
         with zero.Init():

@@ -162,7 +162,7 @@ def undisturbed(groups: list[str], settings: tuple[str, ...]) -> None:
 @on_ranks(2, timeout=180)
 @pytest.mark.parametrize("group", GROUPS)
 def test_disturbances(group: str) -> None:
-    """In the first step, while the trace is recorded, and while a plan is followed."""
+    """Disturb the first step, the recording of the trace, and steps that follow a plan."""
     undisturbed([group], SETTINGS if "evaluation" in group or group == "reading" else ("moving", "tight"))
 
 
@@ -200,7 +200,7 @@ def interleaved(engine: Any, step: int) -> Any:
 @pytest.mark.slow
 @on_ranks(1, 2, timeout=180)
 def test_forwards_and_backwards_in_any_order() -> None:
-    """And a plan is followed."""
+    """A plan is followed in the end."""
     for loop in (one_loss, interleaved):
         wanted = train(make_engine(2), loop=loop)
         for setting in SETTINGS:
@@ -372,7 +372,7 @@ def test_gradients_after_the_end_of_an_engine(stage: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("prepend", [False, True])
 def test_users_hooks_see_whole_weights(prepend: bool) -> None:
-    """In forward and backward, in the order of stage 2."""
+    """Hooks of forward and backward run in the order of stage 2."""
 
     def read_by_hooks(stage: int, setting: str, when: str) -> list[Any]:
         model, seen = build(), []

@@ -95,7 +95,7 @@ def limited(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
 
 @on_ranks(2)
 def test_prefetches_precede_the_module_that_needs_them() -> None:
-    """By when modules begin their forward ("module") and their backward ("gradient"), and gathers are launched."""
+    """Events are the begin of modules' forward ("module") and backward ("gradient"), and launches of gathers."""
     made = config(3, "fp32", 1, 0.4, ADAMW, zero=limited(1, 10**6, 0))
     engine = zerolite.initialize(models.build(Tower), made)
     events: list[tuple[str, Any]] = []

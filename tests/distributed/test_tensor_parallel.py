@@ -56,8 +56,7 @@ def calls(result: dict[str, Any], when: str) -> dict[str, int]:
 @pytest.mark.parametrize("vocabulary", [64, 67])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_example(sequence_parallel: bool, vocabulary: int) -> None:
-    """With the sequence in parts, each all-reduce is two halves. Besides, the hidden states are cut once and made whole
-    once."""
+    """Each all-reduce is two halves where the sequence is in parts. Hidden states are cut once and made whole once."""
     torch.manual_seed(1)
     model = GPT(GPTConfig(context=16, layers=2, heads=4, width=32, vocabulary=vocabulary))
     x, y = tokens(vocabulary=vocabulary), tokens(vocabulary=vocabulary, seed=4)

@@ -57,7 +57,7 @@ def from_iterable(engine: Any) -> Iterator[tuple[Any, int]]:
 
 
 def by_hand(engine: Any) -> Iterator[tuple[Any, int]]:
-    """As docs/uneven-data.md does it for any loader."""
+    """Yield batches and weights as docs/uneven-data.md does for any loader."""
     loader = DataLoader(TensorDataset(*samples_of(engine.rank)), BATCH)
     batches, last = iter(loader), None
     for _ in range(engine.reduce(len(loader), "max")):

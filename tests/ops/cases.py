@@ -188,7 +188,7 @@ class Problem:
         return rounded
 
     def _named(self) -> list[torch.Tensor]:
-        """For each tensor, which elements lie in a segment."""
+        """Return a mask for each tensor: the elements that lie in a segment."""
         masks = [torch.zeros(p.numel(), dtype=torch.bool) for p in self.params]
         used = [True] * len(self.table) if self.use is None else [i < 0 or bool(self.uses[i]) for i in self.use]
         for (tensor, start, numel, _), allowed in zip(self.table.tolist(), used, strict=True):

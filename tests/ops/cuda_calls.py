@@ -106,7 +106,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_tensor(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
-    """With all of its memory, and so with its alignment."""
+    """Copy a tensor with all of its memory, and so with its alignment."""
     return whole(tensor).to(device, copy=True)[tensor.storage_offset() :][: tensor.numel()]
 
 

@@ -79,7 +79,7 @@ def test_the_same_bits_on_any_number_of_threads(
 
 
 def test_sums_are_added_to_what_is_there(kernels: CpuKernels) -> None:
-    """On top of what is there, in the order of the segments; an owner without segments keeps its sum."""
+    """Sums follow the order of the segments; an owner without segments keeps its sum."""
     values = [torch.full((n,), float(i + 1)) for i, n in enumerate((5, 3, 2))]
     table = torch.tensor([[2, 0, 2, 0], [0, 1, 4, 3], [1, 0, 3, 0], [0, 0, 0, 1], [0, 2, 2, 3]])
     sums = torch.tensor([0.5, 7.0, -1.0, 2.0], dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_sums_are_added_to_what_is_there(kernels: CpuKernels) -> None:
 
 @DTYPES
 def test_infinities_and_nan_show(dtype: torch.dtype, kernels: CpuKernels) -> None:
-    """In their owner's sum, and in no other."""
+    """They show in their owner's sum, and in no other."""
     for place, value in itertools.product((0, 15, 16, NORM_CHUNK, NORM_CHUNK + 34), (math.inf, -math.inf, math.nan)):
         values = torch.ones(NORM_CHUNK + 35, dtype=dtype)
         values[place] = value

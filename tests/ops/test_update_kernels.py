@@ -94,7 +94,7 @@ def _first(one: Problem, n: int) -> Problem:
 
 
 def test_segments_begin_anywhere(kernels: CpuKernels) -> None:
-    """And what lies before and behind them stays as it is; Problem.run checks that."""
+    """Problem.run checks that the elements before and behind a segment stay as they are."""
     for start, n in itertools.product(range(17), (0, 1, 15, 33, 700)):
         one = problem("adamw", (800,), table=torch.tensor([[0, start, n, 0]]), dtypes=MIXED)
         assert_same(one.run(kernels), one.run(reference), n)

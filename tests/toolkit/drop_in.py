@@ -359,7 +359,7 @@ def copied(value: Any) -> Any:
 
 
 def outcomes(module: str, row: str, everything: bool) -> dict[int, list[str]]:
-    """For each stage, what has become of each variant and setting: ``works``, ``raises``, or what is wrong.
+    """Return the outcome of each variant and setting by stage: ``works``, ``raises``, or what is wrong.
 
     everything: all variants and settings of stage 3; otherwise two or three variants and one setting.
     """

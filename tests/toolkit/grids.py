@@ -113,7 +113,7 @@ def train(engine: Any, steps: int, first: int = 0) -> tuple[list[float], list[fl
 
 
 def held(engine: Any) -> dict[str, tuple[bool, str]]:
-    """By name, of each parameter here: whether it is a part, and a hash of its bits."""
+    """Return by name, of each local parameter, True if it is a part, and a hash of its bits."""
     found = {}
     with GatheredParameters(engine.module, check=False):
         for name, p in engine.module.named_parameters():

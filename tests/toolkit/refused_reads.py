@@ -1,4 +1,4 @@
-"""What a torch built with CUDA does on any device: reads of the memory behind a stand-in raise."""
+"""Reads of the memory behind a stand-in raise, as in a torch built with CUDA on any device."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def engine_at(stage: int, model: nn.Module, **config: Any) -> Any:
 @pytest.mark.parametrize("fails", [LAYERS - 1, 0], ids=["before any gradient", "after some"])
 @pytest.mark.parametrize(("how", "stage"), [("engine.backward", 0), ("loss.backward", 2)])
 def test_after_a_later_backward_has_failed(how: str, stage: int, fails: int, drops: bool) -> None:
-    """In a window that is kept, the gradients that had come before the failure count, as in plain PyTorch."""
+    """Gradients that came before the failure count in a window that is kept, as in plain PyTorch."""
     model, plain = models.build(Chain), models.build(Chain)
     engine = engine_at(stage, model, gradient_accumulation_steps=3)
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)

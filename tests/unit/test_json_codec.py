@@ -23,7 +23,7 @@ def through_json(value: Any) -> Any:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """In types too, and NaN to NaN."""
+    """Compare values and types; NaN equals NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

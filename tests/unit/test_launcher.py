@@ -108,7 +108,7 @@ def test_what_a_node_must_be_told() -> None:
         with pytest.raises(HostsError, match=part):
             plan.make_plan(request_of(*line.split(), "t.py"))
     job = plan.make_plan(request_of("--no-ssh", "t.py"))
-    assert (job.here, len(job.nodes), job.by_ssh) == (0, 1, False)
+    assert (job.local_node, len(job.nodes), job.by_ssh) == (0, 1, False)
 
 
 def test_the_env_file_is_found_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_kill_for_memory_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_marker_finds_what_is_no_descendant() -> None:
-    """And another job's process, or one with a longer marker, is not found."""
+    """A process of another job, or with a longer marker, is not found."""
     command = "exec setsid sleep 100 </dev/null >/dev/null 2>&1 & echo $!"
     pids = [
         int(subprocess.run(["sh", "-c", command], env={"ZEROLITE_JOB_ID": marker}, capture_output=True).stdout)

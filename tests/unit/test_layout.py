@@ -70,7 +70,7 @@ def check_buckets(sizes, world, bucket_numel, alignment, kinds):
 
 
 def test_every_element_of_a_sliced_bucket_has_one_owner():
-    """Also where several ranks share a row. A rank's part of a row is where its parameters are in that row."""
+    """Several ranks may share a row. A rank's part of a row is where its parameters are in that row."""
     for sizes, rows, _, _, kinds in random_cases():
         specs = [ParameterSpec(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(zip(sizes, kinds, strict=True))]
         for ranks_of_row in (1, 2, 3):

@@ -26,7 +26,7 @@ ALL_DTYPES = [
 
 
 def reduce(value: Any, op: str = "mean", world: int = 1) -> Any:
-    """On one process, or on one that takes the others for copies of itself."""
+    """Reduce on one process, or on one that takes the others for copies of itself."""
     return metrics.reduce(value, op, Communicator() if world == 1 else NullCommunicator(1, world), CPU)
 
 

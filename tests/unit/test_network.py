@@ -1,4 +1,4 @@
-"""On which addresses stores listen, what is signed, and what is unpickled."""
+"""Addresses on which stores listen, signatures, and what is unpickled."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_after_a_load_nothing_is_in_flight() -> None:
 
 
 def test_values_written_by_another_rank_are_waited_for_before_the_update() -> None:
-    """Where no forward has waited: an update from gradients that were there before."""
+    """No forward has waited: the update uses gradients that were there before."""
     comm, engine = overlapping(stack(4), bf16={"enabled": True})
     x = torch.ones(2, 8, dtype=torch.bfloat16)
     engine.backward(engine(x).sum())

@@ -59,7 +59,7 @@ class Answered:
 
 def test_the_problems_of_all_hosts_are_told_at_once(hostfile: str) -> None:
     request = LaunchRequest(["t.py"], hostfile=hostfile)
-    plan = dataclasses.replace(make_plan(request), here=None)
+    plan = dataclasses.replace(make_plan(request), local_node=None)
     names = [host.name for host in plan.hosts]
 
     def told(*parts: Answered) -> str:
@@ -92,7 +92,7 @@ def test_each_node_gets_its_part(hostfile: str, monkeypatch: pytest.MonkeyPatch)
     request = LaunchRequest(["t.py"], ["a"], hostfile=hostfile, exclude="host2:1-3", env={"K": "v"})
     plan = make_plan(request)
     first, second, third = plan.nodes
-    assert plan.here == 0 and first.master_port in network.PORTS and first.master_port == third.master_port
+    assert plan.local_node == 0 and first.master_port in network.PORTS and first.master_port == third.master_port
     assert (first.nproc, second.nproc, third.nproc) == (2, 1, 4) and second.devices == [0]
     assert (first.num_nodes, third.node_rank) == (3, 2)
     assert {part.master_addr for part in (first, second, third)} == {socket.gethostname()}
@@ -120,8 +120,8 @@ def test_several_nodes_need_a_hostfile() -> None:
 def test_a_node_with_a_command_of_its_own_finds_its_place(hostfile: str) -> None:
     def own_part(**given: object) -> NodeJob:
         plan = make_plan(LaunchRequest(["t.py"], hostfile=hostfile, no_ssh=True, **given))  # type: ignore[arg-type]
-        assert plan.here is not None and not plan.by_ssh
-        return plan.nodes[plan.here]
+        assert plan.local_node is not None and not plan.by_ssh
+        return plan.nodes[plan.local_node]
 
     part = own_part()
     assert (part.node_rank, part.nproc, part.num_nodes, part.master_port) == (0, 2, 3, 29500)

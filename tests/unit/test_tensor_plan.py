@@ -332,7 +332,7 @@ def test_key_and_value_beside_a_query() -> None:
 
 
 def test_styles_beside_auto_count() -> None:
-    """And a refusal says what to write."""
+    """A refusal says what to write."""
     with pytest.raises(TensorPlanError, match=r'write "plan": \{"\*": "auto", "blocks\.\*": "whole"\}'):
         cut(_with_parameter())
     model = cut(_with_parameter(), {"*": "auto", "blocks.*.scale": "whole"})

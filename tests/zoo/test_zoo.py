@@ -206,7 +206,7 @@ def case(name: str) -> Any:
 @on_ranks(2, timeout=600)
 @pytest.mark.parametrize("name", [case(name) for name in ARCHITECTURES])
 def test_every_stage_gives_what_plain_pytorch_gives(name: str) -> None:
-    """In fp32 to the rounding of sums, in bf16 to the bit."""
+    """They are equal to the rounding of sums in fp32, and to the bit in bf16."""
     architecture = ARCHITECTURES[name]
     if not isinstance(architecture, OfTorchvision):
         import transformers

@@ -97,8 +97,8 @@ def _read_head(path: Path, tag: str) -> CompleteCheckpoint | None:
 def newest_complete(directory: Path, besides: str | None = None) -> str:
     """Return a sentence that names the newest complete checkpoint, ``besides`` one."""
     which = "complete" if besides is None else "other"
-    found = [known.tag for known in complete_checkpoints(directory) if known.tag != besides]
-    return f"The newest {which} checkpoint there is '{found[-1]}'" if found else f"There is no {which} checkpoint there"
+    tags = [known.tag for known in complete_checkpoints(directory) if known.tag != besides]
+    return f"The newest {which} checkpoint there is '{tags[-1]}'" if tags else f"There is no {which} checkpoint there"
 
 
 def find(directory: Path, tag: str | None = None) -> Path:
@@ -124,9 +124,9 @@ def _find(directory: Path, tag: str | None) -> Path:
     named = tag if tag is not None else _latest(directory)
     if named is None:
         candidates = _candidates(directory) if directory.exists() else {}
-        found = complete_checkpoints(directory)
-        if found:
-            return candidates[found[-1].tag]
+        complete = complete_checkpoints(directory)
+        if complete:
+            return candidates[complete[-1].tag]
         if candidates:
             raise CheckpointError(f"no checkpoint in '{directory}' can be read: the {MANIFEST} of each is damaged")
         raise NoCheckpoint(
@@ -137,8 +137,8 @@ def _find(directory: Path, tag: str | None) -> Path:
             return path
     says = "" if tag is not None else f", which the file '{LATEST}' names,"
     state = "has no manifest, so it is not complete" if (directory / named).is_dir() else "is not there"
-    kind = CheckpointError if tag is None or complete_checkpoints(directory) else NoCheckpoint
-    raise kind(f"checkpoint '{named}' in '{directory}'{says} {state}. {newest_complete(directory)}")
+    error_type = CheckpointError if tag is None or complete_checkpoints(directory) else NoCheckpoint
+    raise error_type(f"checkpoint '{named}' in '{directory}'{says} {state}. {newest_complete(directory)}")
 
 
 def _latest(directory: Path) -> str | None:

@@ -164,7 +164,7 @@ class FileWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_thread()
         os.close(self._descriptor)
@@ -264,8 +264,8 @@ def open_file(path: Path) -> int:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        found = "directory" if stat.S_ISDIR(mode) else "device"
-        raise OSError(errno.EINVAL, f"expected a file, found a {found}", str(path))
+        file_type = "directory" if stat.S_ISDIR(mode) else "device"
+        raise OSError(errno.EINVAL, f"expected a file, found a {file_type}", str(path))
     return descriptor
 
 
@@ -290,16 +290,16 @@ class CheckedFile:
             self._descriptor = open_file(path)
         except OSError as error:
             raise DamagedFile(f"'{path}' cannot be read: {error.strerror}") from error
-        found = os.fstat(self._descriptor).st_size
-        if found != entry.bytes:
+        size = os.fstat(self._descriptor).st_size
+        if size != entry.bytes:
             os.close(self._descriptor)
-            raise DamagedFile(f"'{path}' is damaged: expected {entry.bytes} bytes, found {found}")
+            raise DamagedFile(f"'{path}' is damaged: expected {entry.bytes} bytes, found {size}")
 
     def __enter__(self) -> CheckedFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._descriptor)
 
@@ -308,10 +308,12 @@ class CheckedFile:
         end = start + len(view)
         while start < end:
             block = start - start % BLOCK_BYTES
-            whole = (min(end, self._entry.bytes - self._entry.bytes % BLOCK_BYTES) - start) // BLOCK_BYTES * BLOCK_BYTES
+            in_blocks = (
+                (min(end, self._entry.bytes - self._entry.bytes % BLOCK_BYTES) - start) // BLOCK_BYTES * BLOCK_BYTES
+            )
             # Whole blocks are read straight into the view. A part of a block needs the whole block for its checksum.
-            if start == block and whole:
-                numel = min(whole, BUFFER_BYTES)
+            if start == block and in_blocks:
+                numel = min(in_blocks, BUFFER_BYTES)
                 self.read_blocks(start, view[:numel])
             else:
                 numel = min(block + BLOCK_BYTES, end) - start
@@ -336,12 +338,12 @@ class CheckedFile:
         for low in range(0, len(view), BLOCK_BYTES):
             number = (start + low) // BLOCK_BYTES
             expected = self._entry.crc32[8 * number : 8 * number + 8]
-            found = f"{zlib.crc32(view[low : low + BLOCK_BYTES]):08x}"
-            if found != expected:
+            checksum = f"{zlib.crc32(view[low : low + BLOCK_BYTES]):08x}"
+            if checksum != expected:
                 end = min(start + low + BLOCK_BYTES, self._entry.bytes)
                 raise DamagedFile(
                     f"'{self._path}' is damaged between bytes {start + low} and {end}: expected checksum {expected}, "
-                    f"found {found}"
+                    f"found {checksum}"
                 )
 
     def read_all(self) -> bytes:

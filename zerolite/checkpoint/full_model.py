@@ -51,14 +51,14 @@ class FullTensor:
 
 
 @collective
-def merge_stages(own: Mapping[str, object], topology: Topology) -> dict[str, Any]:
+def merge_stages(local: Mapping[str, object], topology: Topology) -> dict[str, Any]:
     """Join the entries of all stages by name, :class:`FullTensor` or plain values. If several stages have a name,
     the first one's entry counts."""
     if topology.model.world_size == 1:
-        return dict(own)
-    rows = HostGroup(topology.model, "whole model").gather(own)  # not that of checkpoints: a save may be under way
+        return dict(local)
+    rows = HostGroup(topology.model, "whole model").gather(local)  # not that of checkpoints: a save may be under way
     tensor = topology.tensor.world_size
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     firsts: dict[str, FullTensor] = {}  # by owner
     for stage in range(topology.pipe.world_size):
         of_tensor = rows[stage * tensor : (stage + 1) * tensor]
@@ -66,8 +66,8 @@ def merge_stages(own: Mapping[str, object], topology: Topology) -> dict[str, Any
             if isinstance(entry, FullTensor):
                 shards = tuple(shard for row in of_tensor for shard in row[name].shards)
                 entry = firsts.setdefault(entry.owner, replace(entry, stage=stage, shards=shards))
-            found.setdefault(name, entry)
-    return found
+            joined.setdefault(name, entry)
+    return joined
 
 
 class FullModel:
@@ -87,15 +87,15 @@ class FullModel:
         self._trained = masters.positions()
         first: dict[int, str] = {}  # first names, by the id of tensors
         self._local: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # tensor and entry in the state, by first name
-        own = dict(state)
+        local = dict(state)
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 # Tied names have one parameter or buffer, but an entry each.
                 tensor = registered.get(clean(name), value)
                 first.setdefault(id(tensor), name)
-                own[name] = entry = self._describe(first[id(tensor)], tensor, value, clean(name) in registered)
+                local[name] = entry = self._describe(first[id(tensor)], tensor, value, clean(name) in registered)
                 self._local.setdefault(entry.owner, (tensor, value))
-        self.entries = merge_stages(own, parts.topology)
+        self.entries = merge_stages(local, parts.topology)
 
     def _describe(self, owner: str, tensor: torch.Tensor, value: torch.Tensor, in_model: bool) -> FullTensor:
         """Describe ``tensor`` from this rank's point of view.
@@ -140,21 +140,21 @@ class FullModel:
         return self._assemble(entry, exported_dtype(entry.dtype, dtype), part, needed) if receives else None
 
     @collective
-    def set(self, entry: FullTensor, given: torch.Tensor | None) -> None:
-        """Send rank 0's full values ``given``, or this rank's part of them, into the tensor."""
+    def set(self, entry: FullTensor, full_values: torch.Tensor | None) -> None:
+        """Send rank 0's full values ``full_values``, or this rank's part of them, into the tensor."""
         topology, device = self._topology, self._device
         tensor, _ = self._local.get(entry.owner, (None, None))  # None if this rank's stage does not have it
         partitioned = tensor is not None and sharded_param_of(tensor) is not None
         if topology.trivial and tensor is not None and not partitioned:
-            if given is not None:
-                tensor.data.copy_(given)
+            if full_values is not None:
+                tensor.data.copy_(full_values)
             broadcast_into(tensor.data, topology.world, device, "parameters")
             return
-        values = given
+        values = full_values
         if not topology.trivial:
             values = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-            if given is not None:
-                values.copy_(given)
+            if full_values is not None:
+                values.copy_(full_values)
             broadcast_into(values, topology.world, device, "parameters")
         if tensor is None:
             return
@@ -193,5 +193,5 @@ class FullModel:
             return master.to("cpu", target) if needed else None
         partitioned = sharded_param_of(owner) is not None
         with GatheredParameters(owner, modifier_rank=None, enabled=partitioned, check=False):
-            whole = owner.data if partitioned else value
-            return whole.detach().to("cpu", target, copy=True) if needed else None
+            values = owner.data if partitioned else value
+            return values.detach().to("cpu", target, copy=True) if needed else None

@@ -103,12 +103,12 @@ class FullState:
                 f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, FLOATS))}, got {dtype!r}"
             )
         self._check_readable()
-        whole = self._full_model()
+        full = self._full_model()
         copies: dict[str, torch.Tensor | None] = {}
         state: dict[str, Any] = {}
-        for name, entry in whole.entries.items():
+        for name, entry in full.entries.items():
             if isinstance(entry, FullTensor) and entry.owner not in copies:
-                copies[entry.owner] = whole.get(entry, dtype, rank0_only)
+                copies[entry.owner] = full.get(entry, dtype, rank0_only)
             state[name] = copies[entry.owner] if isinstance(entry, FullTensor) else entry
         return state if not rank0_only or self._topology.world.rank == 0 else {}
 
@@ -117,11 +117,11 @@ class FullState:
         """See ``Engine.load_full_state_dict``. Rank 0 sends parameters and buffers one by one, then the modules' extra
         state. Raises RuntimeError on all ranks, before anything is written."""
         self._parts.pipeline.check_available()
-        whole = self._full_model()
-        given = dict(state or {}) if self._topology.world.rank == 0 else {}
-        tensors = {name: entry for name, entry in whole.tensors() if entry.in_model}
-        extra = [name for name in whole.entries if name.rpartition(".")[2] == _EXTRA]
-        problem, present = self._host.broadcast(_compare(tensors | dict.fromkeys(extra), given, strict), 0)
+        full = self._full_model()
+        local = dict(state or {}) if self._topology.world.rank == 0 else {}
+        tensors = {name: entry for name, entry in full.tensors() if entry.in_model}
+        extra = [name for name in full.entries if name.rpartition(".")[2] == _EXTRA]
+        problem, present = self._host.broadcast(_compare(tensors | dict.fromkeys(extra), local, strict), 0)
         if problem:
             raise RuntimeError(
                 f"load_full_state_dict: rank 0's state does not fit the model: {problem}. Nothing was loaded."
@@ -130,13 +130,13 @@ class FullState:
         for name, entry in tensors.items():
             if name in present and entry.owner not in done:
                 done.add(entry.owner)
-                whole.set(entry, given.get(name))
-        values = self._host.broadcast({name: given[name] for name in extra if name in given}, 0)
+                full.set(entry, local.get(name))
+        values = self._host.broadcast({name: local[name] for name in extra if name in local}, 0)
         for prefix, module in self._states.with_extra_state():
             key = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
             if key in values:
                 module.set_extra_state(values[key])
-        self._parts.pipeline.written.on_loaded(whole.parameters(done))
+        self._parts.pipeline.written.on_loaded(full.parameters(done))
 
     @torch.no_grad()
     def get_optimizer_state(self, rank0_only: bool) -> dict[str, Any]:
@@ -149,31 +149,31 @@ class FullState:
                 "full_optimizer_state_dict: expected all layers on every rank, got a pipeline, whose stages each have "
                 "the states of their own layers; save_checkpoint() writes all of them"
             )
-        here = self._topology.world.rank == 0 or not rank0_only
-        own = {shard.index: (shard, parts.optimizer.method.state_of(shard)) for shard in parts.optimizer.shards()}
+        returns = self._topology.world.rank == 0 or not rank0_only
+        local = {shard.index: (shard, parts.optimizer.method.state_of(shard)) for shard in parts.optimizer.shards()}
         described = {
             index: {name: self._describe(shard, name, value) for name, value in state.items()}
-            for index, (shard, state) in own.items()
+            for index, (shard, state) in local.items()
         }
         # Each state is a collective, so all ranks walk through the same ones: the union of all ranks' states. A state
         # has the description of the first rank that has it.
         described_on: dict[int, dict[str, tuple[Any, int]]] = {}
         for row, source in self._host.gather((described, parts.groups.mean.rank)):
             for index, kinds in row.items():
-                for name, kind in kinds.items():
-                    described_on.setdefault(index, {}).setdefault(name, (kind, source))
+                for name, content in kinds.items():
+                    described_on.setdefault(index, {}).setdefault(name, (content, source))
         full: dict[int, dict[str, Any]] = {}
         for index in sorted(described_on):
-            state = own[index][1] if index in own else {}
-            for name, ((kind, *details), source) in described_on[index].items():
-                value = details[0] if kind == _NUMBER else None
-                if kind == _ELEMENTS:
+            state = local[index][1] if index in local else {}
+            for name, ((content, *details), source) in described_on[index].items():
+                value = details[0] if content == _NUMBER else None
+                if content == _ELEMENTS:
                     value = self._access.full_state(index, state.get(name), details[0])
-                elif kind == _OTHER:
+                elif content == _OTHER:
                     value = self._broadcast(state.get(name), details[0], details[1], source)
-                if here:
+                if returns:
                     full.setdefault(positions[index], {})[name] = value.cpu() if torch.is_tensor(value) else value
-        return {"state": full, "param_groups": parts.optimizer.numbered_groups()} if here else {}
+        return {"state": full, "param_groups": parts.optimizer.numbered_groups()} if returns else {}
 
     def _describe(self, shard: OptimParamShard, name: str, value: object) -> tuple[object, ...]:
         """Return a state's kind, then its value if it is one number, otherwise its dtype, and its shape if that is not
@@ -184,10 +184,10 @@ class FullState:
             return _ELEMENTS, value.dtype
         return _OTHER, value.dtype, value.shape
 
-    def _broadcast(self, own: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
+    def _broadcast(self, local: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
         """Broadcast a state that one data-parallel rank, or each of them, has in full."""
         device = self._parts.buffer.placements.device
-        value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device).clone()
+        value = torch.empty(shape, dtype=dtype, device=device) if local is None else local.to(device).clone()
         self._parts.groups.mean.broadcast(value, "access", source)
         return value
 
@@ -208,9 +208,9 @@ class FullState:
         assert dtype is not None
         directory = Path(directory_of(save_dir, "save_dir"))
         self._check_readable()
-        whole, world, device = self._full_model(), self._topology.world, self._device
-        tensors = dict(whole.tensors())
-        left_out = sorted(whole.entries.keys() - tensors.keys())
+        full, world, device = self._full_model(), self._topology.world, self._device
+        tensors = dict(full.tensors())
+        left_out = sorted(full.entries.keys() - tensors.keys())
         if left_out and world.rank == 0:
             logger.warning("save_16bit_model: left out what is no tensor: %s", listed(left_out))
         if exclude_frozen:
@@ -230,7 +230,7 @@ class FullState:
             for file in plan:
                 on_rank0.run(functools.partial(writer.begin, file))
                 for entry in file.entries:
-                    value = whole.get(written[entry.name], dtype, rank0_only=True)
+                    value = full.get(written[entry.name], dtype, rank0_only=True)
                     on_rank0.run(functools.partial(writer.add, value))  # type: ignore[arg-type]  # there on rank 0
                     del value  # before the next one is gathered
                 on_rank0.run(writer.finish)
@@ -300,16 +300,16 @@ class _OnRank0:
 
 
 def _compare(
-    targets: Mapping[str, FullTensor | None], given: Mapping[str, object], strict: bool
+    targets: Mapping[str, FullTensor | None], state: Mapping[str, object], strict: bool
 ) -> tuple[str, set[str]]:
     """Return what does not fit ("" if all does), and the names that can be loaded. ``targets``: None for an extra
     state."""
-    unexpected = [name for name in given if name not in targets]
-    missing = [name for name in targets if name not in given]
+    unexpected = [name for name in state if name not in targets]
+    missing = [name for name in targets if name not in state]
     wrong = []
     for name, target in targets.items():
-        if name in given and target is not None:
-            value = given[name]
+        if name in state and target is not None:
+            value = state[name]
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != target.shape:
                 wrong.append(f"{name} (expected {target.shape})")
     problems = [f"shapes differ for {listed(wrong)}"] if wrong else []
@@ -317,4 +317,4 @@ def _compare(
         problems.append(f"missing {listed(missing)}")
     if strict and unexpected:
         problems.append(f"unexpected {listed(unexpected)}")
-    return "; ".join(problems), targets.keys() & given.keys()
+    return "; ".join(problems), targets.keys() & state.keys()

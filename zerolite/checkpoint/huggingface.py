@@ -25,12 +25,12 @@ _NUMBERED = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _INCOMPLETE = ".incomplete"
 
 
-def exported_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor of dtype ``own`` is written if ``dtype`` was asked for.
+def exported_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor of dtype ``stored`` is written if ``dtype`` was asked for.
 
     Only floating tensors of 16 bits or more are cast.
     """
-    return dtype if dtype is not None and own in (*FLOATS, torch.float64) else own
+    return dtype if dtype is not None and stored in (*FLOATS, torch.float64) else stored
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ModelWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.close()
         with contextlib.suppress(OSError):

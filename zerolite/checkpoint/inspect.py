@@ -46,9 +46,9 @@ def render(reader: CheckpointReader) -> str:
     for key, tensor in reader.tensors.items():
         kinds.setdefault("/".join(key.split("/")[: 2 if key.startswith("optimizer/") else 1]), []).append(tensor)
     lines += ["", f"{'tensors':<28}{'count':>8}{'elements':>18}{'size':>12}"]
-    for kind, tensors in sorted(kinds.items()):
+    for section, tensors in sorted(kinds.items()):
         elements, size = (sum(numbers) for numbers in zip(*((t.numel, t.nbytes) for t in tensors), strict=True))
-        lines.append(f"  {kind:<26}{len(tensors):>8}{elements:>18,}{format_size(size):>12}")
+        lines.append(f"  {section:<26}{len(tensors):>8}{elements:>18,}{format_size(size):>12}")
     lines += ["", f"{'files':<54}{'size':>12}"]
     lines += [f"  {name:<52}{format_size(entry.bytes):>12}" for name, entry in sorted(reader.manifest.files.items())]
     return "\n".join(lines)

@@ -48,12 +48,12 @@ def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> 
     if cls is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if cls is list:
-        return [_encode(item, f"{where}[{i}]", tensors, depth + 1) for i, item in enumerate(value)]
+        return [_encode(element, f"{where}[{i}]", tensors, depth + 1) for i, element in enumerate(value)]
     if cls in (tuple, torch.Size):
-        return {_TAGS[cls]: [_encode(item, f"{where}[{i}]", tensors, depth + 1) for i, item in enumerate(value)]}
+        return {_TAGS[cls]: [_encode(element, f"{where}[{i}]", tensors, depth + 1) for i, element in enumerate(value)]}
     if cls in (set, frozenset):
         items = sorted(value, key=repr)  # strings hash differently in each process: the file must not
-        return {_TAGS[cls]: [_encode(item, f"an element of {where}", tensors, depth + 1) for item in items]}
+        return {_TAGS[cls]: [_encode(element, f"an element of {where}", tensors, depth + 1) for element in items]}
     if cls in _MAPPINGS.values():
         return _encode_mapping(value, where, tensors, depth)
     if isinstance(value, torch.Tensor):
@@ -74,14 +74,14 @@ def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> 
 def _encode_mapping(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> object:
     # JSON's keys are strings, and a key that begins with $ is read as a tag: other dicts become lists of pairs.
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _encode(item, f"{where}[{key!r}]", tensors, depth + 1) for key, item in value.items()}
+        return {key: _encode(element, f"{where}[{key!r}]", tensors, depth + 1) for key, element in value.items()}
     return {
         _TAGS[type(value)]: [
             [
                 _encode(key, f"a key of {where}", tensors, depth + 1),
-                _encode(item, f"{where}[{key!r}]", tensors, depth + 1),
+                _encode(element, f"{where}[{key!r}]", tensors, depth + 1),
             ]
-            for key, item in value.items()
+            for key, element in value.items()
         ]
     }
 
@@ -128,12 +128,12 @@ def decode(value: object, tensor: Callable[[int], torch.Tensor]) -> Any:
 
 def _decode(value: object, tensor: Callable[[int], torch.Tensor]) -> object:
     if isinstance(value, list):
-        return [_decode(item, tensor) for item in value]
+        return [_decode(element, tensor) for element in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
     if not tag.startswith("$"):
-        return {key: _decode(item, tensor) for key, item in value.items()}
+        return {key: _decode(element, tensor) for key, element in value.items()}
     if len(value) != 1:
         raise ValueError(f"expected an object with '{tag}' alone, got keys {sorted(value)}")
     return _decode_tagged(tag, value[tag], tensor)
@@ -156,9 +156,11 @@ def _decode_tagged(tag: str, content: Any, tensor: Callable[[int], torch.Tensor]
     if tag == "$tensor":
         return tensor(content)
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](_decode(item, tensor) for item in content)
+        return _SEQUENCES[tag](_decode(element, tensor) for element in content)
     if tag in _MAPPINGS:
-        pairs: Sequence[tuple[Any, Any]] = [(_decode(key, tensor), _decode(item, tensor)) for key, item in content]
+        pairs: Sequence[tuple[Any, Any]] = [
+            (_decode(key, tensor), _decode(element, tensor)) for key, element in content
+        ]
         # A Counter of a list would count the pairs.
         return _MAPPINGS[tag](dict(pairs) if tag == "$counter" else pairs)
     raise ValueError(f"expected one of the tags that zerolite writes, got '{tag}'")

@@ -178,14 +178,14 @@ class Loader:
         return reader
 
     def _match(self, reader: CheckpointReader, state: SavedState, model: ModelFacts, strict: bool) -> NameMatch:
-        here, stored = model.parameters, state.parameters
-        match = match_parameters(here, stored, loose=not strict)
+        parameters, stored = model.parameters, state.parameters
+        match = match_parameters(parameters, stored, loose=not strict)
         if not reader.manifest.about.exclude_frozen_parameters:
             if strict:
                 check_complete("parameter", match.missing, match.unexpected)
             return match
         if strict:
-            missing = [name for name in match.missing if here[name].trained]
+            missing = [name for name in match.missing if parameters[name].trained]
             check_complete("parameter", missing, [name for name in match.unexpected if stored[name].trained])
         return match.without({name for name in stored if f"parameters/{name}" not in reader.tensors})
 
@@ -201,18 +201,20 @@ class Loader:
         return groups
 
     def _buffers(self, stored: Mapping[str, TensorFacts], model: ModelFacts, strict: bool) -> list[str]:
-        here, everywhere = self._model_state.named_buffers(), model.buffers
+        local, everywhere = self._model_state.named_buffers(), model.buffers
         if strict:
             missing = [name for name in everywhere if name not in stored]
             check_complete("buffer", missing, [name for name in stored if name not in everywhere])
-        common = [name for name in here if name in stored]
+        common = [name for name in local if name in stored]
         for name in common:
-            if any(size > 1 and not stride for size, stride in zip(here[name].shape, here[name].stride(), strict=True)):
+            if any(
+                size > 1 and not stride for size, stride in zip(local[name].shape, local[name].stride(), strict=True)
+            ):
                 raise CheckpointError(
                     f"buffer '{name}': expected memory for each element, got elements that share it (expand); nothing "
                     "was loaded. Register a contiguous copy of it"
                 )
-        check_shapes("buffer ", {name: (here[name].shape, stored[name].shape) for name in common})
+        check_shapes("buffer ", {name: (local[name].shape, stored[name].shape) for name in common})
         return common
 
     def _kinds(self, reader: CheckpointReader, stored_optimizer: OptimizerState) -> Kinds:
@@ -220,26 +222,27 @@ class Loader:
         kinds: Kinds = {}
         for key, stored in reader.tensors.items():
             if key.startswith(OPTIMIZER):
-                kind, _, name = key.removeprefix(OPTIMIZER).partition("/")
-                kinds.setdefault(kind, {})[name] = (stored.shape, stored.dtype)
+                state_name, _, name = key.removeprefix(OPTIMIZER).partition("/")
+                kinds.setdefault(state_name, {})[name] = (stored.shape, stored.dtype)
         optimizer = self._parts.optimizer
         expected = optimizer.method.state_names
-        saved, here = stored_optimizer.type, type(optimizer.inner).__name__
-        other = _family(saved) != _family(here)
+        saved, present = stored_optimizer.type, type(optimizer.inner).__name__
+        other = _family(saved) != _family(present)
         other = other or bool(kinds and expected is not None and set(kinds) != set(expected))
         if other:
             names = f"; it keeps {', '.join(sorted(expected))}" if expected is not None else ""
             raise CheckpointError(
                 f"the checkpoint has the states {', '.join(sorted(kinds)) or '(none)'} of {saved}, and the optimizer "
-                f"here is {here}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new states"
+                f"here is {present}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new "
+                "states"
             )
         updated = {name for names in (*kinds.values(), stored_optimizer.scalars.get("step", {})) for name in names}
         # The kernels keep every state of every parameter, so a parameter with one state must have all.
-        for kind, name in itertools.product(expected or (), sorted(updated)):
-            if name not in kinds.get(kind, {}):
+        for state_name, name in itertools.product(expected or (), sorted(updated)):
+            if name not in kinds.get(state_name, {}):
                 raise CheckpointError(
-                    f"'{reader.path / INDEX}' is damaged: it lacks state '{kind}' of parameter '{name}'. Nothing was "
-                    "loaded; pass load_optimizer_states=False to begin with new states"
+                    f"'{reader.path / INDEX}' is damaged: it lacks state '{state_name}' of parameter '{name}'. Nothing "
+                    "was loaded; pass load_optimizer_states=False to begin with new states"
                 )
         return kinds
 
@@ -291,9 +294,9 @@ class Loader:
                 written = [shard.tensor() for shard in shards] if plan.kinds is None else None
                 self._parts.buffer.placements.drop_reads(written)
             except Exception as error:
-                said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
                 raise CheckpointError(
-                    f"{_CALL}, of '{reader.path}': rank {self._host.rank}: {said.rstrip('. ')}. The engine holds a "
+                    f"{_CALL}, of '{reader.path}': rank {self._host.rank}: {cause.rstrip('. ')}. The engine holds a "
                     "part of it: load another one"
                 ) from error
 
@@ -313,8 +316,8 @@ class Loader:
                 continue
             values = saved[index].values
             if plan.kinds is not None:
-                own = _SCHEDULED if plan.schedule_begins else ()
-                _update_group(group, {key: value for key, value in values.items() if key not in own})
+                scheduled = _SCHEDULED if plan.schedule_begins else ()
+                _update_group(group, {key: value for key, value in values.items() if key not in scheduled})
             elif plan.scheduler_state is not None:
                 _update_group(group, {key: values[key] for key in ("lr", "initial_lr") if key in values})
 
@@ -322,8 +325,8 @@ class Loader:
         """Yield the buffers: this rank's own values if they differed between ranks and the grid is the same."""
         same = plan.reader.manifest.about.grid == self._grid
         for shard in self._model_state.stored_buffers(plan.buffers):
-            own = f"{RANKS}{self._host.rank}/{shard.key}"
-            yield replace(shard, key=own) if same and own in plan.reader.tensors else shard
+            rank_key = f"{RANKS}{self._host.rank}/{shard.key}"
+            yield replace(shard, key=rank_key) if same and rank_key in plan.reader.tensors else shard
 
     def _resume(self, plan: _Plan, scheduler: Any) -> None:
         """Load everything except the tensors of the model and the optimizer."""
@@ -365,7 +368,7 @@ class Loader:
                 *(_CALL, len(match.missing), plan.reader.path, listed(match.missing)),
                 *(len(match.unexpected), listed(match.unexpected)),
             )
-        unmatched = [str(index) for index, found in enumerate(plan.groups) if found is None]
+        unmatched = [str(index) for index, stored in enumerate(plan.groups) if stored is None]
         if unmatched and plan.kinds is not None:
             logger.warning(
                 "%s: no param group in the checkpoint has the parameters of group %s, which keeps its learning rate "
@@ -379,24 +382,24 @@ class Loader:
                 *(_CALL, len(plan.untrained), listed(plan.untrained)),
             )
         about = plan.reader.manifest.about
-        saved, here = about.grid.data, self._grid.data
+        saved, current = about.grid.data, self._grid.data
         before, now = about.config.get("train_batch_size"), self._parts.config.train_batch_size
-        if saved != here and None not in (before, now) and before != now and not request.load_module_only:
+        if saved != current and None not in (before, now) and before != now and not request.load_module_only:
             logger.warning(
                 "%s: a step takes %s samples on %d ranks, and took %s on %d when the checkpoint was saved; set "
                 "train_batch_size to have one size for any number of ranks",
-                *(_CALL, now, here, before, saved),
+                *(_CALL, now, current, before, saved),
             )
 
 
 def _trained_in_both(
-    here: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], match: NameMatch
+    parameters: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], match: NameMatch
 ) -> dict[str, str]:
     """Return the stored names, by the name here, of parameters with elements that are trained on both sides."""
     return {
         name: other
         for name, other in match.names.items()
-        if here[name].trained and stored[other].trained and 0 not in here[name].shape
+        if parameters[name].trained and stored[other].trained and 0 not in parameters[name].shape
     }
 
 

@@ -89,8 +89,8 @@ class About:
     @property
     def grid(self) -> SavedGrid:
         """Grid of the ranks that saved the checkpoint. Without an entry it was saved with data parallelism only."""
-        given = self.layout.get("grid")
-        return SavedGrid(1, self.world_size, 1) if given is None else SavedGrid(**given)
+        grid = self.layout.get("grid")
+        return SavedGrid(1, self.world_size, 1) if grid is None else SavedGrid(**grid)
 
 
 def library_versions() -> dict[str, str]:
@@ -159,10 +159,10 @@ def _manifest(content: bytes) -> Manifest:
             f"it has format version {version!r}, written by zerolite {by}; this one reads versions up to {VERSION}: "
             "update it"
         )
-    found = body.pop("crc32", None)
+    stored = body.pop("crc32", None)
     expected = _checksum(body)
-    if found != expected:
-        raise ValueError(f"expected checksum {expected}, found {found}")
+    if stored != expected:
+        raise ValueError(f"expected checksum {expected}, found {stored}")
     manifest = validated(lambda: Manifest(_ABOUT.validate_json(content), _Files.model_validate_json(content).files))
     for name in (INDEX, STATE):
         if name not in manifest.files:

@@ -39,37 +39,39 @@ class NameMatch:
 
 
 def match_parameters(
-    here: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], loose: bool
+    parameters: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], loose: bool
 ) -> NameMatch:
     """Match parameters by name, or by any of the names of tied parameters.
 
     Raises CheckpointError for different shapes.
 
     Args:
-        here: parameters of the model.
+        parameters: parameters of the model.
         stored: parameters in the checkpoint.
         loose: match also if an adapter was put around a module or removed (``q_proj.weight`` is
             ``base_model.model.q_proj.base_layer.weight``).
     """
     canonical = {alias: name for name, entry in stored.items() for alias in (*entry.aliases, name)}
     names: dict[str, str] = {}
-    for name, entry in here.items():
-        found = next((canonical[own] for own in (name, *entry.aliases) if own in canonical), None)
-        if found is not None:
-            names[name] = found
+    for name, entry in parameters.items():
+        stored_name = next((canonical[spelling] for spelling in (name, *entry.aliases) if spelling in canonical), None)
+        if stored_name is not None:
+            names[name] = stored_name
     if loose:
-        names |= _match_adapted([n for n in here if n not in names], [n for n in stored if n not in names.values()])
-    check_shapes("", {name: (here[name].shape, stored[other].shape) for name, other in names.items()})
+        names |= _match_adapted(
+            [n for n in parameters if n not in names], [n for n in stored if n not in names.values()]
+        )
+    check_shapes("", {name: (parameters[name].shape, stored[other].shape) for name, other in names.items()})
     used = set(names.values())
-    return NameMatch(names, [n for n in here if n not in names], [n for n in stored if n not in used])
+    return NameMatch(names, [n for n in parameters if n not in names], [n for n in stored if n not in used])
 
 
-def _match_adapted(here: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+def _match_adapted(model_names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
     by_plain: dict[str, list[str]] = {}
     for name in stored:
         by_plain.setdefault(_ADAPTER_PARTS.sub("", name), []).append(name)
-    found = {name: by_plain.get(_ADAPTER_PARTS.sub("", name), []) for name in here}
-    return {name: names[0] for name, names in found.items() if len(names) == 1}
+    candidates = {name: by_plain.get(_ADAPTER_PARTS.sub("", name), []) for name in model_names}
+    return {name: names[0] for name, names in candidates.items() if len(names) == 1}
 
 
 def check_complete(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -89,9 +91,9 @@ def check_complete(what: str, missing: Sequence[str], unexpected: Sequence[str])
 def check_shapes(what: str, shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> None:
     """Raise CheckpointError if a tensor has different shapes in model and checkpoint. ``shapes``: both, by name."""
     wrong = [
-        f"{what}'{name}' is {tuple(here)} here and {tuple(there)} there"
-        for name, (here, there) in shapes.items()
-        if list(here) != list(there)
+        f"{what}'{name}' is {tuple(expected)} here and {tuple(stored)} there"
+        for name, (expected, stored) in shapes.items()
+        if list(expected) != list(stored)
     ]
     if wrong:
         raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
@@ -106,7 +108,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def match_groups(
-    here: Sequence[Sequence[str]], stored: Sequence[GroupState], names: Mapping[str, str]
+    groups: Sequence[Sequence[str]], stored: Sequence[GroupState], names: Mapping[str, str]
 ) -> list[int | None]:
     """Return for each param group the index of the stored group with the same parameters, or None.
 
@@ -114,14 +116,14 @@ def match_groups(
     matches such a group of the same index.
 
     Args:
-        here: names of the parameters in each group.
+        groups: names of the parameters in each group.
         stored: the stored groups.
         names: stored names of parameters that are trained on both sides, by the name in the model.
     """
     known = set(names.values())
     by_members = {frozenset(group.names) & known: index for index, group in enumerate(stored)}
     result: list[int | None] = []
-    for place, group in enumerate(here):
+    for place, group in enumerate(groups):
         members = frozenset(names[name] for name in group if name in names)
         both_untrained = place < len(stored) and known.isdisjoint(stored[place].names)
         result.append(by_members.get(members) if members else place if both_untrained else None)

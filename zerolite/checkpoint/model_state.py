@@ -63,22 +63,22 @@ class ModelState:
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return each parameter once, by the first of its names in the full model."""
-        found = {}
+        parameters = {}
         for name, parameter in self.parts.model.named_parameters():
             names = names_of(parameter)
-            found[clean(name if names is None else names[0])] = parameter
-        return found
+            parameters[clean(name if names is None else names[0])] = parameter
+        return parameters
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that belong to a state dict, each once."""
-        found: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for prefix, module in self.parts.model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    found[clean(f"{prefix}.{name}" if prefix else name)] = buffer
-        return found
+                    buffers[clean(f"{prefix}.{name}" if prefix else name)] = buffer
+        return buffers
 
     def extra_state(self) -> dict[str, Any]:
         """Return the state that modules add to their state dict by ``get_extra_state``."""
@@ -185,11 +185,11 @@ class ModelState:
         for param_shard, name, state in self.states(names):
             if param_shard.index not in chosen:
                 continue
-            for kind, value in state.items():
-                if not self.is_scalar(kind, value, param_shard):
-                    sharded.append(self._state_range(param_shard, name, kind, value))
+            for state_name, value in state.items():
+                if not self.is_scalar(state_name, value, param_shard):
+                    sharded.append(self._state_range(param_shard, name, state_name, value))
                 elif self._writes_scalars(param_shard):
-                    scalars.setdefault(kind, {})[name] = _number(value)
+                    scalars.setdefault(state_name, {})[name] = _number(value)
         if not self.parts.buffer.shard:
             # Stage 0: every rank has all masters and states, so they are divided evenly like other full tensors.
             sharded, everywhere = everywhere, sharded
@@ -227,17 +227,17 @@ class ModelState:
             return torch.Size((param_shard.fragment.numel,))
         return unpartitioned_shape(self.parts.buffer.parameters[param_shard.index])
 
-    def is_scalar(self, kind: str, value: object, param_shard: OptimParamShard) -> bool:
+    def is_scalar(self, state_name: str, value: object, param_shard: OptimParamShard) -> bool:
         """Return True if a state is one number for the parameter."""
         if not isinstance(value, torch.Tensor):
             return value is None or isinstance(value, (bool, int, float))
-        return value.dim() == 0 and (bool(self.shape_of(param_shard)) or kind in _COUNTS)
+        return value.dim() == 0 and (bool(self.shape_of(param_shard)) or state_name in _COUNTS)
 
-    def _state_range(self, param_shard: OptimParamShard, name: str, kind: str, value: object) -> FlatRange:
-        key = f"{OPTIMIZER}{kind}/{name}"
+    def _state_range(self, param_shard: OptimParamShard, name: str, state_name: str, value: object) -> FlatRange:
+        key = f"{OPTIMIZER}{state_name}/{name}"
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"optimizer state '{kind}' of parameter '{name}': expected tensors and numbers, got "
+                f"optimizer state '{state_name}' of parameter '{name}': expected tensors and numbers, got "
                 f"{type(value).__name__}, which cannot be saved"
             )
         if value.shape == self.shape_of(param_shard):
@@ -246,14 +246,14 @@ class ModelState:
             return self.range(key, index, param_shard.fragment.param_start, flat)
         if not param_shard.keeps_shape:
             raise CheckpointError(
-                f"optimizer state '{kind}' of parameter '{name}': expected one value for each of this rank's "
+                f"optimizer state '{state_name}' of parameter '{name}': expected one value for each of this rank's "
                 f"{param_shard.fragment.numel} elements, got shape {tuple(value.shape)}; it can be saved at stage 0, "
                 "and with zero_optimization.whole_parameters"
             )
         if shard_spec_of(self.parts.buffer.parameters[param_shard.index]) is not None:
             raise CheckpointError(
-                f"optimizer state '{kind}' of parameter '{name}': expected one value for each element of the part that "
-                f"tensor parallelism has given this rank, {tuple(self.shape_of(param_shard))}, got shape "
+                f"optimizer state '{state_name}' of parameter '{name}': expected one value for each element of the "
+                f"part that tensor parallelism has given this rank, {tuple(self.shape_of(param_shard))}, got shape "
                 f"{tuple(value.shape)}, which means nothing for another part; with tensor_parallel.size = 1 it can be "
                 "saved"
             )
@@ -310,26 +310,26 @@ class ModelState:
                 continue
             index = param_shard.index
             stored = stored_names.get(names[index], "")
-            numbers = {kind: values[stored] for kind, values in scalars.items() if stored in values}
-            tensors = {kind: of_names[stored] for kind, of_names in kinds.items() if stored in of_names}
+            numbers = {state_name: values[stored] for state_name, values in scalars.items() if stored in values}
+            tensors = {state_name: of_names[stored] for state_name, of_names in kinds.items() if stored in of_names}
             parameter = self.parts.buffer.parameters[index]
             shape, keeps = _full_shape(parameter), param_shard.keeps_shape
             wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
-            for kind, (size, dtype) in tensors.items():
+            for state_name, (size, dtype) in tensors.items():
                 if size != shape and (not keeps or shard_spec_of(parameter) is not None):
                     where = "with tensor_parallel.size = 1 only"
                     if not keeps:
                         where = "at stage 0, or with zero_optimization.whole_parameters, only"
                     raise CheckpointError(
-                        f"optimizer state '{kind}' of parameter '{names[index]}' has shape {size} and the parameter "
-                        f"{shape}: such states can be loaded {where}"
+                        f"optimizer state '{state_name}' of parameter '{names[index]}' has shape {size} and the "
+                        f"parameter {shape}: such states can be loaded {where}"
                     )
-                wanted[kind] = (self.shape_of(param_shard) if size == shape else torch.Size(size), dtype)
-            for kind, out in self.parts.optimizer.method.make_state(param_shard, numbers, wanted).items():
-                key = f"{OPTIMIZER}{kind}/{stored}"
+                wanted[state_name] = (self.shape_of(param_shard) if size == shape else torch.Size(size), dtype)
+            for state_name, out in self.parts.optimizer.method.make_state(param_shard, numbers, wanted).items():
+                key = f"{OPTIMIZER}{state_name}/{stored}"
                 if shard_spec_of(parameter) is not None:
                     out.zero_()  # padding, which no checkpoint has
-                if tensors[kind][0] != shape:
+                if tensors[state_name][0] != shape:
                     yield from shards_of(key, out)
                 elif keeps:
                     yield from shards_of(key, out, shard_spec_of(parameter))

@@ -142,20 +142,20 @@ def _access_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[ParameterAcces
 @torch.no_grad()
 def _read_all(parameters: Parameters, get: Callable[[ParameterAccess, list[int]], list[Any]]) -> object:
     is_one = isinstance(parameters, torch.Tensor)
-    several: list[Any] = [parameters] if is_one else list(parameters)
-    results = get(*_access_of(several)) if several else []
+    params: list[Any] = [parameters] if is_one else list(parameters)
+    results = get(*_access_of(params)) if params else []
     return results[0] if is_one else results
 
 
 @torch.no_grad()
 def _set(parameters: Parameters, value: Any, put: Callable[[ParameterAccess, int, Any], None]) -> None:
     is_one = isinstance(parameters, torch.Tensor)
-    several: list[Any] = [parameters] if is_one else list(parameters)
+    params: list[Any] = [parameters] if is_one else list(parameters)
     values = [value] if is_one else list(value)
-    if len(values) != len(several):
-        raise ValueError(f"expected a value for each of {len(several)} parameters, got {len(values)}")
-    if several:
-        access, indices = _access_of(several)
+    if len(values) != len(params):
+        raise ValueError(f"expected a value for each of {len(params)} parameters, got {len(values)}")
+    if params:
+        access, indices = _access_of(params)
         for index, single in zip(indices, values, strict=True):
             put(access, index, single)
 
@@ -241,21 +241,21 @@ class ParameterAccess:
     # ---------------------------------------------------------------- states
 
     def states(self, indices: list[int], name: str) -> list[torch.Tensor | None]:
-        own = self._states_here(indices)
-        contents = self._agree([_content(own.get(index), name) for index in indices])
+        states = self._states_here(indices)
+        contents = self._agree([_content(states.get(index), name) for index in indices])
         if _OTHER in contents:
-            self._refuse_name(indices[contents.index(_OTHER)], name, own)
+            self._refuse_name(indices[contents.index(_OTHER)], name, states)
         if name == "step":
-            steps = self._agree([float(own[i]["step"]) if own.get(i) else 0.0 for i in indices])
+            steps = self._agree([float(states[i]["step"]) if states.get(i) else 0.0 for i in indices])
             tensors = [torch.tensor(step, dtype=torch.float32, device="cpu") for step in steps]
             return [t if content != _NOTHING else None for t, content in zip(tensors, contents, strict=True)]
-        found: dict[int, torch.Tensor] = {}
+        full_states: dict[int, torch.Tensor] = {}
         for content in sorted(set(contents) - {_NOTHING}):
             same = [index for index, other in zip(indices, contents, strict=True) if other == content]
-            shards = {index: own[index][name] for index in same if own.get(index)}
+            shards = {index: states[index][name] for index in same if states.get(index)}
             full = self._full(same, self._buffer.gather(same, shards, _DTYPES[int(content) - _TENSOR]))
-            found.update(zip(same, full, strict=True))
-        return [found.get(index) for index in indices]
+            full_states.update(zip(same, full, strict=True))
+        return [full_states.get(index) for index in indices]
 
     def _states_here(self, indices: list[int]) -> dict[int, dict[str, Any]]:
         """Return this rank's part of the states, by index and name."""
@@ -275,25 +275,24 @@ class ParameterAccess:
         return self._full([index], self._buffer.gather([index], {} if part is None else {index: part}, dtype))[0]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
-        own = self._states_here([index])
-        (content,) = self._agree([_content(own.get(index), name)])
+        local_states = self._states_here([index])
+        (content,) = self._agree([_content(local_states.get(index), name)])
         if content in (_NOTHING, _OTHER):
-            self._refuse_name(index, name, own)
+            self._refuse_name(index, name, local_states)
         is_step, method = name == "step", self._optimizer.method
         new = torch.tensor(float(value), dtype=torch.float32, device="cpu") if is_step else self._flat(index, value)
-        for _, shard in self._shards([index]) if own.get(index) else ():
-            part = new if is_step else own[index][name].clone()
+        for _, shard in self._shards([index]) if local_states.get(index) else ():
+            part = new if is_step else local_states[index][name].clone()
             if not is_step:
                 _copy(shard, part, new)
-            method.load_state(shard, {**own[index], name: part})
+            method.load_state(shard, {**local_states[index], name: part})
             states = (method.state_of(shard) or {}).values()
             self._buffer.placements.drop_reads(state for state in states if isinstance(state, torch.Tensor))
 
-    def _refuse_name(self, index: int, name: str, own: dict[int, dict[str, Any]]) -> None:
-        raise ValueError(
-            f"parameter '{self._buffer.layout.slots[index].name}' has no optimizer state '{name}'; "
-            + (f"expected one of {sorted(own[index])}" if own.get(index) else "states are made by the first update")
-        )
+    def _refuse_name(self, index: int, name: str, states: dict[int, dict[str, Any]]) -> None:
+        remedy = f"expected one of {sorted(states[index])}" if states.get(index) else "the first update makes states"
+        parameter = self._buffer.layout.slots[index].name
+        raise ValueError(f"parameter '{parameter}' has no optimizer state '{name}'; {remedy}")
 
     # ---------------------------------------------------------------- shards and full tensors
 

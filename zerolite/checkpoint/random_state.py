@@ -18,8 +18,8 @@ def save_random_state(device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         state["cuda"] = _bytes(torch.cuda.get_rng_state(device))
     if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, keys.tolist(), *rest]
+        generator, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [generator, keys.tolist(), *rest]
     text = json.dumps(json_codec.encode(state, "random state", []), separators=(",", ":")).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

@@ -56,10 +56,10 @@ class CheckpointReader:
         """Stored state except the model's and the optimizer's tensors."""
 
         def decoded() -> dict[str, Any]:
-            found = json_codec.decode(json.loads(self._content(STATE)), self._client_tensor)
-            if not isinstance(found, dict):
-                raise ValueError(f"expected an object, found a {type(found).__name__}")
-            return found
+            content = json_codec.decode(json.loads(self._content(STATE)), self._client_tensor)
+            if not isinstance(content, dict):
+                raise ValueError(f"expected an object, found a {type(content).__name__}")
+            return content
 
         return self.trust(decoded)
 
@@ -67,10 +67,10 @@ class CheckpointReader:
         """Return the stored state as an object of ``model``. Raises CheckpointError if it does not fit."""
 
         def fitting() -> State:
-            found = validated(lambda: model.model_validate(self.state))
+            state = validated(lambda: model.model_validate(self.state))
             shapes = {key: stored.shape for key, stored in self.tensors.items()}
-            found.check(shapes, self.manifest.about.exclude_frozen_parameters)
-            return found
+            state.check(shapes, self.manifest.about.exclude_frozen_parameters)
+            return state
 
         return self.trust(fitting)
 
@@ -114,9 +114,9 @@ class CheckpointReader:
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a full tensor on the CPU, in ``dtype`` (default: the stored one)."""
         stored = self.tensors[key]
-        whole = torch.empty(stored.shape, dtype=dtype or stored.dtype, device="cpu")
-        self.load([Shard.whole(key, whole)])
-        return whole
+        values = torch.empty(stored.shape, dtype=dtype or stored.dtype, device="cpu")
+        self.load([Shard.whole(key, values)])
+        return values
 
     def load(self, shards: Iterable[Shard]) -> None:
         """Fill ``shards``, file by file, each from begin to end."""

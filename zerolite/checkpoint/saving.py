@@ -154,15 +154,15 @@ class Saver:
     def _offloads_to_disk(self) -> bool:
         """Return True if offload keeps states on disk, so that host memory may be too small for a copy. Logs that,
         once."""
-        found = self._parts.buffer.placements.on_disk
-        if found and not self._warned and self._host.rank == 0:
+        on_disk = self._parts.buffer.placements.on_disk
+        if on_disk and not self._warned and self._host.rank == 0:
             logger.warning(
                 "%s: async_save copies what is saved into the host's memory first, and offload keeps states of this "
                 "job on disk because they are too large for it: checkpoints are complete when the call returns",
                 _CALL,
             )
-        self._warned = self._warned or found
-        return found
+        self._warned = self._warned or on_disk
+        return on_disk
 
     # ---------------------------------------------------------------- in the background
 

@@ -150,11 +150,11 @@ class StoredModel(FileModel):
         for name, parameter in self.parameters.items():
             if f"parameters/{name}" not in stored and (parameter.trained or not without_frozen):
                 raise ValueError(f"expected a tensor for each parameter in it, found none for '{name}'")
-        for kind, entries in (("parameters", self.parameters), ("buffers", self.buffers)):
+        for section, entries in (("parameters", self.parameters), ("buffers", self.buffers)):
             for name, entry in entries.items():
-                shape = list(stored.get(f"{kind}/{name}", entry.shape))
+                shape = list(stored.get(f"{section}/{name}", entry.shape))
                 if shape != entry.shape:
-                    raise ValueError(f"{kind}/{name}: expected the shape {entry.shape}, found {shape} stored")
+                    raise ValueError(f"{section}/{name}: expected the shape {entry.shape}, found {shape} stored")
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ class SavedState(StoredModel):
 def check_hyperparameters(group: Mapping[str, object], saved: Mapping[str, object]) -> None:
     """Raise ValueError if a saved value has another type than the value that it would replace."""
     for key, value in saved.items():
-        given = value is not None and group.get(key) is not None
-        if given and _shape(value) != _shape(group[key]):
+        are_set = value is not None and group.get(key) is not None
+        if are_set and _shape(value) != _shape(group[key]):
             raise ValueError(f"{key}: expected a value like {group[key]!r:.40}, found {value!r:.40}")
 
 
@@ -233,5 +233,5 @@ def _shape(value: object) -> object:
     if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
         return "number"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_shape(item) for item in value]
+        return [_shape(element) for element in value]
     return type(value).__name__

@@ -29,8 +29,8 @@ def find_contradictions(config: ZeroliteConfig) -> list[Contradiction]:
 def _precision(config: ZeroliteConfig) -> Found:
     enabled = [f"{name}.enabled" for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
     if len(enabled) > 1:
-        said = " and ".join(f"{path} = true" for path in enabled)
-        yield " ".join(enabled), f"expected one precision at most, got {said}; keep one of them"
+        switched_on = " and ".join(f"{path} = true" for path in enabled)
+        yield " ".join(enabled), f"expected one precision at most, got {switched_on}; keep one of them"
     bf16, fp16, autocast = config.bf16, config.fp16, config.torch_autocast
     if bf16.enabled and bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         yield (
@@ -89,18 +89,18 @@ def _offload(config: ZeroliteConfig) -> Found:
 
 def _accumulation_dtype(config: ZeroliteConfig) -> Found:
     """Allow accumulation in fp32 or in the dtype of the computation. Any other dtype loses bits without a gain."""
-    given, path = config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype"
+    dtype, path = config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype"
     switches = "fp16.enabled bf16.enabled"
     compute = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
-    if given not in (None, "fp32", compute):
+    if dtype not in (None, "fp32", compute):
         allowed = '"fp32"' if compute == "fp32" else f'"fp32" or "{compute}"'
         yield (
             f"{path} {switches}",
-            f'expected {allowed} (gradients are computed in {compute}), got "{given}"; use one of these or null',
+            f'expected {allowed} (gradients are computed in {compute}), got "{dtype}"; use one of these or null',
         )
     for low, block in (("fp16", config.fp16), ("bf16", config.bf16)):
         key = f"{low}_master_weights_and_grads"
-        if given == "fp32" and block.enabled and getattr(block, key):
+        if dtype == "fp32" and block.enabled and getattr(block, key):
             yield (
                 f"{path} {low}.{key} {switches}",
                 f'expected "{low}" or null, since {low}.{key} keeps gradients in {low}, got "fp32"; keep one of the '

@@ -14,7 +14,7 @@ class Key(NamedTuple):
 
     Attributes:
         accepted: accepted values, besides null and "auto".
-        note: remark for the error, in parentheses.
+        reason: remark for the error, in parentheses.
         switch: for a block, the key in it that must have an accepted value; its other keys do not matter then.
         on_by_default: for a block, a missing switch means on.
         free: every value is accepted, because the key only tunes a feature that does not run.
@@ -24,7 +24,7 @@ class Key(NamedTuple):
     """
 
     accepted: tuple[object, ...] = (False,)
-    note: str = ""
+    reason: str = ""
     switch: str = ""
     on_by_default: bool = False
     free: bool = False
@@ -40,7 +40,7 @@ FREE = Key((), free=True)
 STAGE_3 = Key(stage3=True)
 ONE_LINE = "the profile is one line; torch.utils.flop_counter counts by module"
 REMOVED = "DeepSpeed has removed it as well"
-REMOVED_BLOCK = Key(note=REMOVED, switch="enabled")
+REMOVED_BLOCK = Key(reason=REMOVED, switch="enabled")
 USE_PLAN = Key((None,), "use tensor_parallel.plan")
 USE_SIZE = Key((1,), "use tensor_parallel.size")
 
@@ -52,20 +52,20 @@ def _keys(entry: Key, names: str, block: str = "") -> dict[str, Key]:
 UNSUPPORTED: dict[str, Key] = {
     **_keys(BLOCK, "comet timers.throughput autotuning expert_parallel hybrid_engine data_efficiency"),
     "compile": Key(switch="deepcompile"),
-    "comms_logger": Key(note="torch.profiler times collectives, `zerolite plan` counts them", switch="enabled"),
+    "comms_logger": Key(reason="torch.profiler times collectives, `zerolite plan` counts them", switch="enabled"),
     "flops_profiler.module_depth": Key((-1,), ignored=ONE_LINE),
     "flops_profiler.top_modules": Key((1,), ignored=ONE_LINE),
     "flops_profiler.detailed": Key((False,), ignored=ONE_LINE),
     "flops_profiler.output_file": Key((None,), ONE_LINE),
     "elasticity": Key(
-        note="write train_batch_size and train_micro_batch_size_per_gpu, and the accumulation follows from the number "
-        "of ranks",
+        reason="write train_batch_size and train_micro_batch_size_per_gpu, and the accumulation follows from the "
+        "number of ranks",
         switch="enabled",
     ),
-    "check_collectives": Key(note="set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch compares the ranks' collectives"),
+    "check_collectives": Key(reason="set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch compares the ranks' collectives"),
     "memory_check": Key(("off",), ignored="`zerolite plan` says beforehand if a job fits"),
     "weight_quantization": Key(switch="enabled", on_by_default=True),
-    "amp": Key(note="use fp16, bf16 or torch_autocast", switch="enabled"),
+    "amp": Key(reason="use fp16, bf16 or torch_autocast", switch="enabled"),
     **_keys(
         REMOVED_BLOCK,
         "curriculum_learning progressive_layer_drop eigenvalue quantize_training nebula "
@@ -80,7 +80,7 @@ UNSUPPORTED: dict[str, Key] = {
     },
     "sparse_attention": Key((False, {}), REMOVED),
     "datastates_ckpt": OFF,
-    **_keys(Key(note=REMOVED), "sparse_gradients graph_harvesting"),
+    **_keys(Key(reason=REMOVED), "sparse_gradients graph_harvesting"),
     **_keys(OFF, "use_data_before_expert_parallelism disable_python_gc optimizer.legacy_fusion pipeline.use_reentrant"),
     "seq_parallel_communication_data_type": Key((None, "fp32")),
     "managed_gradient_accumulation": Key((True,)),
@@ -128,7 +128,7 @@ UNSUPPORTED: dict[str, Key] = {
         "synchronize_checkpoint_boundary profile",
         "activation_checkpointing.",
     ),
-    "aio.use_gds": Key(note="GPUDirect Storage; what is on disk passes through the host"),
+    "aio.use_gds": Key(reason="GPUDirect Storage; what is on disk passes through the host"),
     "checkpoint.tag_validation": Key(
         tuple(spell(word) for word in ("Ignore", "Warn", "Fail") for spell in (str, str.lower, str.upper)),
         "tags that differ between ranks are always an error",

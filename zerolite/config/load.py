@@ -104,22 +104,22 @@ class _Loader:
         clean: dict[str, Any] = {}
         for key, value in values.items():
             name = key if path else self._resolve_alias(key, values)
-            here = join_path(path, name)
+            key_path = join_path(path, name)
             known = isinstance(name, str) and "." not in name
             if not isinstance(name, str):
-                self.errors.append((here, f"expected a string as the key, got {show(name)}; write it in quotes"))
+                self.errors.append((key_path, f"expected a string as the key, got {show(name)}; write it in quotes"))
             elif unusable := _unusable_text(name):
-                self.errors.append((here, unusable))
-            elif known and here in RENAMED:
-                self._check_renamed(here, value)
-            elif known and here in UNSUPPORTED:
+                self.errors.append((key_path, unusable))
+            elif known and key_path in RENAMED:
+                self._check_renamed(key_path, value)
+            elif known and key_path in UNSUPPORTED:
                 is_off = join_path(path, "enabled") in supported_keys() and not values.get("enabled")
-                self._check_unsupported(UNSUPPORTED[here], value, here, is_off)
-            elif known and here in GROUPS and here not in supported_keys():
-                self._check_group(value, here)
+                self._check_unsupported(UNSUPPORTED[key_path], value, key_path, is_off)
+            elif known and key_path in GROUPS and key_path not in supported_keys():
+                self._check_group(value, key_path)
             elif isinstance(value, Mapping):
-                clean[name] = self._check_values(value, here)
-            elif problems := list(_unusable_values(value, here, in_params=here.startswith(_PARAMS))):
+                clean[name] = self._check_values(value, key_path)
+            elif problems := list(_unusable_values(value, key_path, in_params=key_path.startswith(_PARAMS))):
                 self.errors += problems
             elif not (path in _PARAMS and _is_auto(value)):  # the constructor's default stands
                 clean[name] = value
@@ -133,22 +133,23 @@ class _Loader:
             self.alias_of[name] = key
         return name
 
-    def _check_group(self, value: object, here: str) -> None:
+    def _check_group(self, value: object, block_path: str) -> None:
         """Check each key of a block that exists in UNSUPPORTED only."""
         if isinstance(value, Mapping):
             self.errors += [
-                (join_path(here, key), self._describe_unknown(here, key)) for key in self._check_values(value, here)
+                (join_path(block_path, key), self._describe_unknown(block_path, key))
+                for key in self._check_values(value, block_path)
             ]
         elif not (value is None or value is False or _is_auto(value)):
-            self.errors.append((here, _not_an_object(here, value)))
+            self.errors.append((block_path, _not_an_object(block_path, value)))
 
-    def _check_renamed(self, here: str, value: object) -> None:
+    def _check_renamed(self, key_path: str, value: object) -> None:
         """Accept a deprecated key only with the default of today's key, or null."""
-        today = RENAMED[here]
+        today = RENAMED[key_path]
         if value is not None and not _is_one_of((supported_keys().get(today, False),), value):
-            self.errors.append((here, f"expected today's name of the key, got a deprecated one; use {today}"))
+            self.errors.append((key_path, f"expected today's name of the key, got a deprecated one; use {today}"))
 
-    def _check_unsupported(self, entry: Key, value: object, here: str, is_off: bool) -> None:
+    def _check_unsupported(self, entry: Key, value: object, key_path: str, is_off: bool) -> None:
         """Check a key of UNSUPPORTED. is_off: its block is switched off."""
         asked = value
         if entry.switch and isinstance(value, Mapping):
@@ -156,19 +157,19 @@ class _Loader:
         if asked is None or entry.free or _is_one_of(entry.accepted, asked):
             return
         if entry.stage3 and self.stage is not None and self.stage < 3:
-            self.without_effect.append((here, needs_stage_3(self.stage, value)))
+            self.without_effect.append((key_path, needs_stage_3(self.stage, value)))
         elif entry.ignored and is_off:
             return
         elif entry.ignored:
-            self.without_effect.append((here, f"got {show(value)}, which changes nothing: {entry.ignored}"))
+            self.without_effect.append((key_path, f"got {show(value)}, which changes nothing: {entry.ignored}"))
         else:
-            note = f" ({entry.note})" if entry.note else ""
+            reason = f" ({entry.reason})" if entry.reason else ""
             switch = f"{entry.switch} = " if entry.switch else ""
             values = " or ".join(dict.fromkeys(show(value).removeprefix("the string ") for value in entry.accepted))
             sentence = (
-                f"known to zerolite but not supported yet{note}; leave it out (only {switch}{values} is accepted)"
+                f"known to zerolite but not supported yet{reason}; leave it out (only {switch}{values} is accepted)"
             )
-            self.errors.append((here, sentence))
+            self.errors.append((key_path, sentence))
 
     # ---------------------------------------------------------------- the errors of pydantic
 
@@ -269,12 +270,12 @@ def _not_an_object(path: str, value: object) -> str:
 def _unusable_values(value: object, path: str, in_params: bool) -> Iterator[tuple[str, str]]:
     """Yield (path, sentence) of every unusable key and value inside of a JSON value."""
     if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _unusable_values(item, f"{path}[{index}]", in_params)
+        for index, element in enumerate(value):
+            yield from _unusable_values(element, f"{path}[{index}]", in_params)
     elif isinstance(value, Mapping):
-        for key, item in value.items():
+        for key, element in value.items():
             yield from _unusable_values(key, join_path(path, key), in_params)
-            yield from _unusable_values(item, join_path(path, key), in_params)
+            yield from _unusable_values(element, join_path(path, key), in_params)
     elif sentence := _unusable_text(value) or (_unusable_number(value) if in_params else None):
         yield path, sentence
 

@@ -178,8 +178,8 @@ class ZeroliteConfig(Block):
         """Note the keys that are given as "auto"; :meth:`resolve` must find their values."""
         self._auto = frozenset(keys)
 
-    def note_without_effect(self, found: Iterable[tuple[str, str]]) -> None:
-        self._without_effect = tuple(found)
+    def note_without_effect(self, settings: Iterable[tuple[str, str]]) -> None:
+        self._without_effect = tuple(settings)
 
     def resolve(self, world_size: int) -> ZeroliteConfig:
         """Return a copy with the batch sizes filled in for `world_size` data-parallel ranks.

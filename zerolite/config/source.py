@@ -127,7 +127,7 @@ def _pairs_to_dicts(value: object, path: str, duplicates: list[tuple[str, str]])
                 duplicates.append(
                     (join_path(path, key), f"expected the key once, got it {count} times; keep one of them")
                 )
-        return {key: _pairs_to_dicts(item, join_path(path, key), duplicates) for key, item in value}
+        return {key: _pairs_to_dicts(element, join_path(path, key), duplicates) for key, element in value}
     if isinstance(value, list):
-        return [_pairs_to_dicts(item, f"{path}[{index}]", duplicates) for index, item in enumerate(value)]
+        return [_pairs_to_dicts(element, f"{path}[{index}]", duplicates) for index, element in enumerate(value)]
     return value

@@ -82,7 +82,7 @@ def show(value: object, limit: int = 60) -> str:
         text = f"an object of type {type(value).__name__}"
     text = shorten(text, limit)
     kinds: dict[Any, str] = {str: "the string ", Mapping: "the object ", (list, tuple): "the array "}
-    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "") + text
+    return next((name for cls, name in kinds.items() if isinstance(value, cls)), "") + text
 
 
 def shorten(text: str, limit: int = 100) -> str:
@@ -168,8 +168,8 @@ class FrozenDict(dict[str, Any]):
 def frozen(value: object) -> Any:
     """Return a copy of a JSON value whose objects are frozen."""
     if isinstance(value, Mapping):
-        return FrozenDict((key, frozen(item)) for key, item in value.items())
-    return [frozen(item) for item in value] if isinstance(value, list) else value
+        return FrozenDict((key, frozen(element)) for key, element in value.items())
+    return [frozen(element) for element in value] if isinstance(value, list) else value
 
 
 NUMBER = BeforeValidator(as_number)
@@ -225,18 +225,18 @@ def _schema(info: FieldInfo) -> dict[str, Any]:
     return TypeAdapter[Any](Annotated[parts]).json_schema()
 
 
-def _remedy(kind: str, number: object, context: Mapping[str, Any]) -> str:
-    if kind in ("greater_than_equal", "less_than_equal"):
+def _remedy(error_type: str, number: object, context: Mapping[str, Any]) -> str:
+    if error_type in ("greater_than_equal", "less_than_equal"):
         return f"the nearest allowed value is {context.get('ge', context.get('le'))}"
-    if kind == "multiple_of":
+    if error_type == "multiple_of":
         below = number // context["multiple_of"] * context["multiple_of"]
         return f"write {below} or {below + context['multiple_of']}"
-    if kind in ("int_type", "float_type", "finite_number") and isinstance(number, float):
+    if error_type in ("int_type", "float_type", "finite_number") and isinstance(number, float):
         finite = math.isfinite(number)
         return f"write {math.floor(number)} or {math.ceil(number)}" if finite else "write a finite number"
-    if kind == "literal_error" and "fp" in context["expected"]:
+    if error_type == "literal_error" and "fp" in context["expected"]:
         return 'longer spellings such as "float32" are fine too'
-    return _REMEDIES.get(kind, "write one of these or leave the key out")
+    return _REMEDIES.get(error_type, "write one of these or leave the key out")
 
 
 _REMEDIES = {

@@ -29,27 +29,27 @@ def needs_stage_3(stage: int, value: object) -> str:
 def drop_ineffective(config: ZeroliteConfig, found_before: Iterable[tuple[str, str]]) -> ZeroliteConfig:
     """Return the configuration without ineffective settings. Its `without_effect` lists them, and `found_before`."""
     zero = config.zero_optimization
-    found = list(_find(zero))
-    replacements = {key: value for *_, values in found for key, value in values.items()}
+    settings = list(_find(zero))
+    replacements = {key: value for *_, values in settings for key, value in values.items()}
     if replacements:
         config = config.model_copy(update={"zero_optimization": zero.model_copy(update=replacements)})
-    config.note_without_effect((*found_before, *((f"zero_optimization.{path}", why) for path, why, _ in found)))
+    config.note_without_effect((*found_before, *((f"zero_optimization.{path}", why) for path, why, _ in settings)))
     return config
 
 
 def find_dropped(config: ZeroliteConfig) -> list[tuple[str, str]]:
     """Return (path, sentence) of each setting that would be dropped at this stage, but not at another one."""
-    found = _find(config.zero_optimization)
-    return [(f"zero_optimization.{path}", why) for path, why, replacements in found if replacements]
+    settings = _find(config.zero_optimization)
+    return [(f"zero_optimization.{path}", why) for path, why, replacements in settings if replacements]
 
 
 def _find(zero: ZeroConfig) -> Iterator[_Found]:
     """Yield the settings without effect."""
     stage = zero.stage
     for name in ("offload_optimizer", "offload_param"):
-        given = getattr(zero, name).model_fields_set
-        if given and "device" not in given:
-            keys = " and ".join(sorted(given))
+        names = getattr(zero, name).model_fields_set
+        if names and "device" not in names:
+            keys = " and ".join(sorted(names))
             yield name, f'got {keys} without a device, so nothing is offloaded; write "device": "cpu" beside', {}
     if stage == 0 and zero.offload_optimizer.enabled:
         sentence = (

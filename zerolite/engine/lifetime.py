@@ -47,6 +47,11 @@ class EngineRef:
                 function(*args)
         self._ref = None
 
+    def remove_refusals(self) -> None:
+        """Remove the hooks that refuse gradients, because another engine takes the parameters."""
+        _remove(self.refusals)
+        self.refusals = []
+
     def access(self) -> ParameterAccess | None:
         """Return the access to the engine's gradients, masters and states; None after its end."""
         engine = self()
@@ -62,8 +67,7 @@ def own_until_end(engine: EngineBase, hooks: Sequence[list[Any]]) -> None:
     for parameter in parts.owned:
         earlier = OWNERS.get(parameter)
         if earlier is not None:
-            _remove(earlier.refusals)
-            earlier.refusals = []
+            earlier.remove_refusals()
         OWNERS[parameter] = reference
     reference.finalizers.append(finalize_before_exit(engine, _end, reference, parts, restore, hooks))
 
@@ -77,7 +81,7 @@ def _end(reference: EngineRef, parts: EngineParts, restore: Callable[[], None], 
     restore()
     parts.param_gatherer.wait_all()
     if parts.partitioned is not None:
-        parts.partitioned.context.gathers_for_operations = True  # the next engine decides
+        parts.partitioned.context.set_gathers_for_operations(True)  # the next engine decides
     parts.reducer.current.end()  # an exception may have cut its last backward short
     parameters = parts.reducer.parameters
     _remove(parts.reducer.hooks.handles, [*parts.reducer.hooks.early.values()], *hooks)

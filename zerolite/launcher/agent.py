@@ -97,7 +97,7 @@ class NodeAgent(LocalElasticAgent):
                     send(self.pids.values(), signal.SIGINT, os.killpg)
             if self.pids and self.board.silence_s > SILENCE_S:  # no other node can be told
                 sentence = f"host {self.host} had no answer from the first node, {self.rendezvous.address}, for "
-                self.board.disconnected = True
+                self.board.disconnect()
                 self._report([Failure(host=self.host, node_failure=f"{sentence}{SILENCE_S:.0f} s")])
                 self._end_everything()
 
@@ -212,19 +212,21 @@ class NodeAgent(LocalElasticAgent):
         """
         board = self.board
         self._wait_for_cause()
-        self.failures = own = self._rank_failures()
+        self.failures = local_failures = self._rank_failures()
         if board.disconnected and not board.failures:
             sentence = f"the first node, {self.rendezvous.address}, has gone: its agent has ended or cannot be reached"
-            own.append(Failure(host=self.host, seen=time.time(), node_failure=sentence))
+            local_failures.append(Failure(host=self.host, seen=time.time(), node_failure=sentence))
         # All failures only say that another rank has gone: it may be one that exited with status 0.
-        if all(failure.consequence for failure in [*own, *board.failures]):
+        if all(failure.consequence for failure in [*local_failures, *board.failures]):
             codes = self._exit_codes()
-            own += [self._failure(w, 0, None) for w in self.get_worker_group().workers if codes[w.local_rank] == 0]
-        if own:
-            board.post(own)
+            local_failures += [
+                self._failure(w, 0, None) for w in self.get_worker_group().workers if codes[w.local_rank] == 0
+            ]
+        if local_failures:
+            board.post(local_failures)
         self.processes.end()
         board.poll(at_once=True)
-        known = causes_first([*own, *board.failures])
+        known = causes_first([*local_failures, *board.failures])
         if self.rendezvous.attempt >= self.job.max_restarts or any(failure.node_failure for failure in known):
             raise JobEnded
         self._restart_reason = headline(known[0])
@@ -249,8 +251,8 @@ class NodeAgent(LocalElasticAgent):
         """Return the failures of this node's ranks: those that have ended with an error, or have reported one."""
         codes = self._exit_codes()
         workers = self.get_worker_group().workers
-        found = [(worker, codes[worker.local_rank], self._record(worker)) for worker in workers]
-        return [self._failure(worker, code or None, record) for worker, code, record in found if code or record]
+        ends = [(worker, codes[worker.local_rank], self._record(worker)) for worker in workers]
+        return [self._failure(worker, code or None, record) for worker, code, record in ends if code or record]
 
     def _record(self, worker: Worker) -> FailureRecord | None:
         return failure_record.read(self.logs.error_files[worker.global_rank])

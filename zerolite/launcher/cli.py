@@ -34,15 +34,15 @@ def run_job(request: LaunchRequest, parser: argparse.ArgumentParser) -> int:
         job = plan.make_plan(request)
     except HostsError as error:
         parser.error(str(error))
-    if job.here == 0 and (problem := find_port_problem(request.master_port)) is not None:
+    if job.local_node == 0 and (problem := find_port_problem(request.master_port)) is not None:
         parser.error(problem)
     if job.by_ssh:
         return remote.run(request, job)
-    assert job.here is not None
+    assert job.local_node is not None
     if request.dry_run:
-        supervisor.print_dry_run(job.nodes[job.here])
+        supervisor.print_dry_run(job.nodes[job.local_node])
         return 0
-    return supervisor.run_node(job.nodes[job.here])
+    return supervisor.run_node(job.nodes[job.local_node])
 
 
 def open_closed_streams() -> None:

@@ -165,8 +165,8 @@ def describe(failures: Sequence[Failure], attempt: int, host: str) -> list[str]:
         lines.append(f"zerolite: all output of rank {first.rank}{where}: {' and '.join(first.output)}")
     if same:
         lines.append(f"zerolite: {count(len(same), 'other rank')} ended with the same message")
-    own = [other for other in others if not other.consequence and not other.node_failure and other not in same]
-    later = own[:_LATER]
+    independent = [other for other in others if not other.consequence and not other.node_failure and other not in same]
+    later = independent[:_LATER]
     lines.extend(
         f"zerolite: {'after' if failure.exitcode else 'before'} that, {headline(failure)}" for failure in later
     )

@@ -47,8 +47,8 @@ def node_commands(request: LaunchRequest, job: JobPlan, environ: Mapping[str, st
     if request.ssh_port is not None:
         options += ["-p", str(request.ssh_port)]
     commands = [["ssh", *request.launcher_args, *options, host.login, line] for host in job.hosts]
-    if job.here is not None:
-        commands[job.here] = [sys.executable, *NODE]
+    if job.local_node is not None:
+        commands[job.local_node] = [sys.executable, *NODE]
     return commands
 
 
@@ -63,22 +63,22 @@ class NodeProcess:
         errors: output on stderr until then.
     """
 
-    def __init__(self, name: str, command: Sequence[str], job_line: str, here: bool = False) -> None:
+    def __init__(self, name: str, command: Sequence[str], job_line: str, is_local: bool = False) -> None:
         """Start the process.
 
         Args:
             name: name of the host.
             command: the command to start.
             job_line: first line for its standard input, through which it later gets signals.
-            here: the node runs on this host without a connection, and writes to the terminal itself.
+            is_local: the node runs on this host without a connection, and writes to the terminal itself.
         """
         self.name = name
         self.status: int | None = None
         self.closed_here = False
         self.answer: dict[str, Any] | None = None
         self.errors = b""
-        self._ended_by_itself = here
-        output = None if here else subprocess.PIPE
+        self._ended_by_itself = is_local
+        output = None if is_local else subprocess.PIPE
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )

@@ -38,13 +38,13 @@ class JobPlan:
     Attributes:
         hosts: hosts in the order of the nodes.
         nodes: the nodes' parts.
-        here: number of the node that runs on this host; None if none does.
+        local_node: number of the node that runs on this host; None if none does.
         by_ssh: this command starts the parts of all hosts; otherwise only this host's.
     """
 
     hosts: list[Host]
     nodes: list[NodeJob]
-    here: int | None
+    local_node: int | None
     by_ssh: bool
 
 
@@ -60,20 +60,20 @@ def own_versions() -> dict[str, str]:
 def make_plan(request: LaunchRequest) -> JobPlan:
     """Assign a job to its hosts. Raises HostsError."""
     hosts = find_hosts(request)
-    here = request.node_rank
-    if here is None and (request.hostfile is not None or not request.no_ssh):
-        here = next((i for i, host in enumerate(hosts) if network.is_this_host(host.name)), None)
+    local_node = request.node_rank
+    if local_node is None and (request.hostfile is not None or not request.no_ssh):
+        local_node = next((i for i, host in enumerate(hosts) if network.is_this_host(host.name)), None)
     if request.no_ssh:
-        here = check_own_number(request, here, hosts)
+        local_node = check_own_number(request, local_node, hosts)
     port, first = request.master_port, hosts[0].name
     fields: dict[str, Any] = {"job_id": secrets.token_hex(8), "num_nodes": len(hosts)}
-    by_ssh = not request.no_ssh and (len(hosts) > 1 or here != 0)
+    by_ssh = not request.no_ssh and (len(hosts) > 1 or local_node != 0)
     if not by_ssh and len(hosts) == 1:
         fields["master_port"] = port or 0
     elif not by_ssh:
         fields.update(master_addr=request.master_addr or first, master_port=port or DEFAULT_PORT)
     else:
-        address, *others = first_addresses(request.master_addr, first, here == 0)
+        address, *others = first_addresses(request.master_addr, first, local_node == 0)
         fields.update(master_addr=address, other_addresses=others, master_port=port or network.free_port())
         fields.update(env=job_variables(request, os.environ), versions=own_versions())
         fields.update(join_s=JOIN_S, watch_stdin=True, cwd=os.getcwd())
@@ -82,7 +82,7 @@ def make_plan(request: LaunchRequest) -> JobPlan:
         NodeJob.of(request, **{"node_rank": i, "nproc": host.slots, "devices": devices[i], **fields})
         for i, host in enumerate(hosts)
     ]
-    return JobPlan(hosts, nodes, here, by_ssh)
+    return JobPlan(hosts, nodes, local_node, by_ssh)
 
 
 def find_hosts(request: LaunchRequest) -> list[Host]:
@@ -110,41 +110,41 @@ def find_hosts(request: LaunchRequest) -> list[Host]:
     return limit_hosts(select_hosts(hosts, *filters), request.num_nodes, request.nproc)
 
 
-def check_own_number(request: LaunchRequest, here: int | None, hosts: list[Host]) -> int:
+def check_own_number(request: LaunchRequest, node_rank: int | None, hosts: list[Host]) -> int:
     """Return this node's number in a job whose nodes have commands of their own. Raises HostsError without one."""
     names = ", ".join(host.name for host in hosts)
-    if here is None and request.hostfile is not None:
+    if node_rank is None and request.hostfile is not None:
         raise HostsError(f"this host is none of {names}: say with --node-rank which of them it is to be")
-    if here is None and len(hosts) > 1:
+    if node_rank is None and len(hosts) > 1:
         raise HostsError(
             "--no-ssh with several nodes needs --node-rank: 0 on the node at --master-addr, then 1, 2, ..."
         )
-    if here and len(hosts) == 1:
-        raise HostsError(f"--node-rank {here} needs --num-nodes too, the number of nodes of the job")
+    if node_rank and len(hosts) == 1:
+        raise HostsError(f"--node-rank {node_rank} needs --num-nodes too, the number of nodes of the job")
     if request.hostfile is None and request.master_addr is None and len(hosts) > 1:
         raise HostsError(
             "--no-ssh with several nodes needs --master-addr: the first node's name or address, the same everywhere"
         )
-    if not 0 <= (here or 0) < len(hosts):
-        raise HostsError(f"--node-rank expects 0 to {len(hosts) - 1}, and got {here}: there are the hosts {names}")
-    return here or 0
+    if not 0 <= (node_rank or 0) < len(hosts):
+        raise HostsError(f"--node-rank expects 0 to {len(hosts) - 1}, and got {node_rank}: there are the hosts {names}")
+    return node_rank or 0
 
 
-def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
+def first_addresses(master_addr: str | None, name: str, is_local: bool) -> list[str]:
     """Return the addresses at which the others may reach the first host, the likeliest first.
 
     Its name alone is not enough: only the ssh configuration may know it.
 
     Args:
-        given: the address of `--master-addr`, which is then the only one.
+        master_addr: the address of `--master-addr`, which is then the only one.
         name: name of the first host in the hostfile.
-        here: the first host is this one, so its own addresses are known.
+        is_local: the first host is this one, so its own addresses are known.
     """
-    if given is not None:
-        return [given]
+    if master_addr is not None:
+        return [master_addr]
     names = [] if name in ("localhost", "::1") or name.startswith("127.") else [name]
     known = [address for address in network.resolve(name) if not is_loopback(address)]
-    return [*names, *(known or (network.own_addresses() if here else []))] or [name]
+    return [*names, *(known or (network.own_addresses() if is_local else []))] or [name]
 
 
 def job_variables(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:

@@ -84,7 +84,7 @@ def start_nodes(
     """
     names = [host.name for host in job.hosts]
     for i, command in enumerate(commands):
-        if i != job.here:
+        if i != job.local_node:
             try:
                 processes.append(NodeProcess(names[i], command, job.nodes[i].to_json()))
             except OSError as error:
@@ -104,15 +104,17 @@ def start_nodes(
     check_answers(request, job, {process.name: process for process in processes})
     for process in processes:
         process.start_ranks()
-    if job.here is not None:
-        here = NodeProcess(names[job.here], commands[job.here], job.nodes[job.here].to_json(), here=True)
-        processes.insert(job.here, here)
+    if job.local_node is not None:
+        local_process = NodeProcess(
+            names[job.local_node], commands[job.local_node], job.nodes[job.local_node].to_json(), is_local=True
+        )
+        processes.insert(job.local_node, local_process)
 
 
 def check_answers(request: LaunchRequest, job: JobPlan, processes: dict[str, NodeProcess]) -> None:
     """Raise CannotStart with the problems of all hosts, if any."""
     answers = {
-        host.name: check(job.nodes[i]) if i == job.here else processes[host.name].answer
+        host.name: check(job.nodes[i]) if i == job.local_node else processes[host.name].answer
         for i, host in enumerate(job.hosts)
     }
     devices_found = any(answer["devices"] for answer in answers.values() if answer is not None)
@@ -193,13 +195,15 @@ def wait_for_nodes(processes: Sequence[NodeProcess], signals: list[signal.Signal
     if signals:
         return 128 + signals[0]
     # That of the first node that failed by itself, else 1 for any other failure.
-    own = [process.status for process in processes if process.status and not process.lost and not process.closed_here]
-    return own[0] if own else int(any(process.status for process in processes))
+    statuses = [
+        process.status for process in processes if process.status and not process.lost and not process.closed_here
+    ]
+    return statuses[0] if statuses else int(any(process.status for process in processes))
 
 
 def print_commands(job: JobPlan, commands: Sequence[Sequence[str]]) -> None:
     """Print the commands and the hosts on which they would run, and run nothing."""
     for i, command in enumerate(commands):
-        place = f"{job.hosts[i].name}, this host" if i == job.here else job.hosts[i].name
+        place = f"{job.hosts[i].name}, this host" if i == job.local_node else job.hosts[i].name
         print(f"# {place}; to its standard input this line, then 'g' to start:\n#   {job.nodes[i].to_json()}")
         print(shlex.join(command))

@@ -173,8 +173,12 @@ class FailureBoard:
             if self._node == 0:
                 self._find_lost_nodes(now)
         except RuntimeError:
-            self.disconnected = True
+            self.disconnect()
         self._asked_at = None
+
+    def disconnect(self) -> None:
+        """Take the connection to the store for broken, so that nothing is read or posted any more."""
+        self.disconnected = True
 
     def note_success(self) -> None:
         """Post that this node's ranks have succeeded."""

@@ -39,7 +39,7 @@ from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.absent_parameter import AbsentParameter
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
-HELD = tuple(item for item in ITEMS if item != OTHER)
+HELD = tuple(category for category in ITEMS if category != OTHER)
 """Items that the components of the engine can list. Activations are only the idle buffers, which wait for the next
 inputs."""
 
@@ -88,17 +88,19 @@ class MemoryReport:
     @property
     def model_states(self) -> int:
         """Bytes of the model states, which ZeRO partitions: parameters, gradients and optimizer state."""
-        return sum(self.items[item] for item in MODEL_STATES)
+        return sum(self.items[category] for category in MODEL_STATES)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        rows = [(item.replace("_", " "), nbytes) for item, nbytes in self.items.items() if nbytes]
+        rows = [(category.replace("_", " "), nbytes) for category, nbytes in self.items.items() if nbytes]
         rows.append(("all of these", self.total))
         for location, held in (("host", self.host), ("disk", self.disk)):
-            rows += [(f"{item.replace('_', ' ')} ({location})", nbytes) for item, nbytes in held.items() if nbytes]
+            rows += [
+                (f"{category.replace('_', ' ')} ({location})", nbytes) for category, nbytes in held.items() if nbytes
+            ]
         named = {
             "other": self.other,
             "allocated": self.allocated,
@@ -119,7 +121,7 @@ class MemoryReport:
 class Holding(NamedTuple):
     """One storage; ``location`` is one of :data:`zerolite.utils.memory_tags.LOCATIONS`."""
 
-    item: str
+    category: str
     nbytes: int
     location: str
 
@@ -127,8 +129,8 @@ class Holding(NamedTuple):
 def memory_report(parts: EngineParts) -> MemoryReport:
     """Report the memory of an engine on this rank. Nothing is sent, and the host does not wait for the device."""
     items, host, disk = held = [dict.fromkeys(HELD, 0) for _ in LOCATIONS]
-    for item, nbytes, location in holdings(parts).values():
-        held[LOCATIONS.index(location)][item] += nbytes
+    for category, nbytes, location in holdings(parts).values():
+        held[LOCATIONS.index(location)][category] += nbytes
     allocator = _allocator(parts.device)
     allocated = allocator["allocated"]
     resident = psutil.Process().memory_info().rss
@@ -148,12 +150,12 @@ def memory_report(parts: EngineParts) -> MemoryReport:
 def holdings(parts: EngineParts) -> dict[int, Holding]:
     """Return every storage of an engine once, by its ``id``."""
     entries: dict[int, Holding] = {}
-    for item, tensor in _owned_tensors(parts):
+    for category, tensor in _owned_tensors(parts):
         if tensor.layout is not torch.strided:  # a sparse buffer has no single storage to count
             continue
         storage = tensor.untyped_storage()
         if id(storage) not in entries:
-            entries[id(storage)] = Holding(item, storage.nbytes(), _location(tensor, parts.device))
+            entries[id(storage)] = Holding(category, storage.nbytes(), _location(tensor, parts.device))
     return entries
 
 

@@ -84,9 +84,9 @@ class Monitoring:
         others = {name: getattr(memory, name) for name in _OF_THE_ALLOCATOR}
         known_ones = {name: nbytes for name, nbytes in others.items() if nbytes is not None}
         elsewhere = {
-            f"{item}_{place}": nbytes
+            f"{category}_{place}": nbytes
             for place, items in (("host", memory.host), ("disk", memory.disk))
-            for item, nbytes in items.items()
+            for category, nbytes in items.items()
             if nbytes
         }
         self.log.write(step, memory.items | elsewhere | known_ones, "Memory")

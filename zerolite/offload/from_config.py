@@ -24,13 +24,13 @@ logger = logging.getLogger("zerolite")
 
 
 @collective
-def placements_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Communicator) -> Placements:
+def placements_of(config: ZeroliteConfig, device: torch.device, device_kind: str, comm: Communicator) -> Placements:
     """Return the placements that ``zero_optimization`` asks for.
 
     Args:
         config: the config.
         device: device of the parameters.
-        kind: type of the device for which memory is managed.
+        device_kind: type of the device for which memory is managed.
         comm: communicator of all ranks.
 
     Raises:
@@ -38,14 +38,14 @@ def placements_of(config: ZeroliteConfig, device: torch.device, kind: str, comm:
     """
     zero = config.zero_optimization
     if "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device):
-        return _make(config, device, kind, comm.rank)
+        return _make(config, device, device_kind, comm.rank)
     ranks = RaiseTogether(HostGroup(comm, "offload"), "zerolite.initialize", OSError)
-    return ranks.run(lambda: _make(config, device, kind, comm.rank))
+    return ranks.run(lambda: _make(config, device, device_kind, comm.rank))
 
 
-def check_optimizer(placements: Placements, kind: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if ``optimizer`` cannot update parameters that are on the host. kind: type of the device."""
-    if kind == "cpu":
+def check_optimizer(placements: Placements, device_kind: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if ``optimizer`` cannot update parameters on the host. device_kind: type of the device."""
+    if device_kind == "cpu":
         where = "on the CPU"
     elif placements.optimizer.location != DEVICE:
         where = "with zero_optimization.offload_optimizer"
@@ -75,14 +75,14 @@ def warn_of_few_threads(placements: Placements, environ: Mapping[str, str]) -> N
         )
 
 
-def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) -> Placements:
+def _make(config: ZeroliteConfig, device: torch.device, device_kind: str, rank: int) -> Placements:
     zero = config.zero_optimization
     open_file = _file_opener(config.aio, rank)
     return Placements(
         device,
         optimizer=_placement(zero.offload_optimizer, device, open_file, "offload_optimizer"),
         parameters=_placement(zero.offload_param, device, open_file, "offload_param"),
-        separate_memory=kind != "cpu",
+        separate_memory=device_kind != "cpu",
         options=OffloadOptions(
             zero.offload_optimizer.ratio,
             zero.sub_group_size,

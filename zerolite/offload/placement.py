@@ -79,9 +79,9 @@ class Placement:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
-        """Return zeros of shape [numel] for ``item``, one of :data:`zerolite.utils.memory_tags.ITEMS`."""
-        return tag_memory(torch.zeros(numel, dtype=dtype, device=self.device), item, self.location)
+    def zeros(self, numel: int, dtype: torch.dtype, category: str) -> torch.Tensor:
+        """Return zeros of shape [numel] for ``category``, one of :data:`zerolite.utils.memory_tags.ITEMS`."""
+        return tag_memory(torch.zeros(numel, dtype=dtype, device=self.device), category, self.location)
 
 
 class HostPlacement(Placement):
@@ -93,9 +93,9 @@ class HostPlacement(Placement):
         super().__init__(torch.device("cpu"))
         self.pin = pin
 
-    def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, category: str) -> torch.Tensor:
         memory = current_platform().host_memory(numel * dtype.itemsize, self.pin)
-        return tag_memory(memory.view(dtype), item, self.location)
+        return tag_memory(memory.view(dtype), category, self.location)
 
 
 class DiskPlacement(Placement):
@@ -115,7 +115,7 @@ class DiskPlacement(Placement):
         self._error: OSError | None = None
         self._stand_in = torch.empty(0, dtype=torch.uint8, device="cpu")  # one for all, because nothing will read it
 
-    def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, category: str) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         try:
             memory = self.file.zeros(nbytes)
@@ -126,7 +126,7 @@ class DiskPlacement(Placement):
             if len(self._stand_in) < nbytes:
                 self._stand_in = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
             memory = self._stand_in[:nbytes]
-        return tag_memory(memory.view(dtype), item, self.location)
+        return tag_memory(memory.view(dtype), category, self.location)
 
     def end_start(self) -> OSError | None:
         """Return the first error so far, for all ranks to raise. Later ones are raised where they come."""

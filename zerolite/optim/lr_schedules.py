@@ -428,11 +428,11 @@ def _warming_up(iteration: int, steps: int) -> bool:
     return steps > 0 and iteration < steps
 
 
-def _warmup_fraction(iteration: int, steps: int, kind: str) -> float:
+def _warmup_fraction(iteration: int, steps: int, warmup_type: str) -> float:
     """Return the progress of the warm-up from 0 to 1, for an ``iteration`` from -1 to ``steps`` - 1."""
     if iteration < 0:
         return 0.0
-    return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
+    return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
 
 
 def _warmup_steps(steps: int) -> int:
@@ -441,10 +441,10 @@ def _warmup_steps(steps: int) -> int:
     return steps if steps == 0 else max(2, steps)
 
 
-def _warmup_type(kind: str) -> str:
-    if kind not in ("log", "linear"):
-        raise ValueError(f"warmup_type must be 'log' or 'linear', but is {kind!r}.")
-    return kind
+def _warmup_type(warmup_type: str) -> str:
+    if warmup_type not in ("log", "linear"):
+        raise ValueError(f"warmup_type must be 'log' or 'linear', but is {warmup_type!r}.")
+    return warmup_type
 
 
 def _total_steps(total: int, warmup: int) -> int:

@@ -82,7 +82,7 @@ class PipelineRunner:
             self._layout = self._parts.buffer.layout
             owners = self._chunks_of_buckets(self._layout)
             for stage in self._stages:
-                stage.chunks_of_bucket = owners
+                stage.set_chunks_of_buckets(owners)
         with torch.enable_grad():
             step = self._begin("train_batch", batches, self.micro_batches)
             self._run_stages("train_batch", step, self._run)

@@ -100,7 +100,7 @@ def optimizer_state_dict(run: Run, whose: str) -> None:
     close=KERNELS,
 )
 def state_of_rank_0(run: Run, when: str) -> None:
-    """In a new run, as loops with DistributedDataParallel resume."""
+    """Load the state of rank 0 in a new run, as loops with DistributedDataParallel do."""
     run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     run.train(2)
     optimizer = run.optimizer if when == "after" else run.own

@@ -155,6 +155,30 @@ def _absent_subclass(present: type) -> type:
     return type(f"Absent{present.__name__}", (AbsentParameter, present), {})
 
 
+# ---------------------------------------------------------------- copies
+
+
+_OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_sharded_param")
+
+
+def user_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """Return the attributes that a user has set on a partitioned parameter."""
+    return {k: value for k, value in vars(parameter).items() if not (k.startswith("ds_") or k in _OURS)}
+
+
+def copy_with_values(parameter: torch.nn.Parameter, values: torch.Tensor, memo: dict[int, Any]) -> torch.nn.Parameter:
+    """Return an ordinary parameter with the memory of ``values`` and the class and attributes of ``parameter``, for
+    ``copy.deepcopy``."""
+    user_class = present_class(parameter)
+    attributes = user_attributes(parameter)
+    if user_class is not torch.nn.Parameter:  # the attributes may say how to read the values
+        attributes = copy.deepcopy(attributes, memo)
+    copied: torch.nn.Parameter = torch.Tensor._make_subclass(user_class, values, parameter.requires_grad)
+    vars(copied).update(attributes)
+    memo[id(parameter)] = copied
+    return copied
+
+
 # ---------------------------------------------------------------- functions that need no values
 
 

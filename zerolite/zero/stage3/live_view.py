@@ -408,7 +408,7 @@ def refuse_operations(parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         sharded_param: PartitionedParameter | None = vars(parameter).get("_sharded_param")
         if sharded_param is not None:
-            sharded_param.context.gathers_for_operations = False
+            sharded_param.context.set_gathers_for_operations(False)
 
 
 def no_gather_error(name: str) -> RuntimeError:

@@ -149,10 +149,15 @@ class ParamGroup:
             self.without_graph -= 1
             self.unfinished -= 1
 
-    def on_not_recomputed(self) -> None:
-        """Note that a step has ended without the backwards that :attr:`without_graph` counts: a model calls the module
-        under ``no_grad``. Waiting for them again would keep the gradients of all buckets to the end of a backward."""
-        self._is_recomputed, self.without_graph = False, 0
+    def end_round(self) -> None:
+        """Reset the counts of forwards and backwards, because an update or an exception has ended them.
+
+        Backwards that :attr:`without_graph` counts and that have not come will not come again: the model calls the
+        module under ``no_grad``. Waiting for them would keep the gradients of all buckets to the end of a backward.
+        """
+        self.unfinished, self.is_entered = 0, False
+        if self.without_graph:
+            self._is_recomputed, self.without_graph = False, 0
 
     def hide(self, tied: Mapping[PartitionedParameter, Sequence[ParamGroup]]) -> None:
         """Let parameters that stay gathered for their backward look released, so that a use by another module is
@@ -308,6 +313,10 @@ class CommContext:
         self.gathered_by_user: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
         self._placement_for = placement_for
         self._coordinator: Callable[[], PartitionedParameterCoordinator | None] = _no_coordinator
+
+    def set_gathers_for_operations(self, gathers: bool) -> None:
+        """Let operations on released parameters gather them, or raise on the rank that calls them."""
+        self.gathers_for_operations = gathers
 
     def placement_of(self, numel: int) -> Placement:
         """Return the placement of a shard of ``numel`` elements."""

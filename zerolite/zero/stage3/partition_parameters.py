@@ -36,10 +36,11 @@ from zerolite.utils.dtypes import is_castable
 from zerolite.utils.torch_private import storage_users, swap_tensor
 from zerolite.zero.flat import check_has_memory, dense_strides, flattened
 from zerolite.zero.groups import RankGroups
+from zerolite.zero.stage3.absent_parameter import copy_with_values
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.live_view import LiveView
 from zerolite.zero.stage3.param_group import CommContext, initialisations
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, copy_with_values, sharded_param_of
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
 from zerolite.zero.stage3.shard_reader import ShardReader
 from zerolite.zero.stages import STAGES
 

@@ -23,7 +23,6 @@ Only this module writes the fields of a :class:`PartitionedParameter`. Its :clas
 
 from __future__ import annotations
 
-import copy
 import enum
 import itertools
 import weakref
@@ -41,7 +40,13 @@ from zerolite.utils.torch_private import as_plain_tensors, without_functions
 from zerolite.zero.flat import dense_strides, flattened
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import shard_numel
-from zerolite.zero.stage3.absent_parameter import not_a_number, present_class, restore_class, set_absent_class
+from zerolite.zero.stage3.absent_parameter import (
+    copy_with_values,
+    not_a_number,
+    restore_class,
+    set_absent_class,
+    user_attributes,
+)
 from zerolite.zero.stage3.live_view import no_gather_error, run_released
 
 if TYPE_CHECKING:
@@ -455,27 +460,6 @@ def _version_of(parameter: torch.nn.Parameter) -> int:
         return parameter._version
     with as_plain_tensors():
         return parameter._version
-
-
-_OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_sharded_param")
-
-
-def user_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
-    """Return the attributes that a user has set on a partitioned parameter."""
-    return {k: value for k, value in vars(parameter).items() if not (k.startswith("ds_") or k in _OURS)}
-
-
-def copy_with_values(parameter: torch.nn.Parameter, values: torch.Tensor, memo: dict[int, Any]) -> torch.nn.Parameter:
-    """Return an ordinary parameter with the memory of ``values`` and the class and attributes of ``parameter``, for
-    ``copy.deepcopy``."""
-    user_class = present_class(parameter)
-    attributes = user_attributes(parameter)
-    if user_class is not torch.nn.Parameter:  # the attributes may say how to read the values
-        attributes = copy.deepcopy(attributes, memo)
-    copied: torch.nn.Parameter = torch.Tensor._make_subclass(user_class, values, parameter.requires_grad)
-    vars(copied).update(attributes)
-    memo[id(parameter)] = copied
-    return copied
 
 
 def sharded_param_of(tensor: object) -> PartitionedParameter | None:
