@@ -25,19 +25,6 @@ def samples(loader):
     return [int(x) for batch in loader for x in batch]
 
 
-@pytest.mark.parametrize(("world_size", "size"), [(1, 7), (2, 12), (3, 7), (4, 1)])
-def test_ranks_share_the_data_equally(world_size, size):
-    data = list(range(size))
-    loaders = [build_dataloader(data, 2, rank, world_size) for rank in range(world_size)]
-    parts = [samples(loader) for loader in loaders]
-    share = -(-size // world_size)
-    assert [len(part) for part in parts] == [share] * world_size
-    assert {len(loader) for loader in loaders} == {-(-share // 2)}
-    assert set().union(*parts) == set(data)
-    if size % world_size == 0:
-        assert sorted(sum(parts, [])) == data
-
-
 def test_each_pass_is_shuffled_anew_and_alike_on_all_ranks():
     data = list(range(40))
     loaders = [build_dataloader(data, 4, rank, 2, seed=5) for rank in range(2)]
@@ -135,7 +122,7 @@ def in_hand(loaders, batch):
     return batch.tolist(), rows.per_rank, rows.samples
 
 
-@pytest.mark.parametrize(("world_size", "size"), [(1, 13), (2, 1), (2, 22), (3, 8), (4, 13)])
+@pytest.mark.parametrize(("world_size", "size"), [(1, 13), (2, 1), (2, 22), (3, 7), (4, 1), (4, 13)])
 @pytest.mark.parametrize("route", ["train", "eval"])
 def test_the_rows_of_all_ranks_in_turn_are_the_data_in_order(world_size, size, route):
     ranks = []

@@ -42,7 +42,7 @@ def check_owners(sizes, world, bucket_numel, alignment, kinds):
             low, _ = layout.shard_range(layout.buckets[f.slot.bucket], rank)
             assert f.bucket_start == f.slot.start + f.param_start == low + f.shard_start
             assert f.shard_start + f.numel <= layout.buckets[f.slot.bucket].numel // world
-            assert f.numel == f.slot.numel or not f.slot.whole
+            assert f.numel == f.slot.numel or not f.slot.undivided
     assert {i: len(e) for i, e in owned.items()} == dict(enumerate(sizes))
 
 
@@ -57,8 +57,8 @@ def check_buckets(sizes, world, bucket_numel, alignment, kinds):
     for bucket in layout.buckets:
         assert bucket.numel % (world * alignment) == 0 and bucket.numel > 0
         end += bucket.numel
-        assert {kinds[slot.index] for slot in bucket.slots} == {bucket.kind}
-        assert bucket.kind == "whole" or len(bucket.slots) == 1 or bucket.slots[-1].end <= bucket_numel
+        assert {kinds[slot.index] for slot in bucket.slots} == {bucket.bucket_kind}
+        assert bucket.bucket_kind == "whole" or len(bucket.slots) == 1 or bucket.slots[-1].end <= bucket_numel
         position = 0
         for slot in bucket.slots:
             assert slot.start % alignment == 0 and slot.start >= position

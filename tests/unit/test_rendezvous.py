@@ -1,18 +1,24 @@
-"""Requests with which many ranks wait for each other at one store."""
+"""Requests with which many ranks, and the nodes of a job, wait for each other at one store."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tests.cli.helpers import free_port
 from zerolite.comm import store
 from zerolite.comm.rendezvous import first_barrier
 from zerolite.comm.store import Patience
+from zerolite.launcher.job import NodeJob
+from zerolite.launcher.rendezvous import NodeRendezvous, NodeRendezvousError
 
 WORLD = 24
 
@@ -88,3 +94,42 @@ def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     for thread in threading.enumerate():
         if thread.name == "zerolite store":
             thread.join(10.0)
+
+
+# -------------------------------------------------------------------- nodes
+
+
+@pytest.fixture
+def nodes() -> list[NodeJob]:
+    job = NodeJob(["t.py"], job_id="abc", num_nodes=3, master_port=free_port(), join_s=10.0)
+    return [dataclasses.replace(job, node_rank=number) for number in range(3)]
+
+
+def join(job: NodeJob, name: str = "") -> NodeRendezvous:
+    rendezvous = NodeRendezvous(job, name or f"host{job.node_rank}")
+    rendezvous.next_rendezvous()
+    return rendezvous
+
+
+def test_two_nodes_with_one_number(nodes: list[NodeJob]) -> None:
+    threads = ThreadPoolExecutor(4)
+    first = threads.submit(join, nodes[0])
+    both = {threads.submit(join, nodes[1], name) for name in ("one", "other")}
+    (refused,), (waiting,) = futures.wait(both, 30, futures.FIRST_COMPLETED)
+    assert "two nodes were started as number 1: " in str(refused.exception())
+    join(nodes[2])
+    assert first.result(30).board.hosts == waiting.result(30).board.hosts
+    assert first.result(30).get_run_id() == waiting.result(30).get_run_id() == "abc"
+
+
+def test_nodes_that_do_not_join(nodes: list[NodeJob]) -> None:
+    words = r"of 3 nodes, number 1, 2 did not come within 0 s\. Start `zerolite` on"
+    with pytest.raises(NodeRendezvousError, match=words):
+        join(dataclasses.replace(nodes[0], join_s=0.3))
+
+
+def test_the_first_node_is_not_reached(nodes: list[NodeJob]) -> None:
+    job = dataclasses.replace(nodes[1], master_addr="127.0.0.1", other_addresses=["127.0.0.2"], join_s=0.5)
+    words = r"cannot reach .*127\.0\.0\.1:\d+: Connection refused; 127\.0\.0\.2:"
+    with pytest.raises(NodeRendezvousError, match=words):
+        join(job)

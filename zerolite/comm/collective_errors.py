@@ -58,16 +58,16 @@ class RaiseTogether:
         """Return every rank's ``value``, in rank order, if no rank has an ``error``."""
         # The failing rank takes part too: without it the others would wait in this exchange.
         rows = self.host.gather([self._to_raise(error), value])
-        told = [told for told, _ in rows if told is not None]
-        is_first = all(told is None for told, _ in rows[: self.host.rank])
+        messages = [message for message, _ in rows if message is not None]
+        is_first = all(message is None for message, _ in rows[: self.host.rank])
         if error is not None and (is_first or not isinstance(error, self.same)):
             raise error
-        if not told:
+        if not messages:
             return [value for _, value in rows]
-        if isinstance(told[0], Exception):
-            raise told[0]
-        more = f" (and {len(told) - 1} more rank{'s' if len(told) > 2 else ''})" if len(told) > 1 else ""
-        raise self.kind(told[0] + more)
+        if isinstance(messages[0], Exception):
+            raise messages[0]
+        more = f" (and {len(messages) - 1} more rank{'s' if len(messages) > 2 else ''})" if len(messages) > 1 else ""
+        raise self.kind(messages[0] + more)
 
     def _to_raise(self, error: BaseException | None) -> object:
         """Return the exception, or the message of one, that the other ranks raise."""

@@ -73,8 +73,8 @@ def ranks_of_job() -> int:
     """Return the number of ranks of torch.distributed, or else of the environment; 1 if neither says it."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    found = read_environment(os.environ)
-    return 1 if found is None else found.world_size
+    rendezvous = read_environment(os.environ)
+    return 1 if rendezvous is None else rendezvous.world_size
 
 
 def ranks_of_host(env: Mapping[str, str]) -> int | None:

@@ -267,6 +267,6 @@ def wait_for_result(result: object) -> None:
     Args:
         result: return value of torch's operator.
     """
-    for item in result if isinstance(result, (list, tuple)) else (result,):
-        if isinstance(item, torch.ScriptObject):
-            wait_for([dist.Work.unbox(item)])
+    for output in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(output, torch.ScriptObject):
+            wait_for([dist.Work.unbox(output)])

@@ -46,8 +46,8 @@ class GlooCommunicator(Communicator):
             # of them. So it is launched before the next collective, at the latest.
             self._half.advance()
         self._number = (self._number + 1) % (1 << _NUMBER_BITS)
-        kind = zlib.crc32(f"{op} {tag} {nbytes} {key}".encode()) >> (32 - _KIND_BITS)
-        return kind << _NUMBER_BITS | self._number
+        fingerprint = zlib.crc32(f"{op} {tag} {nbytes} {key}".encode()) >> (32 - _KIND_BITS)
+        return fingerprint << _NUMBER_BITS | self._number
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         # The sum of two terms does not depend on their order. So at two ranks gloo's own algorithm gives the same bits

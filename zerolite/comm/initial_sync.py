@@ -34,11 +34,11 @@ def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> to
     sums = torch.empty(count, dtype=torch.int64, device=device)
     for first, part in zip(range(0, count, step), words.split(_ROW * step), strict=True):
         part = part.to(device)
-        whole = part.numel() // _ROW
-        if whole:
-            rows = part[: whole * _ROW].view(whole, _ROW)
-            torch.sum(rows * factors, 1, out=sums[first : first + whole])
-        rest = part[whole * _ROW :]
+        full_rows = part.numel() // _ROW
+        if full_rows:
+            rows = part[: full_rows * _ROW].view(full_rows, _ROW)
+            torch.sum(rows * factors, 1, out=sums[first : first + full_rows])
+        rest = part[full_rows * _ROW :]
         if rest.numel():  # the last row
             sums[-1] = (rest * factors[: rest.numel()]).sum()
     return (sums * (_odd(count, device) ^ _OTHER)).sum()  # other factors, or (row 1, word 2) would be (row 2, word 1)

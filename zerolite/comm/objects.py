@@ -47,11 +47,11 @@ def _signature(content: bytes) -> bytes:
 @collective
 def gather_objects(value: object, group: dist.ProcessGroup, to_first: bool = False) -> list[Any]:
     """Return every rank's ``value``, in rank order; with ``to_first`` on the group's first rank alone, [] on others."""
-    own = pack(value)
+    packed = pack(value)
     # Gloo gathers equal lengths only: first all lengths, then the bytes, padded to the longest.
-    lengths = _gather(torch.tensor([own.numel()], device="cpu"), group).flatten().tolist()
+    lengths = _gather(torch.tensor([packed.numel()], device="cpu"), group).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-    padded[: own.numel()] = own
+    padded[: packed.numel()] = packed
     if to_first and dist.get_rank(group) != 0:
         dist.gather(padded, None, dist.get_global_rank(group, 0), group)
         return []
@@ -59,12 +59,12 @@ def gather_objects(value: object, group: dist.ProcessGroup, to_first: bool = Fal
     return [unpack(row, length) for row, length in zip(rows, lengths, strict=True)]
 
 
-def _gather(own: torch.Tensor, group: dist.ProcessGroup, to_first: bool = False) -> torch.Tensor:
-    rows = torch.empty(dist.get_world_size(group), own.numel(), dtype=own.dtype, device="cpu")
+def _gather(packed: torch.Tensor, group: dist.ProcessGroup, to_first: bool = False) -> torch.Tensor:
+    rows = torch.empty(dist.get_world_size(group), packed.numel(), dtype=packed.dtype, device="cpu")
     if to_first:
-        dist.gather(own, list(rows), dist.get_global_rank(group, 0), group)
+        dist.gather(packed, list(rows), dist.get_global_rank(group, 0), group)
     else:
-        dist.all_gather(list(rows), own, group=group)
+        dist.all_gather(list(rows), packed, group=group)
     return rows
 
 

@@ -264,9 +264,9 @@ def _cpu_backends() -> list[object]:
 
 def local_rank(env: Mapping[str, str] | None = None) -> int:
     """Return this process's number on its host, from its launcher; its rank if no launcher says it (one host)."""
-    found = find_local_rank(os.environ if env is None else env)
-    if found is not None:
-        return found
+    local_rank = find_local_rank(os.environ if env is None else env)
+    if local_rank is not None:
+        return local_rank
     return dist.get_rank() if dist.is_initialized() else 0
 
 

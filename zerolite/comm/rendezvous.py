@@ -58,8 +58,8 @@ def _tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Stor
 
 def _hosted_by_agent(host: str, port: int) -> bool:
     """Return True if torchrun's agent hosts the store there."""
-    here = (os.environ.get("MASTER_ADDR", "").lower(), os.environ.get("MASTER_PORT"))
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and here == (host.lower(), str(port))
+    ours = (os.environ.get("MASTER_ADDR", "").lower(), os.environ.get("MASTER_PORT"))
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and ours == (host.lower(), str(port))
 
 
 def _make_tcp_store(host: str, port: int, keeps: bool, timeout: timedelta) -> dist.TCPStore:
@@ -159,18 +159,20 @@ def first_barrier(store: dist.Store, rank: int, world_size: int, timeout_s: floa
 
 def _same_job(store: dist.Store, rank: int, world_size: int) -> str:
     """Register this process. Returns a sentence about what is wrong with it, or ""."""
-    own = [socket.gethostname(), os.getpid()]
-    known = json.loads(store.compare_set(f"process/{rank}", "", json.dumps(own)))
-    if known != own:
-        processes = list_of([f"process {process} on {host}" for host, process in (known, own)])
+    this_process = [socket.gethostname(), os.getpid()]
+    known = json.loads(store.compare_set(f"process/{rank}", "", json.dumps(this_process)))
+    if known != this_process:
+        processes = list_of([f"process {process} on {host}" for host, process in (known, this_process)])
         return (
             f"2 processes say that they are rank {rank} of {world_size}: {processes}. Give each process a rank of its "
             "own (RANK, or the argument rank); a file of an earlier job, as init_method, must be deleted before"
         )
-    first, size, host, process = json.loads(store.compare_set("size", "", json.dumps([rank, world_size, *own])))
+    first, size, host, process = json.loads(
+        store.compare_set("size", "", json.dumps([rank, world_size, *this_process]))
+    )
     if size == world_size:
         return ""
     return (
         f"the ranks do not agree how many they are: WORLD_SIZE is {size} on rank {first} (process {process} on "
-        f"{host}), but {world_size} on rank {rank} (process {own[1]} on {own[0]})"
+        f"{host}), but {world_size} on rank {rank} (process {this_process[1]} on {this_process[0]})"
     )

@@ -41,9 +41,9 @@ class _Announcement(NamedTuple):
         The maximum over ranks equals every rank's own numbers only if all are equal. It also tells the shortest and
         longest length.
         """
-        kind = zlib.crc32(f"{self.op} {self.tag} {self.detail}".encode())
+        fingerprint = zlib.crc32(f"{self.op} {self.tag} {self.detail}".encode())
         place = (serial << 32) + count
-        return [place, kind, self.nbytes, -place, -kind, -self.nbytes]
+        return [place, fingerprint, self.nbytes, -place, -fingerprint, -self.nbytes]
 
 
 class _Lane:

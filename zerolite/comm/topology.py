@@ -134,11 +134,11 @@ def with_replicas(topology: Topology, device: torch.device, shard: int, host: in
         )
     if shard == data.world_size:
         return topology
-    own, replica = data.rank % shard, data.rank // shard
+    shard_rank, replica = data.rank % shard, data.rank // shard
     if data.group is None:
-        kind = _kind_of(data)
-        within = dry_communicator(kind, own, shard)
-        across = dry_communicator(kind, replica, data.world_size // shard)
+        backend = _kind_of(data)
+        within = dry_communicator(backend, shard_rank, shard)
+        across = dry_communicator(backend, replica, data.world_size // shard)
     else:
         groups = _replica_groups(data.group, shard)
         within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
@@ -319,13 +319,13 @@ def stages_communicator(topology: Topology, stages: tuple[int, ...], device: tor
     return comm.serve("pipe", comm.is_rank0)
 
 
-def make_stage_groups(topology: Topology, several: Sequence[tuple[int, ...]]) -> None:
+def make_stage_groups(topology: Topology, combinations: Sequence[tuple[int, ...]]) -> None:
     """Make the groups for :func:`stages_communicator`, for each of these sorted combinations of stages.
 
     Called on all ranks of ``topology.pipe``, with equal arguments.
     """
     pipe = topology.pipe.group
-    for stages in several:
+    for stages in combinations:
         if pipe is not None and len(stages) < topology.pipe.world_size:
             group_within(pipe, _ranks_of(pipe, stages))
 

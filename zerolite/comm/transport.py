@@ -78,9 +78,9 @@ class Transport(ABC):
         """Write part ``rank`` of every rank's ``full`` into ``out``, in the order of ranks; both are equally long."""
 
     @abstractmethod
-    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
-        """Write every rank's ``own`` into ``full`` [world_size * numel of ``own``]; ``own`` may be this rank's part of
-        it."""
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Write every rank's ``shard`` into ``full`` [world_size * numel of ``shard``]; ``shard`` may be this rank's
+        part of it."""
 
     @abstractmethod
     def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
@@ -152,7 +152,7 @@ class DryTransport(Transport):
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         return _Unsent()
 
-    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         return _Unsent()
 
     def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
@@ -210,8 +210,8 @@ class ProcessGroupTransport(Transport):
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         return dist.all_to_all_single(out, full, group=self.group, async_op=True)
 
-    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
-        return _all_gather_single(full, own, group=self.group, async_op=True)
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        return _all_gather_single(full, shard, group=self.group, async_op=True)
 
     def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
         # torch's coalescing manager ends in this method of the group, after bookkeeping in Python for every tensor.

@@ -148,9 +148,9 @@ def read_files(path: Path, verify: bool) -> Files:
 
 def _refuse_by_name(path: Path, names: list[str]) -> None:
     for name in names:
-        for pattern, kind in _UNSUPPORTED:
+        for pattern, description in _UNSUPPORTED:
             if pattern.fullmatch(name):
-                raise CheckpointError(f"'{path}' is {kind}, which zerolite does not import; found '{name}'")
+                raise CheckpointError(f"'{path}' is {description}, which zerolite does not import; found '{name}'")
         match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
         if match and int(match[2]):
             raise CheckpointError(
@@ -189,10 +189,10 @@ def _check_kind(head: LoadedFile) -> int:
         "model parallelism": max(head.content.get("mp_world_size") or 1, dimensions.get("tp_degree") or 1),
         "a pipeline": dimensions.get("pp_degree") or 1,
     }
-    for kind, size in sizes.items():
+    for dimension, size in sizes.items():
         if size > 1:
             raise CheckpointError(
-                f"'{head.path}' is of a checkpoint of {kind} (of degree {size}), which zerolite does not import"
+                f"'{head.path}' is of a checkpoint of {dimension} (of degree {size}), which zerolite does not import"
             )
     if head.content.get("ds_autoep_layers") or head.content.get("autoep_layers") or head.content.get("num_experts"):
         raise CheckpointError(
@@ -201,17 +201,17 @@ def _check_kind(head: LoadedFile) -> int:
     return head.get(int, "dp_world_size")
 
 
-def _check_ranks(path: Path, kind: str, found: set[int], world_size: int) -> None:
-    missing = sorted(set(range(world_size)) - found)
+def _check_ranks(path: Path, file_type: str, ranks: set[int], world_size: int) -> None:
+    missing = sorted(set(range(world_size)) - ranks)
     if missing:
         raise CheckpointError(
-            f"'{path}' was saved by {world_size} ranks, but the files *_{kind}.pt of rank(s) "
-            f"{', '.join(map(str, missing))} are missing: zero_pp_rank_{missing[0]}_mp_rank_00_{kind}.pt and so on"
+            f"'{path}' was saved by {world_size} ranks, but the files *_{file_type}.pt of rank(s) "
+            f"{', '.join(map(str, missing))} are missing: zero_pp_rank_{missing[0]}_mp_rank_00_{file_type}.pt and so on"
         )
-    more = sorted(found - set(range(world_size)))
+    more = sorted(ranks - set(range(world_size)))
     if more:
         raise CheckpointError(
-            f"'{path}' was saved by {world_size} ranks, but there are files *_{kind}.pt of rank(s) "
+            f"'{path}' was saved by {world_size} ranks, but there are files *_{file_type}.pt of rank(s) "
             f"{', '.join(map(str, more))} too. If they are left from another save with this tag, remove them"
         )
 

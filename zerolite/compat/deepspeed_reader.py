@@ -149,17 +149,17 @@ class _Importer:
         )
 
     def _add(
-        self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, values: Callable[[], torch.Tensor]
+        self, prefix: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, values: Callable[[], torch.Tensor]
     ) -> None:
         if dtype not in CODES:
-            raise CheckpointError(f"'{self.head.path}': {kind}{name} is of {dtype}, which no checkpoint can hold")
-        self.tensors.append(ImportedTensor(kind + clean(name), shape, dtype, values))
+            raise CheckpointError(f"'{self.head.path}': {prefix}{name} is of {dtype}, which no checkpoint can hold")
+        self.tensors.append(ImportedTensor(prefix + clean(name), shape, dtype, values))
 
     def _plain_data(self, value: object, where: str) -> Any:
         """Return ``value`` without the parts that are not plain data, which are added to ``left_out``."""
         if type(value) is dict:
-            items = {key: self._plain_data(item, f"{where}[{key!r}]") for key, item in value.items()}
-            return {key: item for key, item in items.items() if item is not _NOTHING}
+            items = {key: self._plain_data(element, f"{where}[{key!r}]") for key, element in value.items()}
+            return {key: element for key, element in items.items() if element is not _NOTHING}
         try:
             json_codec.encode(value, where, [])
         except TypeError:

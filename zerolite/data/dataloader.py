@@ -309,7 +309,7 @@ def _check_size(name: str, value: int | None, least: int) -> int:
 
 def _check_length(dataset: Any, least: int) -> None:
     """Raise TypeError for data that cannot be indexed, and ValueError for less than ``least`` samples."""
-    kind = type(dataset).__name__
+    class_name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise TypeError(
             "training_data must be a dataset, but is a DataLoader, which has made its batches already. Pass its "
@@ -318,13 +318,13 @@ def _check_length(dataset: Any, least: int) -> None:
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:
         raise TypeError(
-            f"training_data must have a length and an index, or be a torch IterableDataset, but {kind} has no "
+            f"training_data must have a length and an index, or be a torch IterableDataset, but {class_name} has no "
             f"{' and no '.join(missing)}. Add it, or derive the class from torch.utils.data.IterableDataset and let it "
             "yield this rank's samples."
         )
     samples = len(dataset)
     if samples == 0:
-        raise ValueError(f"training_data ({kind}) is empty: there is nothing to train on.")
+        raise ValueError(f"training_data ({class_name}) is empty: there is nothing to train on.")
     if samples < least:
         raise ValueError(
             f"training_data has {samples} samples, too few for a batch on every rank, which takes {least} together; "

@@ -49,17 +49,17 @@ class _Unfit(ValueError):
 def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> Any:
     """See :meth:`zerolite.engine.engine.Engine.reduce`."""
 
-    def leaf(path: str, item: object) -> _Leaf:
+    def leaf(path: str, value: object) -> _Leaf:
         if op not in OPS:
             raise _Unfit(f"expected op to be one of {', '.join(OPS)}, got {op!r}")
-        if isinstance(item, numbers.Real):
-            return _Leaf("a number", _plain_number(item), lambda parts: _reduce_numbers(parts, op))
-        tensor = _on_device(path, item, "numbers and tensors", device)
+        if isinstance(value, numbers.Real):
+            return _Leaf("a number", _plain_number(value), lambda parts: _reduce_numbers(parts, op))
+        tensor = _on_device(path, value, "numbers and tensors", device)
         if tensor.is_complex() and op in ("max", "min"):
             raise _Unfit(f"expected real numbers for {op}, got {tensor.dtype} at {path}")
         if tensor.dtype == torch.uint64:
             raise _Unfit(f"expected a dtype that int64 contains, got torch.uint64 at {path}; cast it to torch.int64")
-        target = item.device  # type: ignore[attr-defined]
+        target = value.device  # type: ignore[attr-defined]
         return _Leaf(
             f"{tensor.dtype} {list(tensor.shape)}", tensor, lambda parts: _reduce_tensors(parts, op).to(target)
         )
@@ -81,13 +81,13 @@ def gather(
         except ValueError as error:
             problem = str(error)
 
-    def leaf(path: str, item: object) -> _Leaf:
+    def leaf(path: str, value: object) -> _Leaf:
         if problem:
             raise _Unfit(problem)
-        if isinstance(item, numbers.Real):
-            item = torch.tensor(_plain_number(item), device="cpu", dtype=_dtype_of(item))
-        tensor = _on_device(path, item, "tensors", device)
-        return _gathered(path, tensor, item.device, rows, repeats)  # type: ignore[attr-defined]
+        if isinstance(value, numbers.Real):
+            value = torch.tensor(_plain_number(value), device="cpu", dtype=_dtype_of(value))
+        tensor = _on_device(path, value, "tensors", device)
+        return _gathered(path, tensor, value.device, rows, repeats)  # type: ignore[attr-defined]
 
     name = "engine.gather" if loaders is None else "engine.gather_for_metrics"
     samples = f", {rows.per_rank} samples on each rank and {rows.samples} in all" if rows is not None else ""
@@ -118,14 +118,14 @@ def _gathered(path: str, tensor: torch.Tensor, target: torch.device, rows: Rows 
     return _Leaf(shape, tensor, lambda parts: torch.stack(parts, 1).flatten(0, 1)[:samples].to(target))
 
 
-def _on_device(path: str, item: object, expected: str, device: torch.device) -> torch.Tensor:
-    if not isinstance(item, torch.Tensor):
-        raise _Unfit(f"expected {expected}, got {type(item).__name__} at {path}; make it a tensor or leave it out")
-    if item.layout != torch.strided or item.is_quantized or item.device.type == "meta":
-        what = f"device {item.device}" if item.device.type == "meta" else f"{item.layout}, {item.dtype}"
+def _on_device(path: str, value: object, expected: str, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise _Unfit(f"expected {expected}, got {type(value).__name__} at {path}; make it a tensor or leave it out")
+    if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+        what = f"device {value.device}" if value.device.type == "meta" else f"{value.layout}, {value.dtype}"
         raise _Unfit(f"expected a dense tensor with values, got one with {what} at {path}; make it dense")
     # A copy, because its bytes are sent as they lie in memory, and a view may have gaps there.
-    return torch.empty(item.shape, dtype=item.dtype, device=device).copy_(item.detach())
+    return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())
 
 
 def _plain_number(number: Any) -> bool | int | float:

@@ -62,7 +62,7 @@ class MicroBatch:
         elif not isinstance(outputs, torch.Tensor) and getattr(outputs, "loss", None) is not None:
             outputs = outputs.loss
         elif isinstance(outputs, (tuple, list)) and outputs:
-            scalars = [item for item in outputs if isinstance(item, torch.Tensor) and item.numel() == 1]
+            scalars = [output for output in outputs if isinstance(output, torch.Tensor) and output.numel() == 1]
             outputs = scalars[0] if len(scalars) == 1 else outputs[0]
         return _scalar(outputs, "the model")
 

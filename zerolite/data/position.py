@@ -71,8 +71,8 @@ _OPTIONAL = ("epoch", "drawn_from", "generator")
 def position_from(entry: Any) -> DataPosition:
     """Return the DataPosition whose ``asdict`` is `entry`. Raises ValueError for any other value."""
     fits = isinstance(entry, dict) and entry.keys() == _TYPES.keys()
-    for name, kind in _TYPES.items() if fits else ():
-        fits = fits and (type(entry[name]) is kind or (name in _OPTIONAL and entry[name] is None))
+    for name, cls in _TYPES.items() if fits else ():
+        fits = fits and (type(entry[name]) is cls or (name in _OPTIONAL and entry[name] is None))
     if not fits or not 0 <= entry["consumed"] <= entry["samples"]:
         raise ValueError(
             f"expected the position of a loader, {', '.join(_TYPES)}, with consumed from 0 to samples, got {entry!r}"
@@ -124,8 +124,10 @@ class SampleOrder:
 
     def next_pass(self, samples: int) -> DataPosition:
         """Return the position before the next pass."""
-        own = self._own_generator
-        return DataPosition(samples, self.name, self.epoch, 0, None, None if own is None else _to_text(own.get_state()))
+        generator = self._own_generator
+        return DataPosition(
+            samples, self.name, self.epoch, 0, None, None if generator is None else _to_text(generator.get_state())
+        )
 
     def in_pass(self, samples: int, epoch: int | None, consumed: int) -> DataPosition:
         """Return the position in the pass begun last, which is in `epoch`."""
@@ -148,9 +150,9 @@ class SampleOrder:
         """Give the sampler the epoch and the generator's state of `position`, for its next pass."""
         if position.epoch is not None and isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(position.epoch)
-        own = self._own_generator
-        if own is not None and position.generator is not None and _fits(position.generator, own):
-            own.set_state(_from_text(position.generator))
+        generator = self._own_generator
+        if generator is not None and position.generator is not None and _fits(position.generator, generator):
+            generator.set_state(_from_text(position.generator))
 
     def begin_again(self, position: DataPosition) -> list[int]:
         """Return the indices of the pass at `position`: those of all ranks, without repetitions.
@@ -159,12 +161,12 @@ class SampleOrder:
         because the interrupted pass has drawn from it already.
         """
         if isinstance(self.sampler, DistributedSampler):
-            whole: DistributedSampler[Any] = DistributedSampler(
+            sampler: DistributedSampler[Any] = DistributedSampler(
                 self.sampler.dataset, 1, 0, self.sampler.shuffle, self.sampler.seed
             )
-            whole.set_epoch(self.sampler.epoch)
+            sampler.set_epoch(self.sampler.epoch)
             self.sampler.set_epoch(self.epoch_after(self.sampler.epoch))  # type: ignore[arg-type]
-            return list(whole)
+            return list(sampler)
         if position.drawn_from is None:
             return list(self)
         # A RandomSampler with a generator of its own draws from it at the end of a pass, too. So that generator keeps
@@ -179,8 +181,8 @@ class SampleOrder:
 
     @property
     def _generator(self) -> torch.Generator:
-        own = self._own_generator
-        return torch.default_generator if own is None else own
+        generator = self._own_generator
+        return torch.default_generator if generator is None else generator
 
 
 def remaining_per_rank(samples: int, world_size: int, drop_last: bool) -> int:

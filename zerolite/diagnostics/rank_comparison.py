@@ -237,7 +237,7 @@ def describe_value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(describe_value, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {describe_value(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {describe_value(element)}' for key, element in value.items())}}}"
     return kind_of(value)
 
 

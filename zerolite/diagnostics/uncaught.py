@@ -27,7 +27,7 @@ class _ExceptHook:
         if self._before is None:
             self._before, sys.excepthook = sys.excepthook, self
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) and _only_prints(self._before):
             if self.rank == 0:  # Ctrl-C reaches every rank: one line for the whole job
                 print(f"{_new_line()}zerolite: interrupted by Ctrl-C{_user_line(trace)}", file=sys.stderr, flush=True)
@@ -35,7 +35,7 @@ class _ExceptHook:
         for model, compute in list(self.models.items()):
             explain(error, model, compute)
         _explain_missing_optimizer(error, sorted({type(model).__name__ for model in self.evaluated}))
-        self._before(kind, error, trace)
+        self._before(error_type, error, trace)
 
 
 _hook = _ExceptHook()

@@ -313,13 +313,13 @@ class Watchdog:
         with self._consulting:
             if not self._verdict:
                 store, question = self._store, self._question
-                own = self._report()
+                report = self._report()
                 # The first rank to claim this key asks; all others read its claim.
                 asker, self._fatal = json.loads(store.claim(f"{question}/asker", json.dumps([self._rank, fatal])))
-                store.set(f"{question}/at/{self._rank}", own.to_json())
+                store.set(f"{question}/at/{self._rank}", report.to_json())
                 if asker == self._rank:
                     store.set(f"{question}/verdict", json.dumps(self._diagnose(reason)))
-                self._verdict = self._await_verdict(own, reason)
+                self._verdict = self._await_verdict(report, reason)
             return self._verdict
 
     def _diagnose(self, reason: str) -> tuple[int, str]:
@@ -336,13 +336,13 @@ class Watchdog:
         absent = {rank: Absent(ended.get(rank, ""), self._last_seen(rank)) for rank in missing}
         return len(answered), diagnose(reason, reports, absent)
 
-    def _await_verdict(self, own: StackReport, reason: str) -> str:
+    def _await_verdict(self, report: StackReport, reason: str) -> str:
         """Wait for the verdict of the rank that asked; if that rank has gone, diagnose from this rank's own report."""
         key, deadline = f"{self._question}/verdict", time.monotonic() + 2 * self._answer_s
         while not self._store.has(key):
             if time.monotonic() > deadline:
                 gone = "zerolite: the rank that asked for the reports has gone."
-                return diagnose(f"{reason} {gone}".strip(), [own], {})
+                return diagnose(f"{reason} {gone}".strip(), [report], {})
             time.sleep(self._pause_s)
         return str(json.loads(self._store.get(key))[1])
 

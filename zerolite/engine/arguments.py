@@ -121,11 +121,11 @@ def _plain_parameters(params: Any) -> list[torch.nn.Parameter]:
 def check_not_wrapped(model: torch.nn.Module) -> None:
     """Raise ValueError for a model in which another wrapper averages gradients or partitions parameters."""
     for name, module in model.named_modules():
-        kind = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
-        if kind is not None and type(module).__module__.startswith("torch."):
+        wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
+        if wrapper is not None and type(module).__module__.startswith("torch."):
             where = f"module '{name}' is" if name else "the model is"
             raise ValueError(
-                f"zerolite.initialize: {where} wrapped in {kind}, which works on gradients and parameters too; pass "
+                f"zerolite.initialize: {where} wrapped in {wrapper}, which works on gradients and parameters too; pass "
                 "the model inside, its .module"
             )
 
@@ -192,10 +192,10 @@ def choose_optimizer(
         raise ConfigError([("optimizer", sentence)])
     if optimizer is None and config.optimizer is None:
         return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0))  # nothing is trained
-    make, kind = _maker(optimizer, config, groups)
-    instance = optimizer if isinstance(optimizer, Optimizer) else kind
+    make, cls = _maker(optimizer, config, groups)
+    instance = optimizer if isinstance(optimizer, Optimizer) else cls
     reason, asked = check_elementwise(instance), config.zero_optimization.whole_parameters
-    undivided = asked or needs_whole_parameters(kind)
+    undivided = asked or needs_whole_parameters(cls)
     untested = reason is not None and not undivided and config.zero_allow_untested_optimizer
     if tp and (undivided or (reason is not None and not untested)):
         why = reason or "zero_optimization.whole_parameters is true."

@@ -61,7 +61,7 @@ class StateOffload:
         parameters = list(self._parts.model.named_parameters()) if "lp_params" in kinds else []
         self._check_class(parameters)
         pin = pin_memory and self._parts.device.type == "cuda"
-        chosen = self._chosen({KINDS[kind] for kind in kinds})
+        chosen = self._chosen({KINDS[name] for name in kinds})
         out = [
             (storage, tag_memory(host_memory(storage.nbytes(), pin), category, HOST)) for category, storage in chosen
         ]
@@ -187,8 +187,8 @@ def _kinds(include: Iterable[object] | None) -> list[str]:
         raise ValueError(
             f"engine.offload_states: expected include to be a list of {list(KINDS)}, got {include!r} alone"
         )
-    names = [str(getattr(kind, "value", kind)) for kind in include]
-    unknown = [kind for kind in names if kind not in KINDS]
+    names = [str(getattr(state, "value", state)) for state in include]
+    unknown = [name for name in names if name not in KINDS]
     if unknown:
         raise ValueError(f"engine.offload_states: expected include to be some of {list(KINDS)}, got {unknown[0]!r}")
     return names

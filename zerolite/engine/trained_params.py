@@ -89,8 +89,8 @@ class LayoutRules:
         }
         specs = []
         for p in parameters:
-            kind = f"{self._bucket_kind(p)}{', whole' if id(p) in undivided else ''}"
-            specs.append(ParameterSpec(names[id(p)], unpartitioned_numel(p), kind, id(p) in undivided))
+            bucket_kind = f"{self._bucket_kind(p)}{', whole' if id(p) in undivided else ''}"
+            specs.append(ParameterSpec(names[id(p)], unpartitioned_numel(p), bucket_kind, id(p) in undivided))
         self.bucket_numel = self.bucket_numel or bucket_numel(specs, self._config, self._shards)
         if self._partitioned is None:
             return PartitionLayout.build(specs, self._shards, self.bucket_numel)

@@ -66,7 +66,7 @@ def _check_squares(kernels: Kernels, device: torch.device) -> None:
 
 def _check_rows(kernels: Kernels, device: torch.device, bits: int, dtype: torch.dtype) -> None:
     """Compare packing, unpacking and a sum of rows. Both have the same bits."""
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     for run, where in ((kernels, device), (reference, torch.device("cpu"))):
         values = torch.cat([_tensors(dtype, 7, where)[0]] * 2)
         values[300] = float("nan")
@@ -77,8 +77,8 @@ def _check_rows(kernels: Kernels, device: torch.device, bits: int, dtype: torch.
         run.quantize(QuantCall(bits, values, packed, error, 0.8, 0.2))
         run.dequantize(QuantCall(bits, arrived, packed))
         run.dequantize(QuantCall(bits, total, packed, is_sum=True, divisor=3.0))
-        found.append([packed.cpu(), error.cpu(), arrived.cpu(), total.cpu()])
-    if not all(torch.allclose(one, other, 0.0, 0.0, equal_nan=True) for one, other in zip(*found, strict=True)):
+        results.append([packed.cpu(), error.cpu(), arrived.cpu(), total.cpu()])
+    if not all(torch.allclose(one, other, 0.0, 0.0, equal_nan=True) for one, other in zip(*results, strict=True)):
         raise RuntimeError(_WRONG.format(f"rows of {dtype} with {bits} bits"))
 
 

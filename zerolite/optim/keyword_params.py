@@ -98,15 +98,19 @@ def _signature(cls: Callable[..., object]) -> inspect.Signature:
 
 def _converted(value: object, parameter: inspect.Parameter) -> object:
     """Return the value in the type of the parameter. Raises ValidationError if it does not fit."""
-    default, kind = parameter.default, parameter.annotation
+    default, annotation = parameter.default, parameter.annotation
     # Without an annotation, the default tells the type.
-    if kind is inspect.Parameter.empty:
-        kind = float if is_number(default) else type(default) if isinstance(default, (bool, str, tuple)) else Any
-    elif isinstance(kind, str):
-        kind = Any
-    elif get_origin(kind) is Iterable:  # pydantic would check its values only when they are iterated, and take a text
-        kind = list[get_args(kind)]  # type: ignore[misc]
-    adapter = TypeAdapter[Any](kind if default is not None or kind is Any else kind | None, config=_STRICT)
+    if annotation is inspect.Parameter.empty:
+        annotation = float if is_number(default) else type(default) if isinstance(default, (bool, str, tuple)) else Any
+    elif isinstance(annotation, str):
+        annotation = Any
+    elif (
+        get_origin(annotation) is Iterable
+    ):  # pydantic would check its values only when they are iterated, and take a text
+        annotation = list[get_args(annotation)]  # type: ignore[misc]
+    adapter = TypeAdapter[Any](
+        annotation if default is not None or annotation is Any else annotation | None, config=_STRICT
+    )
     if isinstance(default, tuple) and isinstance(value, list):
         value = tuple(value)
     try:
@@ -117,14 +121,14 @@ def _converted(value: object, parameter: inspect.Parameter) -> object:
         raise
 
 
-def _expected_types(error: ValidationError, default: object, kind: object) -> str:
+def _expected_types(error: ValidationError, default: object, annotation: object) -> str:
     """Return the expected types in words, such as "a number or a list of numbers"."""
     if isinstance(default, tuple):
         return f"a list of {len(default)} numbers such as {list(default)}"
-    if get_origin(kind) is Iterable:
-        return "a list of whole numbers" if get_args(kind) == (int,) else "a list"
-    found = [each.get("ctx", {}).get("expected") or _WORDS.get(each["type"]) for each in error.errors()]
-    return " or ".join(dict.fromkeys(word for word in found if word)) or "another kind of value"
+    if get_origin(annotation) is Iterable:
+        return "a list of whole numbers" if get_args(annotation) == (int,) else "a list"
+    expected = [each.get("ctx", {}).get("expected") or _WORDS.get(each["type"]) for each in error.errors()]
+    return " or ".join(dict.fromkeys(word for word in expected if word)) or "another kind of value"
 
 
 def _unquote_hint(value: object) -> str:

@@ -125,17 +125,19 @@ def resolve_optimizer(type_name: str, params: Mapping[str, object] | None = None
     cls = _find_class(type_name)
     remaining = dict(params or {})
     errors: Errors = []
-    own: tuple[str, ...] = ()
+    own_keys: tuple[str, ...] = ()
     options: dict[str, Any] = {}
     if type_name.lower() in ("adam", "adamw"):
-        own = ("adam_w_mode", "torch_adam", *ONLY_HERE, *_DEEPSPEED_SWITCHES)
+        own_keys = ("adam_w_mode", "torch_adam", *ONLY_HERE, *_DEEPSPEED_SWITCHES)
         options = {key: False for key in ONLY_HERE if not _pop_bool(key, True, remaining, errors)}
         cls = _pop_adam_keys(type_name.lower(), remaining, errors)
     elif cls is Lion:
-        own = ("set_grad_none",)
-        _pop_switches(own, remaining, errors)
+        own_keys = ("set_grad_none",)
+        _pop_switches(own_keys, remaining, errors)
     _pop_foreign_keys(remaining, errors)
-    kwargs, problems = check_keyword_params(_PATH, cls, remaining, hidden=("params", *_hidden(cls)), also_known=own)
+    kwargs, problems = check_keyword_params(
+        _PATH, cls, remaining, hidden=("params", *_hidden(cls)), also_known=own_keys
+    )
     errors += problems
     errors += _contradictions(options, kwargs)
     if kwargs.get("differentiable"):

@@ -52,10 +52,10 @@ def tensors_of(outputs: object, part: int) -> tuple[bool, tuple[torch.Tensor, ..
     """
     if isinstance(outputs, torch.Tensor):
         return True, (outputs,)
-    if not isinstance(outputs, (tuple, list)) or not all(isinstance(item, torch.Tensor) for item in outputs):
+    if not isinstance(outputs, (tuple, list)) or not all(isinstance(output, torch.Tensor) for output in outputs):
         got = type(outputs).__name__
         if isinstance(outputs, (tuple, list)):
-            got += " with " + next(type(item).__name__ for item in outputs if not isinstance(item, torch.Tensor))
+            got += " with " + next(type(output).__name__ for output in outputs if not isinstance(output, torch.Tensor))
         raise TypeError(
             f"expected part {part} of the pipeline to return a tensor or a tuple of tensors to the next one, got {got}"
         )

@@ -229,11 +229,11 @@ class CallRecorder:
                 return False, None
             return True, Zeros(tuple(value.shape), value.dtype)
         if type(value) in (list, tuple):
-            inner = [self._template(item) for item in value]
-            return all(static for static, _ in inner), type(value)(item for _, item in inner)
+            inner = [self._template(element) for element in value]
+            return all(static for static, _ in inner), type(value)(element for _, element in inner)
         if type(value) is dict:
-            named = {key: self._template(item) for key, item in value.items()}
-            return all(static for static, _ in named.values()), {key: item for key, (_, item) in named.items()}
+            named = {key: self._template(element) for key, element in value.items()}
+            return all(static for static, _ in named.values()), {key: element for key, (_, element) in named.items()}
         return isinstance(value, (type(None), bool, int, float, str, torch.dtype)), value
 
     def remove(self) -> None:
@@ -246,7 +246,7 @@ def materialize(template: Any, device: torch.device) -> Any:
     if isinstance(template, Zeros):
         return torch.zeros(template.shape, dtype=template.dtype, device=device)
     if type(template) in (list, tuple):
-        return type(template)(materialize(item, device) for item in template)
+        return type(template)(materialize(element, device) for element in template)
     if type(template) is dict:
-        return {key: materialize(item, device) for key, item in template.items()}
+        return {key: materialize(element, device) for key, element in template.items()}
     return template

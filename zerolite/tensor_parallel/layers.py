@@ -313,8 +313,8 @@ def share_column(
     transposed, inputs, _ = linear_shape(module)
     runs, start = [], 0
     for length, is_shared in zip(sizes, shared, strict=True):
-        own = width if is_shared else length // comm.world_size
-        runs.append((start + comm.rank * length // (comm.world_size * own) * own, own))
+        part = width if is_shared else length // comm.world_size
+        runs.append((start + comm.rank * length // (comm.world_size * part) * part, part))
         start += length
     for parameter in module.parameters(recurse=False):
         mark_partial(parameter)

@@ -114,7 +114,7 @@ def _used_by_functions(model: nn.Module) -> list[str]:
 def _names_on_other_stages(model: nn.Module) -> list[str]:
     """Return the modules of the full model, on any stage, whose weight is a parameter of this stage."""
     names = [names_of(parameter) or () for parameter in model.parameters()]
-    return [name.removesuffix(".weight") for several in names for name in several if name.endswith(".weight")]
+    return [name.removesuffix(".weight") for tied in names for name in tied if name.endswith(".weight")]
 
 
 def find_layers(by_name: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> list[Layer]:

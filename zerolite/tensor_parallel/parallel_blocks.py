@@ -243,25 +243,27 @@ def numbers_to_divide(tp_block: ParallelBlock, size: int) -> list[Number]:
             f'forward uses in tensor_parallel.divide, as ["{tp_block.name}.heads"], or write [] if it uses none',
             unsharded=tp_block.name,
         )
-    shared = {part for one in tp_block.columns for part, several in zip(one.sizes, one.shared, strict=False) if several}
+    shared = {
+        part for one in tp_block.columns for part, is_shared in zip(one.sizes, one.shared, strict=False) if is_shared
+    }
     reads = {row.inputs for row in tp_block.rows}
     parts = reads | {size for layer in tp_block.columns for size in layer.sizes}
     for layer in tp_block.columns:
         # In one part by heads, [groups, queries + key + value, width], the sizes do not contain that of key and value.
         if layer.last_name in FUSED_ATTENTION and len(layer.sizes) == 1:
             parts |= {(layer.outputs - read) // 2 for read in reads}
-    found = [(where, name, value) for where, name, value in heads if value * width in parts]
-    if heads and not found:
+    counts = [(where, name, value) for where, name, value in heads if value * width in parts]
+    if heads and not counts:
         got = ", ".join(f"{name} {value}" for _, name, value in heads)
         raise TensorPlanError(
             f"expected numbers of heads in '{tp_block.name}' that fit layers of {sorted(parts)} features, got {got}; "
             "name the attributes that its forward uses in tensor_parallel.divide",
             unsharded=tp_block.name,
         )
-    widths = [one for one in tp_block.numbers(WIDTHS) if found and one[2] in parts]
+    widths = [one for one in tp_block.numbers(WIDTHS) if counts and one[2] in parts]
     shares = [
         (where, name, 1 if value * width in shared else share_of((where, name, value), size, where))
-        for where, name, value in found
+        for where, name, value in counts
     ]
     shares += [
         (where, name, width if value in shared else share_of((where, name, value), size, where))

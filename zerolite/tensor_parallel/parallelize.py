@@ -117,8 +117,8 @@ def _read(
     """Match ``plan`` to the model. Raises TensorPlanError if they do not fit each other."""
     modules = dict(model.named_modules(remove_duplicate=False))
     matching.check_model(model)
-    found, unused = matching.find_matches(model, modules, plan, stage)
-    layers = matching.find_layers(found, modules)
+    matches, unused = matching.find_matches(model, modules, plan, stage)
+    layers = matching.find_layers(matches, modules)
     tp_blocks = parallel_blocks.find_parallel_blocks(layers, modules)
     arrangements = _set_sizes(layers, tp_blocks, comm.world_size, settings.divide == "auto")
     divided = _attributes_to_divide(tp_blocks, modules, settings.divide, comm.world_size)
@@ -126,7 +126,7 @@ def _read(
     biases = [bias for tp_block in tp_blocks for bias in parallel_blocks.biases_of_heads(tp_block)]
     runs = sequence.find_runs([*tp_blocks, *written], modules) if settings.sequence_parallel else []
     partial = _partial_parameters(
-        found, tp_blocks, modules, bool(runs), {id(module._parameters[key]) for module, key in biases}
+        matches, tp_blocks, modules, bool(runs), {id(module._parameters[key]) for module, key in biases}
     )
     return _Reading(modules, unused, layers, arrangements, tp_blocks, written, divided, biases, runs, partial)
 

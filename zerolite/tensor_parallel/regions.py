@@ -240,9 +240,9 @@ def _unwrap(value: Any) -> Any:
     if isinstance(value, LocalShapeTensor):
         return value.full
     if type(value) in (tuple, list):
-        return type(value)(_unwrap(item) for item in value)
+        return type(value)(_unwrap(element) for element in value)
     if type(value) is dict:
-        return {key: _unwrap(item) for key, item in value.items()}
+        return {key: _unwrap(element) for key, element in value.items()}
     return value
 
 

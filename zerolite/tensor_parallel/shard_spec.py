@@ -154,8 +154,8 @@ def set_names(parameter: torch.Tensor, names: Sequence[str]) -> None:
 
 def names_of(parameter: torch.Tensor) -> tuple[str, ...] | None:
     """Return the names set by :func:`set_names`; None if the parameter has no names on other stages."""
-    found: tuple[str, ...] | None = _NAMES.get(parameter)
-    return found
+    names: tuple[str, ...] | None = _NAMES.get(parameter)
+    return names
 
 
 def mark_partial(parameter: torch.Tensor) -> None:

@@ -267,8 +267,8 @@ def keep_freed_memory() -> bool:
     several times as much to touch as a copy. Only with glibc; not if ZEROLITE_KEEP_FREED_MEMORY=0, nor if the user has
     set malloc's own variables.
     """
-    told = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
-    if told or os.environ.get("ZEROLITE_KEEP_FREED_MEMORY", "1") == "0" or platform.libc_ver()[0] != "glibc":
+    is_set = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
+    if is_set or os.environ.get("ZEROLITE_KEEP_FREED_MEMORY", "1") == "0" or platform.libc_ver()[0] != "glibc":
         return False
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

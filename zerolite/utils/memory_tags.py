@@ -65,8 +65,8 @@ _offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 memory exists."""
 
 
-def tag_memory(tensor: torch.Tensor, item: str, location: str = DEVICE) -> torch.Tensor:
-    """Note that the memory of ``tensor`` belongs to ``item`` (one of :data:`ITEMS`), at ``location`` (one of
+def tag_memory(tensor: torch.Tensor, category: str, location: str = DEVICE) -> torch.Tensor:
+    """Note that the memory of ``tensor`` belongs to ``category`` (one of :data:`ITEMS`), at ``location`` (one of
     :data:`LOCATIONS`).
 
     Returns the tensor. If the CPU computes, its tensors are on the device.
@@ -74,7 +74,7 @@ def tag_memory(tensor: torch.Tensor, item: str, location: str = DEVICE) -> torch
     if location != DEVICE or _offloaded:
         _note(tensor.untyped_storage(), location)
     for listener in listeners:
-        listener.tag_memory(tensor.untyped_storage(), item, location)
+        listener.tag_memory(tensor.untyped_storage(), category, location)
     return tensor
 
 

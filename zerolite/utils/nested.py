@@ -48,7 +48,7 @@ def map_tensors(function: Callable[[Any], object], value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
-        mapped = [map_tensors(function, item) for item in value]
+        mapped = [map_tensors(function, element) for element in value]
         for index, new in enumerate(mapped):  # torch 2.6 cannot compile a strict zip
             if new is not value[index]:
                 return _rebuilt_sequence(value, mapped)
@@ -56,7 +56,7 @@ def map_tensors(function: Callable[[Any], object], value: object) -> Any:
     if isinstance(value, _LEAVES):
         return value
     items = _items(value)
-    replaced = {key: map_tensors(function, item) for key, item in items.items()}
+    replaced = {key: map_tensors(function, element) for key, element in items.items()}
     changed = {key: new for key, new in replaced.items() if new is not items[key]}
     if not changed:
         return value
@@ -118,8 +118,8 @@ def _find(
             return
         visited[id(value)] = levels
         inside, left = _attributes(value), max(0, levels - _CONTAINERS_PER_OBJECT)
-    for item in inside if levels else ():
-        _find(item, cls, tensors, left, visited)
+    for element in inside if levels else ():
+        _find(element, cls, tensors, left, visited)
 
 
 def named_leaves(value: object) -> list[tuple[str, Any]]:
@@ -184,12 +184,12 @@ def _rebuilt_mapping(value: Mapping[object, object], items: dict[object, object]
         return items
     if isinstance(value, (dict, collections.UserDict)):  # their copies have entries of their own
         result = copy.copy(value)
-        for key, item in items.items():
-            result[key] = item
+        for key, element in items.items():
+            result[key] = element
         return result
     try:
         made: Any = type(value)(items)  # type: ignore[call-arg]
-        same = set(made) == set(items) and all(made[key] is item for key, item in items.items())
+        same = set(made) == set(items) and all(made[key] is element for key, element in items.items())
     except Exception as error:
         raise TypeError(_CANNOT_REBUILD.format(type(value).__name__)) from error
     if not same:
@@ -222,6 +222,6 @@ def _rebuilt_sequence(value: Any, mapped: list[object]) -> object:
 
 def _rebuilt_dataclass(value: object, changed: Mapping[str, object]) -> object:
     result = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(result, name, item)
+    for name, element in changed.items():
+        object.__setattr__(result, name, element)
     return result

@@ -127,7 +127,7 @@ def interface_of(address: str) -> str | None:
     if is_loopback(address):
         return None
     plain = plain_address(address)
-    return next((interface for interface, own in interface_addresses() if plain_address(own) == plain), None)
+    return next((interface for interface, known in interface_addresses() if plain_address(known) == plain), None)
 
 
 def resolve(name: str) -> list[str]:

@@ -49,8 +49,8 @@ def name_ranks(ranks: Iterable[int]) -> str:
     for _, pairs in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         run = [number for _, number in pairs]
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
-    several = "s" if len(numbers) > 1 else ""
-    return f"rank{several} {list_of(parts)}"
+    plural = "s" if len(numbers) > 1 else ""
+    return f"rank{plural} {list_of(parts)}"
 
 
 def list_of(parts: Sequence[str]) -> str:

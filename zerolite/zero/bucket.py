@@ -384,7 +384,7 @@ class Bucket:
 
     def keeps_shape(self, slot: Slot) -> bool:
         """Return True if the shard has the parameter's shape and is not flat: this rank updates all of it."""
-        return slot.whole or not self.is_sharded
+        return slot.undivided or not self.is_sharded
 
     def view_of(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
         """Return the fragment's elements of a tensor that is laid out like ``master``.

@@ -400,12 +400,12 @@ class Gradients:
             if self._collector.latest is not None:
                 self._collector.latest.replace(index, None)
 
-    def refuse_assigned(self, found: Mapping[int, torch.Tensor | None]) -> None:
-        """Raise RuntimeError for a tensor in ``found``, because a backward is about to add to it.
+    def refuse_assigned(self, assigned: Mapping[int, torch.Tensor | None]) -> None:
+        """Raise RuntimeError for a tensor in ``assigned``, because a backward is about to add to it.
 
         It would count as this rank's gradient or as the mean of all ranks, and nothing tells which.
         """
-        for index in sorted(index for index, value in found.items() if value is not None):
+        for index in sorted(index for index, value in assigned.items() if value is not None):
             raise RuntimeError(
                 f"parameter '{self._buffer.layout.slots[index].name}': expected None or the gradient of earlier "
                 "backwards in p.grad when a backward begins, got a tensor of your own; put it there after the last "

@@ -33,7 +33,7 @@ then. A part may begin anywhere in a slot. ::
     row 1 | a[k:2k]  | b[m:2m]  | . |     on ranks 1 and 3
                | rank 1    | rank 3    |
 
-**Whole** buckets (for an optimizer that needs whole parameters). Each slot lies within one shard, so one rank owns the
+**Undivided** buckets (for an optimizer that needs whole ones). Each slot lies within one shard, so one rank owns the
 parameter. Shards have equal lengths here, too: what the parameters of a rank leave free is padding. ::
 
     shard |-----------------|-----------------|
@@ -55,7 +55,7 @@ SHARD_ALIGNMENT = 16
 MIN_AUTO_BUCKET = 4 << 20
 AUTO_BUCKET = 40_000_000
 AUTO_BUCKET_PER_RANK = 1_000_000
-# Largest fraction of a whole bucket that may be padding, if there are more parameters to fill it.
+# Largest fraction of an undivided bucket that may be padding, if there are more parameters to fill it.
 WHOLE_PADDING = 0.2
 
 
@@ -89,14 +89,14 @@ class ParameterSpec:
     Attributes:
         name: its qualified name.
         numel: its elements.
-        kind: parameters of different kinds (dtypes, for example) never share a bucket.
-        whole: one rank owns all of it. The same for all parameters of a kind.
+        bucket_kind: parameters of different kinds (dtypes, for example) never share a bucket.
+        undivided: one rank owns all of it. The same for all parameters of a kind.
     """
 
     name: str
     numel: int
-    kind: str = ""
-    whole: bool = False
+    bucket_kind: str = ""
+    undivided: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Slot:
         start: first element in the bucket; in a sliced one, in each row.
         numel: elements of the parameter.
         part: ``shard_numel(numel, rows)`` in a sliced bucket, otherwise 0.
-        whole: one rank owns all of it.
+        undivided: one rank owns all of it.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Slot:
     start: int
     numel: int
     part: int = 0
-    whole: bool = False
+    undivided: bool = False
 
     @property
     def end(self) -> int:
@@ -135,14 +135,14 @@ class BucketLayout:
 
     Attributes:
         index: position of the bucket in the layout.
-        kind: kind of its parameters.
+        bucket_kind: kind of its parameters.
         numel: elements with padding, a multiple of world_size × alignment.
         slots: in the order of their starts.
         rows: rows of a sliced bucket: world_size, or a divisor of it if several ranks share a row; otherwise 0.
     """
 
     index: int
-    kind: str
+    bucket_kind: str
     numel: int
     slots: tuple[Slot, ...]
     rows: int = 0
@@ -210,7 +210,7 @@ class PartitionLayout:
     def build(
         cls, specs: Sequence[ParameterSpec], world_size: int, bucket_numel: int, alignment: int = ALIGNMENT
     ) -> PartitionLayout:
-        """Lay out plain and whole buckets.
+        """Lay out plain and undivided buckets.
 
         Parameters fill buckets in reverse registration order, and buckets are numbered by their last parameter:
         backward completes them in this order. A parameter larger than ``bucket_numel`` gets a bucket of its own. Whole
@@ -234,17 +234,17 @@ class PartitionLayout:
         groups = _group_by_bucket(specs, world_size, bucket_numel, alignment)
         unit = world_size * alignment
         buckets = []
-        for index, (kind, members) in enumerate(groups):
-            whole = specs[members[0]].whole
-            pack = _pack_whole if whole else _pack_in_order
+        for index, (bucket_kind, members) in enumerate(groups):
+            undivided = specs[members[0]].undivided
+            pack = _pack_undivided if undivided else _pack_in_order
             offsets, numel = pack([specs[i].numel for i in members], world_size, alignment)
             slots = [
-                Slot(specs[i].name, i, index, offset, specs[i].numel, whole=whole)
+                Slot(specs[i].name, i, index, offset, specs[i].numel, undivided=undivided)
                 for i, offset in zip(members, offsets, strict=True)
             ]
             slots.sort(key=lambda slot: (slot.start, slot.numel))  # an empty slot before the one with the same start
             numel = max(unit, _round_up(numel, unit))
-            buckets.append(BucketLayout(index, kind, numel, tuple(slots)))
+            buckets.append(BucketLayout(index, bucket_kind, numel, tuple(slots)))
         return cls(world_size, alignment, tuple(buckets))
 
     @classmethod
@@ -274,8 +274,8 @@ class PartitionLayout:
         for group in reversed(groups):
             kinds: dict[str, list[int]] = {}
             for index in group:
-                kinds.setdefault(specs[index].kind, []).append(index)
-            for kind, members in kinds.items():
+                kinds.setdefault(specs[index].bucket_kind, []).append(index)
+            for bucket_kind, members in kinds.items():
                 slots, row = [], 0
                 for index in members:
                     numel = specs[index].numel
@@ -283,7 +283,7 @@ class PartitionLayout:
                     slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
                     row += _round_up(part, alignment)
                 numel = _round_up(max(1, row), alignment * ranks_of_row) * rows
-                buckets.append(BucketLayout(len(buckets), kind, numel, tuple(slots), rows))
+                buckets.append(BucketLayout(len(buckets), bucket_kind, numel, tuple(slots), rows))
         return cls(rows * ranks_of_row, alignment, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
@@ -385,12 +385,12 @@ def _round_up(value: int, unit: int) -> int:
 def _group_by_bucket(
     specs: Sequence[ParameterSpec], world_size: int, bucket_numel: int, alignment: int
 ) -> list[tuple[str, list[int]]]:
-    """Return ``(kind, parameter indices)`` of each bucket, ordered by the position of each bucket's last member."""
+    """Return ``(bucket_kind, parameter indices)`` of each bucket, in the order of the buckets' last members."""
     kinds: dict[str, list[int]] = {}
     for index in reversed(range(len(specs))):
-        kinds.setdefault(specs[index].kind, []).append(index)
-    found: list[tuple[str, list[int]]] = []
-    for kind, indices in kinds.items():
+        kinds.setdefault(specs[index].bucket_kind, []).append(index)
+    packed: list[tuple[str, list[int]]] = []
+    for bucket_kind, indices in kinds.items():
         groups: list[list[int]] = []
         size = 0  # elements of the last group, with the padding between its members
         for index in indices:
@@ -404,18 +404,18 @@ def _group_by_bucket(
         while len(groups) > 1 and _is_sparse(groups[-1], specs, world_size, alignment):
             last = groups.pop()
             groups[-1] += last
-        found += ((kind, group) for group in groups)
-    return sorted(found, key=lambda item: -item[1][-1])
+        packed += ((bucket_kind, group) for group in groups)
+    return sorted(packed, key=lambda entry: -entry[1][-1])
 
 
 def _is_sparse(group: Sequence[int], specs: Sequence[ParameterSpec], world_size: int, alignment: int) -> bool:
-    """Return True if more than :data:`WHOLE_PADDING` of a bucket of these whole parameters would be padding."""
-    if not specs[group[0]].whole:
+    """Return True if more than :data:`WHOLE_PADDING` of a bucket of these undivided parameters would be padding."""
+    if not specs[group[0]].undivided:
         return False
     numels = [specs[index].numel for index in group]
     most = sum(numels) / (1 - WHOLE_PADDING)
     # The first test is a cheap lower bound of the second: a shard is at least as long as the largest parameter.
-    return world_size * max(numels) > most or _pack_whole(numels, world_size, alignment)[1] > most
+    return world_size * max(numels) > most or _pack_undivided(numels, world_size, alignment)[1] > most
 
 
 def _pack_in_order(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
@@ -427,7 +427,7 @@ def _pack_in_order(numels: Sequence[int], world_size: int, alignment: int) -> tu
     return starts, end
 
 
-def _pack_whole(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
+def _pack_undivided(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
     """Return the start of each parameter, each within one shard, and the end of the last shard.
 
     Greedy: the largest parameter first, each to the rank that has the fewest elements so far.

@@ -342,14 +342,14 @@ class ShardedOptimizer(Optimizer):
 
     def _partition(self) -> dict[str, Any]:
         layout = self._buffer.layout
-        whole = [bucket.index for bucket in layout.buckets if bucket.slots[0].whole]
+        undivided = [bucket.index for bucket in layout.buckets if bucket.slots[0].undivided]
         rows = max((bucket.rows for bucket in layout.buckets), default=0)
         return {
             "shard": self._buffer.shard,
             "world_size": layout.world_size,
             "rank": self._buffer.rank,
             "buckets": [bucket.numel for bucket in layout.buckets],
-            **({"whole": whole} if whole else {}),
+            **({"whole": undivided} if undivided else {}),
             **({"rows": rows} if 0 < rows < layout.world_size else {}),
             **self._grid,
         }

@@ -234,7 +234,7 @@ def _fits(value: object, gradient: ShardedGradient) -> bool:
     if not isinstance(value, torch.Tensor):
         return True
     ends = zip(reversed(value.shape), reversed(gradient.shape), strict=False)
-    return value.dim() <= gradient.dim() and all(own in (1, size) for own, size in ends)
+    return value.dim() <= gradient.dim() and all(length in (1, size) for length, size in ends)
 
 
 def _part(gradient: ShardedGradient, value: Any) -> Any:
@@ -378,13 +378,13 @@ def _norm(function: OpOverload, gradient: Any, order: Any = 2, dim: Any = None, 
 def _norm_all(function: OpOverload, tensors: Sequence[Any], order: float = 2, dtype: Any = None) -> object:
     if order == 0:
         return NotImplemented
-    found: dict[int, torch.Tensor] = {}
+    norms: dict[int, torch.Tensor] = {}
     for source, gradients in _by_engine(t for t in tensors if isinstance(t, ShardedGradient)):
-        found.update(zip(map(id, gradients), source.norms(gradients, order), strict=True))
-    others = [tensor for tensor in tensors if id(tensor) not in found]
+        norms.update(zip(map(id, gradients), source.norms(gradients, order), strict=True))
+    others = [tensor for tensor in tensors if id(tensor) not in norms]
     if others:
-        found.update(zip(map(id, others), function(others, order, dtype), strict=True))
-    return [found[id(tensor)] for tensor in tensors]
+        norms.update(zip(map(id, others), function(others, order, dtype), strict=True))
+    return [norms[id(tensor)] for tensor in tensors]
 
 
 def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Rule:

@@ -83,8 +83,8 @@ class ScheduleAgreement(StepObserver):
 
     def write_slice(self, numbers: torch.Tensor) -> None:
         """Write 1, the hash, and its square."""
-        own = self._collected = self.schedule.candidate_hash
-        for place, number in enumerate((1, own, own**2), self._place):
+        candidate = self._collected = self.schedule.candidate_hash
+        for place, number in enumerate((1, candidate, candidate**2), self._place):
             if number:  # fill_ passes it as an argument of a kernel; a copy from the host may wait for the device
                 numbers[place].fill_(number)
 

@@ -109,8 +109,8 @@ class OnDevice(contextlib.AbstractContextManager[None]):
             self._device.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._enabled:
-            self._device.__exit__(kind, error, trace)
+            self._device.__exit__(error_type, error, trace)
             torch.set_default_dtype(self._before)

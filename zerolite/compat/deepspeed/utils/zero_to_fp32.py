@@ -57,10 +57,10 @@ def _state(path: Path, without_frozen: bool) -> dict[str, object]:
     reader = CheckpointReader(path)
     stored = reader.read_state(StoredModel)
     state: dict[str, Any] = {}
-    for kind, entries in (("parameters", stored.parameters), ("buffers", stored.buffers)):
+    for section, entries in (("parameters", stored.parameters), ("buffers", stored.buffers)):
         for name, about in entries.items():
-            key = f"{kind}/{name}"
-            if kind == "parameters" and without_frozen and not about.trained:  # type: ignore[attr-defined]
+            key = f"{section}/{name}"
+            if section == "parameters" and without_frozen and not about.trained:  # type: ignore[attr-defined]
                 continue
             if key not in reader.tensors:
                 raise CheckpointError(
