@@ -290,7 +290,8 @@ class ParameterAccess:
             self._buffer.placements.drop_reads(state for state in states if isinstance(state, torch.Tensor))
 
     def _refuse_name(self, index: int, name: str, states: dict[int, dict[str, Any]]) -> None:
-        remedy = f"expected one of {sorted(states[index])}" if states.get(index) else "the first update makes states"
+        made = states.get(index)
+        remedy = f"expected one of {sorted(made)}" if made else "states are made by the first update"
         parameter = self._buffer.layout.slots[index].name
         raise ValueError(f"parameter '{parameter}' has no optimizer state '{name}'; {remedy}")
 

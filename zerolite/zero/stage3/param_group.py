@@ -149,15 +149,10 @@ class ParamGroup:
             self.without_graph -= 1
             self.unfinished -= 1
 
-    def end_round(self) -> None:
-        """Reset the counts of forwards and backwards, because an update or an exception has ended them.
-
-        Backwards that :attr:`without_graph` counts and that have not come will not come again: the model calls the
-        module under ``no_grad``. Waiting for them would keep the gradients of all buckets to the end of a backward.
-        """
-        self.unfinished, self.is_entered = 0, False
-        if self.without_graph:
-            self._is_recomputed, self.without_graph = False, 0
+    def on_not_recomputed(self) -> None:
+        """Note that a step has ended without the backwards that :attr:`without_graph` counts: a model calls the module
+        under ``no_grad``. Waiting for them again would keep the gradients of all buckets to the end of a backward."""
+        self._is_recomputed, self.without_graph = False, 0
 
     def hide(self, tied: Mapping[PartitionedParameter, Sequence[ParamGroup]]) -> None:
         """Let parameters that stay gathered for their backward look released, so that a use by another module is

@@ -375,7 +375,9 @@ class PartitionedParameterCoordinator:
             execution.group.reset()
         self._round += 1
         for group in self.groups:
-            group.end_round()
+            group.unfinished, group.is_entered = 0, False
+            if group.without_graph:
+                group.on_not_recomputed()
         self._forward.clear()
         self._backward.clear()
         self._tasks.clear()
@@ -396,7 +398,9 @@ class PartitionedParameterCoordinator:
         self._used_outside = False
         self._round += 1
         for group in self.groups:
-            group.end_round()
+            group.unfinished, group.is_entered = 0, False
+            if group.without_graph:
+                group.on_not_recomputed()
         if self._step_open or self._pinned_for_step:
             for sharded_param in self.sharded_params:  # their full values are older than the shards now
                 sharded_param.mark_seen()
