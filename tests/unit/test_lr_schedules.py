@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from zerolite.config.errors import ConfigError
-from zerolite.optim.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
+from zerolite.optim.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zerolite.optim.schedulers import build_scheduler
 
 OURS = {
     "WarmupLR": {"warmup_num_steps": 3},

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from zerolite.checkpoint.parameter_access import OWNERS
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.data.micro_batch import LossFunction
-from zerolite.optim.lr_schedules import build_scheduler
 from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole_parameters, resolve_optimizer
+from zerolite.optim.schedulers import build_scheduler
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.optimizer import SHARDED_OVER, Groups, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape

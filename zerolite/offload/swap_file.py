@@ -20,14 +20,13 @@ import os
 import tempfile
 import threading
 import weakref
-import zlib
-from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from zerolite.offload.block_checksums import BlockChecksums, bytes_of, compare_blocks
 from zerolite.offload.placement import BLOCK, Transfer, whole_blocks
 from zerolite.utils.accelerator import host_memory
 from zerolite.utils.builder import declare
@@ -42,9 +41,6 @@ logger = logging.getLogger("zerolite")
 _MAP_ALIGNMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)
 _VERIFIED_BYTES = 8 << 20  # read at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
-_UNKNOWN = -1  # checksum of a block that was not written
-
-Bytes = ctypes.Array[ctypes.c_ubyte]
 
 
 class SwapFile:
@@ -80,7 +76,7 @@ class SwapFile:
         self._end = self._used = 0  # bytes of the file, and bytes of its tensors
         self._offsets: dict[int, tuple[int, int]] = {}  # (position in the file, bytes) by address of the mapping
         self._pending: weakref.WeakSet[SwapTransfer] = weakref.WeakSet()
-        self._sums = _Checksums() if checksums else None
+        self._sums = BlockChecksums() if checksums else None
         self._read_errors: list[str] = []  # since all tensors were written anew
         self._fd = _open_nameless(self.directory, rank, key)
         self._direct: int | None = None
@@ -247,7 +243,7 @@ class SwapFile:
             fd = self._fd if self._direct is None else self._direct
             transfer = SwapTransfer(self._io.write(fd, memory, offset, padded, self.name), offloaded)
             if self._sums is not None:
-                self._sums.record(offset, _bytes_of(memory, padded))
+                self._sums.record(offset, bytes_of(memory, padded))
             self._pending.add(transfer)
         return transfer
 
@@ -258,14 +254,14 @@ class SwapFile:
         check: Callable[[], None] | None = None
         if self._sums is not None:
             sums = self._sums.expected(offset, padded)
-            check = functools.partial(_compare, sums, offset, memory, padded, self.name)
+            check = functools.partial(compare_blocks, sums, offset, memory, padded, self.name)
         fd = self._fd if self._direct is None else self._direct
         request = self._io.read(fd, memory, offset, padded, self.name)
         transfer = SwapTransfer(request, offloaded, check, errors)
         self._pending.add(transfer)
         return transfer
 
-    def _record(self, sums: _Checksums, written: Iterable[torch.Tensor] | None) -> None:
+    def _record(self, sums: BlockChecksums, written: Iterable[torch.Tensor] | None) -> None:
         """Record the checksums of the blocks of parts of tensors that were written; None for all tensors."""
         if written is None:
             for address, (offset, nbytes) in self._offsets.items():
@@ -313,7 +309,7 @@ class SwapFile:
         try:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
             memory = host_memory(BLOCK, pin=False)
-            block = memoryview(_bytes_of(memory, BLOCK))
+            block = memoryview(bytes_of(memory, BLOCK))
             # Some file systems open it and fail with the first access.
             if os.pwritev(fd, [block], 0) != BLOCK or os.preadv(fd, [block], 0) != BLOCK:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -345,32 +341,6 @@ class SwapFile:
             raise RuntimeError(f"{self.name} belongs to process {self._pid}, of which process {os.getpid()} is a fork")
         if not self._closer.alive:
             raise ValueError(f"{self.name} is closed")
-
-
-class _Checksums:
-    """Checksums of one file: a CRC-32 for each block, in eight bytes of memory. For one thread at a time.
-
-    Whole blocks are written and read, so every block that is read was written by one write.
-    """
-
-    def __init__(self) -> None:
-        self._sums = array("q")
-
-    def record(self, offset: int, content: Bytes) -> None:
-        """Record the checksums of ``content``, whole blocks that are written at ``offset``, where a block begins."""
-        first, view = offset // BLOCK, memoryview(content)
-        sums = array("q", (zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(content), BLOCK)))
-        self._grow(first + len(sums))
-        self._sums[first : first + len(sums)] = sums
-
-    def expected(self, offset: int, nbytes: int) -> array[int]:
-        """Return the checksums of the blocks in a range of bytes, as :func:`_compare` takes them."""
-        first, end = offset // BLOCK, -(-(offset + nbytes) // BLOCK)
-        self._grow(end)
-        return self._sums[first:end]
-
-    def _grow(self, blocks: int) -> None:
-        self._sums.extend(array("q", [_UNKNOWN]) * max(0, blocks - len(self._sums)))
 
 
 class SwapTransfer(Transfer):
@@ -443,33 +413,6 @@ def _close(fd: int, direct: int | None) -> None:
     os.close(fd)
     if direct is not None:
         os.close(direct)
-
-
-def _bytes_of(tensor: torch.Tensor, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return the first bytes of a CPU tensor, without a copy. The tensor must outlive them."""
-    return (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-
-
-def _compare(expected: array[int], offset: int, memory: torch.Tensor, nbytes: int, file: str) -> None:
-    """Raise OSError if what was read into ``memory`` is not what was written to the file. A partial of this keeps the
-    tensor alive.
-
-    Args:
-        expected: checksums from :meth:`_Checksums.expected`.
-        offset: position in the file, in bytes.
-        memory: tensor of whole blocks.
-        nbytes: their bytes.
-        file: name of the file, for the error.
-    """
-    view = memoryview(_bytes_of(memory, nbytes))
-    for number, crc in enumerate(expected):
-        actual = zlib.crc32(view[number * BLOCK : (number + 1) * BLOCK])
-        if crc not in (_UNKNOWN, actual):
-            raise OSError(
-                errno.EIO,
-                f"{BLOCK} bytes at byte {offset + number * BLOCK} of {file} are not those that were written there: "
-                f"their CRC-32 is {actual:08x}, expected {crc:08x}. The disk or the memory of this host may be failing",
-            )
 
 
 def _map(fd: int, offset: int, nbytes: int) -> int:
