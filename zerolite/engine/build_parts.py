@@ -122,8 +122,7 @@ class PartsBuilder:
         trained, owned = self._choose_parameters(param_groups, trains, names)
         partitioned = self._partition() if self.policy.shard_parameters else None
         self.rules = LayoutRules(config, self._groups, self.precision, self._bucket_kind, choice.undivided, partitioned)
-        of_parts = self.topology.sequence.world_size > 1
-        accumulation = GradAccumulation((config.gradient_accumulation_steps or 1) * self._chunks, of_parts)
+        accumulation = self._make_accumulation()
         memory = self._make_gradient_memory(accumulation)
         self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)
         synchronize_untrained(model, trained, self.precision, self.topology.data, self.device)
@@ -235,6 +234,10 @@ class PartsBuilder:
             in_layout = {id(p) for p in trained}
             partitioned.place_frozen(in_layout, self.precision.compute_dtype, placements, self.rules.bucket_numel)
         return buffer
+
+    def _make_accumulation(self) -> GradAccumulation:
+        micro_batches = self.config.gradient_accumulation_steps or 1
+        return GradAccumulation(micro_batches * self._chunks, self.topology.sequence.world_size > 1)
 
     def _make_collector(self, parallel: bool) -> StatsCollector:
         totals = None
