@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu import NEEDS_GPU
 from tests.ops.cases import ALL_DTYPES, F32, FLOATS, MIXED, Dtypes
 from tests.ops.cuda_calls import LENGTHS, RULES, copy_call, copy_tensor, differences, dtype_name, finite, make_call
 from tests.ops.quant_calls import copy_quant, make_quant, unpacking
@@ -19,10 +20,7 @@ from zerolite.ops.launches import UpdateLaunch
 from zerolite.ops.self_check import check_kernels
 from zerolite.utils.builder import op_builder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
-]
+pytestmark = NEEDS_GPU
 
 DEVICE = "cuda"
 FP32 = Dtypes(out=F32)

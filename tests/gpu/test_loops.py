@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.gpu import NEEDS_GPU
 from tests.gpu.test_kernels import no_synchronisation
 from tests.toolkit.configs import at
 from tests.toolkit.pool import Pool
 from tests.toolkit.training import make_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
-]
+pytestmark = NEEDS_GPU
 
 DEVICE = "cuda"
 WIDTH, WARMUP, STEPS = 256, 4, 5
@@ -203,12 +201,6 @@ def waits(name: str, stages: list[str]) -> dict[str, str]:
             found[stage] = traceback.format_exc()
         assert loop.engine.global_steps > WARMUP // 2, f"stage {stage} has not trained"
     return found
-
-
-@pytest.fixture(scope="module")
-def lone() -> Iterator[Pool]:
-    with Pool(1) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("name", LOOPS)

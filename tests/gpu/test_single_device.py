@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zerolite
+from tests.gpu import NEEDS_GPU
 from tests.toolkit import models, reference
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, SGD, STATIC_SCALE, at, config
@@ -19,27 +19,11 @@ from tests.toolkit.faults import poison
 from tests.toolkit.pool import Pool
 from tests.toolkit.training import make_engine, snapshot
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
-]
+pytestmark = NEEDS_GPU
 
 # The same sums in another order and, on tensor cores, another width: two units in the last place of the compute
 # dtype. fp32 without TF32.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
-
-
-@pytest.fixture(scope="module")
-def lone() -> Iterator[Pool]:
-    with Pool(1) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
-    """Two ranks that share the device. NCCL refuses that, so their group is gloo's."""
-    with Pool(2) as pool:
-        yield pool
 
 
 STEPS = 5

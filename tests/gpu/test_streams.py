@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zerolite
+from tests.gpu import NEEDS_GPU
 from tests.toolkit import models
 from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.pool import Pool
@@ -28,10 +29,7 @@ from tests.toolkit.training import snapshot
 from zerolite.activation_checkpointing.copies import Copies
 from zerolite.offload import transfers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
-]
+pytestmark = NEEDS_GPU
 
 WIDTH, DEPTH, ROWS, STEPS = 512, 5, 16, 5
 WEIGHT = WIDTH * WIDTH

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.cli.example_cases import load
+from tests.gpu import NEEDS_GPU
 from tests.toolkit.configs import PARTITIONED, SGD
 from tests.toolkit.pool import Pool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
-]
+pytestmark = NEEDS_GPU
 
 STEPS, JOINT_BATCH = 4, 12
 SECTIONS: dict[str, dict[str, Any]] = {
