@@ -58,8 +58,10 @@ def test_replicas_match_plain_pytorch(pools: Pools, precision: str, accumulation
 # -------------------------------------------------------------------- the order of sums
 
 
-def in_one_process(reduces_each_backward: bool, accumulation: int, world: int, size: int) -> dict[str, Tensor]:
-    """The weights after SGD, with gradients summed as the groups do: within sets of ``size`` ranks, then over these."""
+def in_one_process(case: str, accumulation: int, world: int, size: int) -> dict[str, Tensor]:
+    """Return the weights after SGD, with gradients summed as the groups do: at stage 1 over the batches of a rank, then
+    within sets of ``size`` ranks, then over these; else within sets, over micro-batches, over sets; and with
+    hierarchical shards within sets, over sets, over micro-batches."""
     model = models.build(models.OddModel, **SIZES[4])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -71,16 +73,18 @@ def in_one_process(reduces_each_backward: bool, accumulation: int, world: int, s
     def plus(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: one[name] + other[name] for name in one}
 
-    def mean(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        sets = [of_ranks[first : first + size] for first in range(0, world, size)]
-        return functools.reduce(plus, [functools.reduce(plus, one) for one in sets])
+    def of_sets(of_ranks: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        return [functools.reduce(plus, of_ranks[first : first + size]) for first in range(0, world, size)]
 
     for step in range(STEPS):
         rows = [[gradients(step, micro, rank) for rank in range(world)] for micro in range(accumulation)]
-        if reduces_each_backward:
-            total = functools.reduce(plus, map(mean, rows))
+        if case == "1":
+            sets = of_sets([functools.reduce(plus, of_rank) for of_rank in zip(*rows, strict=True)])
+        elif case == "hierarchical":
+            sets = [functools.reduce(plus, of_sets(row)) for row in rows]
         else:
-            total = mean([functools.reduce(plus, [row[rank] for row in rows]) for rank in range(world)])
+            sets = [functools.reduce(plus, of_set) for of_set in zip(*map(of_sets, rows), strict=True)]
+        total = functools.reduce(plus, sets)
         with torch.no_grad():
             for name, gradient in total.items():
                 trained[name].sub_(gradient * EXACT[1]["lr"])
@@ -94,7 +98,7 @@ def replicated_bits(name: str, accumulation: int, size: int = 2) -> None:
     run_steps(engine, STEPS, model="OddModel")
     found = snapshot(engine)
     assert_same_on_ranks(found)
-    assert_same_bits(found, in_one_process(stage != "1", accumulation, engine.world_size, size), name)
+    assert_same_bits(found, in_one_process(name, accumulation, engine.world_size, size), name)
 
 
 @pytest.mark.fast
@@ -121,8 +125,8 @@ def test_without_the_sum_over_replicas_weights_are_others(name: str) -> None:
         return done(part[: len(part) // 2] if name == "hierarchical" else part)
 
     with pytest.MonkeyPatch.context() as patch:
-        hops = groups._reduce_in_two_hops
-        patch.setattr(groups, "_reduce_in_two_hops", lambda shard, second, *args: hops(shard, keep, *args))
+        hops = groups.reduce_in_two_hops
+        patch.setattr(groups, "reduce_in_two_hops", lambda shard, second, *args: hops(shard, keep, *args))
         with pytest.raises(AssertionError, match="differ|are not those of rank 0"):
             replicated_bits(name, 1)
 

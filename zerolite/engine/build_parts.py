@@ -45,6 +45,7 @@ from zerolite.zero.offload import GradientTransfers, OffloadUpdate
 from zerolite.zero.optimizer import Groups, ShardedOptimizer
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
+from zerolite.zero.replica_sums import ReplicaSums
 from zerolite.zero.stage3.partitioned_model import PartitionedModel
 from zerolite.zero.stages import STAGES
 from zerolite.zero.stats import ModelTotals, StatsCollector
@@ -125,6 +126,8 @@ class PartsBuilder:
         accumulation = self._make_accumulation()
         memory = self._make_gradient_memory(accumulation)
         self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)
+        if memory.options.reduce_each_backward and memory.options.use_reduce_scatter and self._groups.has_replicas:
+            self._observers.add(ReplicaSums(self._groups, self._buffer, accumulation))
         synchronize_untrained(model, trained, self.precision, self.topology.data, self.device)
         parallel = trains and not self.topology.trivial
         collector = self._make_collector(parallel)

@@ -19,12 +19,12 @@ Replicas, experts and split sequences are other memberships of these groups, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
 from zerolite.comm import Chained, Communicator, Pending, Topology, collective, done, second_communicator
-from zerolite.comm.communicator import empty
+from zerolite.comm.communicator import divide, empty
 from zerolite.utils.accelerator import current_platform
 from zerolite.utils.dtypes import HALF
 from zerolite.zero.compression import Compression, ErrorFeedback
@@ -49,6 +49,9 @@ class RankGroups:
         rounds_values: gathers after an update round what they send, so the owner of a value keeps it elsewhere.
         reduce_scatter: sums a bucket over ``shard`` and ``replicate``, with the arguments and the result of
             :meth:`Communicator.reduce_scatter`. All ranks wait for their results in the order of the launches.
+        second_hop: sums this rank's part between the sets, with the arguments of :meth:`Communicator.all_reduce`; None
+            without other sets.
+        partial: buckets whose gradients are not summed over ``replicate`` yet (replica_sums.py).
     """
 
     def __init__(
@@ -66,11 +69,17 @@ class RankGroups:
         self.is_first_owner = self.is_first_replica or states is not shard
         self.compression: Compression | None = None
         self.rounds_values = False
+        self.partial: Collection[int] = ()
         # Without replicas nothing stands between a bucket and its communicator.
         self.reduce_scatter: Callable[[torch.Tensor, str, float, torch.dtype, int], Pending] = shard.reduce_scatter
+        self.second_hop: Callable[..., Pending] | None = None
         if replicate is not None:
-            second = replicate.all_reduce if states is shard else replicate.reduce_scatter
-            self.reduce_scatter = functools.partial(_reduce_in_two_hops, shard, second)
+            self._use_second_hop(replicate.all_reduce if self.has_replicas else replicate.reduce_scatter)
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if other ranks hold the same parameters, masters and states."""
+        return self.replicate is not None and self.states is self.shard
 
     @classmethod
     def of(cls, topology: Topology, policy: StagePolicy, all_split_states: bool = False) -> RankGroups:
@@ -96,10 +105,12 @@ class RankGroups:
         self.compression = Compression(self.replicate, feedback)
         if gradients:
             hop = self.compression
-            second = hop.all_reduce if self.states is self.shard else hop.reduce_scatter
-            self.reduce_scatter = functools.partial(_reduce_in_two_hops, self.shard, second)
+            self._use_second_hop(hop.all_reduce if self.has_replicas else hop.reduce_scatter)
         if values and self.updated is self.replicate:
             self.updated, self.rounds_values = self.compression, True
+
+    def _use_second_hop(self, hop: Callable[..., Pending]) -> None:
+        self.second_hop, self.reduce_scatter = hop, functools.partial(reduce_in_two_hops, self.shard, hop)
 
     @classmethod
     def over(cls, comm: Communicator) -> RankGroups:
@@ -116,7 +127,7 @@ class RankGroups:
         return RankGroups(shard, self.replicate, mean, self.agree, states, self.updated)
 
 
-def _reduce_in_two_hops(
+def reduce_in_two_hops(
     shard: Communicator,
     second: Callable[..., Pending],
     full: torch.Tensor,
@@ -124,30 +135,52 @@ def _reduce_in_two_hops(
     divisor: float,
     dtype: torch.dtype,
     key: int,
+    earlier: torch.Tensor | None = None,
 ) -> Pending:
-    # ``second`` sums a part between the sets: an all-reduce or a reduce-scatter over the replicas. Before it 16-bit
-    # values become fp32, so that they are rounded once, to ``dtype``, at the end.
-    exact = torch.float32 if full.dtype in HALF else full.dtype
+    """Sum ``full`` over ``shard``, and this rank's part of the sum between the sets.
+
+    Args:
+        second: :attr:`RankGroups.second_hop`.
+        full, tag, divisor, dtype, key: as of :meth:`Communicator.reduce_scatter`.
+        earlier: a result of :func:`reduce_in_set`, which the second hop sums too.
+    """
+    # Before the second hop 16-bit values become fp32, so that they are rounded once, to ``dtype``, at the end.
+    exact = exact_dtype(full.dtype)
+
+    def sum_between(part: torch.Tensor) -> Pending:
+        if earlier is not None:
+            part.add_(earlier, alpha=divisor)
+        return second(part, tag, divisor=divisor, key=key)
+
+    keep = () if earlier is None else (earlier,)
     platform = current_platform()
     if not platform.queues(full):
         # The host would have to wait between the two sums, so the wait for the result launches the second one. All
         # ranks wait in the order of the launches.
-        scattered = shard.reduce_scatter(full, tag, dtype=exact, key=key)
-        summed = Chained(scattered, lambda part: second(part, tag, divisor=divisor, key=key))
+        summed = Chained(shard.reduce_scatter(full, tag, dtype=exact, key=key), sum_between, keep)
         return Chained(summed, lambda total: done(total.to(dtype)))
     # NCCL sums 16-bit values in 16 bits within a set. A side stream waits for that, widens the result and issues the
     # second sum, directly behind the first in the order of launches, which is the same on all ranks. The compute stream
     # waits for neither before the result is used. All memory that is sent belongs to it, and is kept until then.
     scattered = shard.reduce_scatter(full, tag, key=key)
     wide = empty(full.numel() // shard.world_size, exact, full)
-    summed = Chained(
-        scattered,
-        lambda part: second(wide.copy_(part), tag, divisor=divisor, key=key),
-        keep=(*scattered.memory(), wide),
-    )
+    summed = Chained(scattered, lambda part: sum_between(wide.copy_(part)), (*scattered.memory(), wide, *keep))
     with platform.side_stream(full.device):
         summed.advance()
     return Chained(summed, lambda total: done(_on_this_stream(total, dtype)))
+
+
+def reduce_in_set(shard: Communicator, full: torch.Tensor, tag: str, divisor: float, key: int) -> Pending:
+    """Sum ``full`` over ``shard`` alone, divided by ``divisor``, as the first of two hops does: ``wait()`` returns this
+    rank's part in fp32 or more."""
+    exact = exact_dtype(full.dtype)
+    scattered = shard.reduce_scatter(full, tag, dtype=full.dtype if current_platform().queues(full) else exact, key=key)
+    return Chained(scattered, lambda part: done(divide(part.to(exact), divisor)))
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums between sets of gradients in ``dtype``."""
+    return torch.float32 if dtype in HALF else dtype
 
 
 def _on_this_stream(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

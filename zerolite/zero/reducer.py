@@ -431,8 +431,8 @@ class Reducer:
 
     @property
     def finished(self) -> bool:
-        """True if :meth:`finish` would have nothing to do."""
-        return not (self.current.open or self.current.unreduced or self._in_flight) and all(
+        """True if :meth:`finish` would have nothing to do, and no sum over replicas waits."""
+        return not (self.current.open or self.current.unreduced or self._in_flight or self.groups.partial) and all(
             bucket.reduced is not None for bucket in self.order
         )
 
