@@ -1,7 +1,4 @@
-"""Settings of published DeepSpeed configs, written compactly. Each name is that of the repository and the file.
-
-A config is left out if others have all of its settings at the same stage, and the same offload.
-"""
+"""Settings of published DeepSpeed configs, written compactly. Each name is that of the repository and the file."""
 
 from __future__ import annotations
 
@@ -32,6 +29,10 @@ _FACTORY = {**_CLIPPED, **_EITHER, "zero_allow_untested_optimizer": True}
 _FACTORY_2 = {
     **{"allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": False, "reduce_scatter": True},
     **{"reduce_bucket_size": 5e8, "contiguous_gradients": True, "round_robin_gradients": True},
+}
+_FACTORY_3 = {
+    **{"stage": 3, "overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1e9},
+    **{**_BUCKETS, **_LIVE, **_WHOLE},
 }
 _AXOLOTL_FP16 = {"fp16": {"enabled": "auto", "auto_cast": False, **_SCALE, "initial_scale_power": 32}}
 _AXOLOTL = {**_CLIPPED, **_QUIET, **_AUTO_BF16, **_AXOLOTL_FP16}
@@ -78,9 +79,12 @@ _CHAT_3 = {
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "hiyouga/LLaMA-Factory ds_z0_config": {**_FACTORY, "zero_optimization": {"stage": 0, **_FACTORY_2}},
+    "hiyouga/LLaMA-Factory ds_z2_config": {**_FACTORY, "zero_optimization": {"stage": 2, **_FACTORY_2}},
     "hiyouga/LLaMA-Factory ds_z2_offload_config": {
         **_FACTORY, "zero_optimization": {"stage": 2, "offload_optimizer": _PINNED, **_FACTORY_2},
     },
+    "hiyouga/LLaMA-Factory ds_z3_config": {**_FACTORY, "zero_optimization": _FACTORY_3},
+    "hiyouga/LLaMA-Factory ds_z3_offload_config": {**_FACTORY, "zero_optimization": {**_FACTORY_3, **_ON_HOST}},
     "axolotl-ai-cloud/axolotl zero1": {
         **_ALL_SIZES, **_QUIET, **_AUTO_BF16, **_AXOLOTL_FP16,
         "optimizer": _AUTO_ADAMW, "zero_optimization": {"stage": 1, "overlap_comm": True},
@@ -92,6 +96,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "axolotl-ai-cloud/axolotl zero2": {
         **_AXOLOTL, "zero_optimization": {"stage": 2, "offload_optimizer": _CPU, **_OVERLAP},
     },
+    "axolotl-ai-cloud/axolotl zero3": {**_AXOLOTL, "zero_optimization": _AXOLOTL_3},
     "axolotl-ai-cloud/axolotl zero3_cpuoffload": {**_AXOLOTL, "zero_optimization": {**_AXOLOTL_3, **_ON_HOST}},
     "axolotl-ai-cloud/axolotl zero3_bf16": {
         **_AXOLOTL_BF16,
@@ -103,8 +108,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_AXOLOTL_BF16, **_ANY_OPTIMIZER,
         "zero_optimization": {**_AXOLOTL_BF16_3, **_FETCH, "offload_param": _PINNED},
     },
+    "axolotl-ai-cloud/axolotl zero3_bf16_cpuoffload_all": {
+        **_AXOLOTL_BF16, **_ANY_OPTIMIZER, "zero_optimization": {**_AXOLOTL_BF16_3, **_FETCH, **_ON_HOST},
+    },
     "huggingface/accelerate zero_stage1_config": {
         **_ACCELERATE, "optimizer": _TORCH_ADAM, "zero_optimization": {"stage": 1, **_ACCELERATE_2},
+    },
+    "huggingface/accelerate zero_stage2_config": {
+        **_ACCELERATE, "optimizer": _TORCH_ADAM, "zero_optimization": {"stage": 2, **_ACCELERATE_2},
     },
     "huggingface/accelerate zero_stage2_offload_config": {
         **_ACCELERATE, "optimizer": _TORCH_ADAM,
@@ -113,12 +124,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "huggingface/accelerate zero_stage3_config": {
         **_ACCELERATE, "optimizer": _PLAIN_ADAM, "zero_optimization": _ACCELERATE_3,
     },
+    "huggingface/accelerate zero_stage3_offload_config": {
+        **_ACCELERATE, "optimizer": _PLAIN_ADAM, "zero_optimization": {**_ACCELERATE_3, **_ON_HOST},
+    },
     "huggingface/accelerate tests ds_config_zero3": {
         **_ACCELERATE, **_EITHER, "optimizer": _TORCH_ADAM, "scheduler": _WARMUP,
         "zero_optimization": {
             **_ACCELERATE_3, "offload_optimizer": {**_PINNED, "nvme_path": "/nvme"},
             "offload_param": {**_PINNED, "nvme_path": "/nvme"},
         },
+    },
+    "lm-sys/FastChat deepspeed_config_s2": {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": _CPU, **_OVERLAP},
     },
     "lm-sys/FastChat deepspeed_config_s3": {
         **_ALL_SIZES, **_AUTO_FP16,
@@ -131,6 +149,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_ALL_SIZES, **_EITHER,
         "zero_optimization": {"stage": 2, **_OVERLAP, "sub_group_size": 1e9, "reduce_bucket_size": "auto"},
     },
+    "haotian-liu/LLaVA zero3": {**_ALL_SIZES, **_EITHER, "zero_optimization": {**_LLAVA_3, **_WHOLE}},
     "haotian-liu/LLaVA zero3_offload": {
         **_CLIPPED, **_QUIET, **_AUTO_FP16, "bf16": {"enabled": True}, "steps_per_print": 1e5,
         "optimizer": _AUTO_ADAMW, "scheduler": _WARMUP,
@@ -141,6 +160,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "zero_optimization": {
             "stage": 2, "offload_optimizer": _PINNED, **_ACCELERATE_2, "reduce_bucket_size": 2e8,
         },
+    },
+    "huggingface/transformers tests ds_config_zero3": {
+        **_CLIPPED, **_TRAINER, **_AUTO_FP16, "optimizer": _AUTO_ADAMW, "scheduler": _WARMUP,
+        "zero_optimization": {**_TRAINER_OLD_3, **_BUCKETS, "stage3_gather_fp16_weights_on_model_save": True},
     },
     "huggingface/transformers tests ds_config_zero3 of 2021": {
         **_TRAINER, **_FP16,
