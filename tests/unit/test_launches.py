@@ -18,8 +18,7 @@ from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments
 from zerolite.engine.build import build_engine
-from zerolite.zero.gradient_memory import GradientMemory
-from zerolite.zero.local_sum import LocalSum
+from zerolite.zero.local_sum import GradientMemory, LocalSum
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("without_ranks")
@@ -290,9 +289,9 @@ def test_a_bucket_is_filled_before_a_reduction_is_waited_for(monkeypatch: pytest
     engine = make_engine(comm, stack(), 2, zero={"contiguous_gradients": False})
     complete = LocalSum.complete
 
-    def watched(self: LocalSum, factor: float) -> torch.Tensor:
+    def watched(self: LocalSum) -> torch.Tensor:
         comm.log.append(("fill", self.layout.index))
-        return complete(self, factor)
+        return complete(self)
 
     monkeypatch.setattr(LocalSum, "complete", watched)
     train(engine)

@@ -3,9 +3,8 @@ import random
 import pytest
 import torch
 
-from zerolite.zero.flat import destinations, zero_gap
+from zerolite.zero.flat import destinations, gaps_to_clear, zero_gap
 from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
-from zerolite.zero.local_sum import gaps_to_clear
 
 SIZES = [7, 0, 1, 1000, 33, 64, 129, 5, 0, 2048, 31, 32]
 

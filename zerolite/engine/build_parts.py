@@ -37,9 +37,9 @@ from zerolite.zero.backward import Backward
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.compression import ErrorFeedback
 from zerolite.zero.engine_parts import EngineParts, ModuleCall
-from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import AUTO_BUCKET, PartitionLayout
+from zerolite.zero.local_sum import GradientMemory
 from zerolite.zero.observers import Observers
 from zerolite.zero.offload import GradientTransfers, OffloadUpdate
 from zerolite.zero.optimizer import Groups, ShardedOptimizer

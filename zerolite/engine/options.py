@@ -18,7 +18,7 @@ from zerolite.config.zero import AUTO_GRANULARITY
 from zerolite.precision.dtypes import Precision
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.dtypes import DTYPES
-from zerolite.zero.gradient_memory import ReductionOptions
+from zerolite.zero.gradient_dtypes import ReductionOptions
 from zerolite.zero.layout import ParameterSpec, auto_bucket_numel
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.group_plan import LEAST_MAX_LIVE, LeafRule, default_max_live, leaf_rule

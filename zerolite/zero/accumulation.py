@@ -75,11 +75,19 @@ class GradAccumulation:
         """True if the user has called neither ``engine.backward()`` nor ``engine.step()`` in this accumulation."""
         return self.backwards > 0 and not self._stepped and not self._scaled_backwards
 
-    def check_weight(self, weighted: bool) -> None:
-        """Raise RuntimeError before a backward that has a weight where it must have none, or the other way round.
+    def on_backward(self, scaled: bool, weight: float | None = None, divided: bool = False) -> None:
+        """Count a backward.
 
-        Called on all ranks, which all raise.
+        Args:
+            scaled: the engine has divided its loss by ``micro_batches``, or will divide by the sum of weights instead.
+            weight: weight of its loss; None if it has none.
+            divided: the engine divides its gradients instead, because the user has called the backward.
+
+        Raises:
+            RuntimeError: on all ranks, for a weight where it must have none, or the other way round. Nothing has
+                changed.
         """
+        weighted = weight is not None
         if self.needs_weights and not weighted:
             raise RuntimeError(
                 "expected engine.backward(loss, weight=loader.weight), got a backward without a weight, while some "
@@ -96,20 +104,11 @@ class GradAccumulation:
                 f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'} "
                 "(torch.autograd.grad through the engine's outputs is one without)"
             )
-
-    def on_backward(self, scaled: bool, weight: float | None = None, divided: bool = False) -> None:
-        """Count a backward.
-
-        Args:
-            scaled: the engine has divided its loss by ``micro_batches``, or will divide by the sum of weights instead.
-            weight: weight of its loss; None if it has none.
-            divided: the engine divides its gradients instead, because the user has called the backward.
-        """
         self.backwards += 1
         self._divided_backwards += divided
         self._backwards_since_step += 1
         self._scaled_backwards += scaled
-        self.weighted = weight is not None
+        self.weighted = weighted
         self.weight += weight or 0.0
 
     def on_engine_step(self) -> bool:

@@ -1,28 +1,31 @@
-"""The backward under way: what buckets and engines know of it, and the hooks that bring its gradients.
+"""The backward under way: what buckets and engines know of it, the hooks that bring its gradients, and what they leave.
 
-Autograd calls the hook of a parameter when it has accumulated a gradient in ``p.grad``. The hook takes the gradient out
-and leaves a tensor without memory, which stands for the mean over ranks. The hook of a small parameter only puts the
-gradient into ``LocalSum.held``, once a first gradient has begun the backward and opened the buckets for that. All
-others go through :meth:`GradientHooks._process`.
+Autograd calls the hook of a parameter when it has accumulated a gradient in ``p.grad``. The hook moves the gradient to
+its bucket and leaves a tensor without memory, which stands for the mean over ranks. The first gradient of a backward is
+looked at before (:meth:`GradientHooks._examine`), and others that are not plain tensors.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import unserializable_hook
 
-from zerolite.utils.memory_tags import listeners
-from zerolite.utils.torch_private import current_backward
-from zerolite.zero.bucket import Bucket, BucketState
+from zerolite.utils.memory_tags import BUCKETS, GRADIENTS
+from zerolite.utils.torch_private import as_plain_tensors, current_backward
+from zerolite.zero.bucket import Bucket
 from zerolite.zero.layout import Slot
-from zerolite.zero.sharded_gradient import ShardedGradient
+from zerolite.zero.local_sum import BucketState
+from zerolite.zero.sharded_gradient import ShardedGradient, Window
 
 if TYPE_CHECKING:
+    from zerolite.zero.grads import Gradients
     from zerolite.zero.reducer import Reducer
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -38,6 +41,9 @@ class Backward:
         factor: factor of gradients that are copied into a bucket.
         open: it has begun and not ended.
         reducing: it reduces every bucket; equal on all ranks.
+        memory_category: category of gradients that are not reduced yet (memory_tags.py).
+        seen_gradient: it has brought a gradient.
+        takes_plain: hooks pass on a plain tensor without another look at it.
         discards_gradients: its gradients are dropped when they come, because its loss has weight 0.
         launches_by_group: a bucket is launched when the backward of a parameter group ends (stage 3), and not when its
             own gradients have come.
@@ -58,6 +64,9 @@ class Backward:
     factor: float
     open: bool = False
     reducing: bool = False
+    memory_category: str = GRADIENTS
+    seen_gradient: bool = False
+    takes_plain: bool = False
     discards_gradients: bool = False
     launches_by_group: bool = False
     launches_at_end: bool = False
@@ -72,10 +81,15 @@ class Backward:
     waiting: list[Callable[[], None]] = field(default_factory=list)
     task: int = -1
 
-    def begin(self, factor: float, reducing: bool, discards_gradients: bool, launches_by_group: bool) -> None:
+    def use_groups(self, launches_by_group: bool) -> None:
+        """Set how buckets are launched in all backwards from now on."""
+        self.launches_by_group = launches_by_group
+
+    def begin(self, factor: float, reducing: bool, discards_gradients: bool, keeps_shards: bool) -> None:
+        """Begin a backward. keeps_shards: full gradients are kept until their reduction only."""
         self.factor, self.open, self.reducing, self.discards_gradients = factor, True, reducing, discards_gradients
-        self.launches_by_group, self.launched = launches_by_group, len(self.early)
-        self.launches_at_end = self.peers_may_wait = False
+        self.launched = len(self.early)
+        self.takes_plain = self.seen_gradient = self.launches_at_end = self.peers_may_wait = False
         self.task = current_backward()
         for other in tuple(_open):
             # An exception has ended its backward of autograd. Other ranks may have had none, so it must change nothing.
@@ -83,21 +97,28 @@ class Backward:
                 _open.discard(other)
                 continue
             # Ends of groups come in one order on all ranks, also those of several engines.
-            if not (launches_by_group and other.launches_by_group):
+            if not (self.launches_by_group and other.launches_by_group):
                 self.launches_at_end = other.launches_at_end = True
             if other.ended_by_call:
                 self.outer = other
         _open.add(self)
         self.unreduced += 1
         self.accumulated += 1
+        in_transit = keeps_shards and reducing and self.unreduced == 1
+        self.memory_category = BUCKETS if in_transit else GRADIENTS
 
     def expect_waiting_peers(self, launches_at_once: bool) -> None:
         """Set ``peers_may_wait``. launches_at_once: a launch itself waits for no other rank."""
         self.peers_may_wait = True
         self.launches_at_end |= not launches_at_once
 
+    def on_first_gradient(self) -> None:
+        """Note that it has brought a gradient."""
+        self.seen_gradient, self.takes_plain = True, not self.discards_gradients
+
     def on_failure(self) -> None:
         """Let other engines launch as if this backward had ended: an exception has ended autograd's, on this rank."""
+        self.takes_plain = False
         _open.discard(self)
 
     def on_gradient_lost(self) -> None:
@@ -107,7 +128,7 @@ class Backward:
 
     def end(self) -> list[Callable[[], None]]:
         """End the backward. Return ``waiting``, which the caller runs when this one has launched everything."""
-        self.open, self.outer = False, None
+        self.open, self.takes_plain, self.outer = False, False, None
         _open.discard(self)
         waiting, self.waiting = self.waiting, []
         return waiting
@@ -139,20 +160,18 @@ class GradientHooks:
         early: handles of the hooks that run before a gradient is accumulated, by index of the parameter.
     """
 
-    def __init__(self, reducer: Reducer, copy_on_arrival: bool) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         """
         Args:
             reducer: the reducer, which keeps this object.
-            copy_on_arrival: see :class:`ReductionOptions`.
         """
         self._reducer: Reducer = weakref.proxy(reducer)
-        self._current, self._copy_on_arrival = reducer.current, copy_on_arrival
+        self._current = reducer.current
         self.handles: list[Any] = []
         self.early: dict[int, Any] = {}
         self._came_first: set[int] = set()
         self._assigned = -1  # parameter to whose gradient autograd has added while the user's tensor was in `p.grad`
         self._hook_dicts: list[dict[int, Any]] = []  # of each parameter: all its hooks of this kind, in their order
-        self._seen_gradient = False  # this backward has brought a gradient
 
     def attach(self, begin: Callable[[], None], check_first: Callable[[str], None] | None) -> None:
         """Install one hook per parameter.
@@ -179,7 +198,7 @@ class GradientHooks:
         parameter: Any = self._reducer.parameters[index]
         self.early[index] = parameter.register_hook(_make_early_hook(weakref.ref(self), index))
 
-    def _on_first(self, index: int) -> None:
+    def _look_early_at(self, index: int) -> None:
         """Look at ``p.grad`` early where a gradient has come first, and nowhere else."""
         self._came_first.add(index)
         if index not in self.early:
@@ -189,119 +208,87 @@ class GradientHooks:
 
     def begin_backward(self) -> None:
         """Let hooks that the user has registered since run before the engine's, which takes the gradient out."""
-        self._seen_gradient = False
         # One pass in C, because this runs in every backward and usually finds the engine's hooks alone.
         if sum(map(len, self._hook_dicts)) > len(self._hook_dicts):
             for hooks, handle in zip(self._hook_dicts, self.handles, strict=True):
                 if len(hooks) > 1 and handle.id in hooks:
                     hooks[handle.id] = hooks.pop(handle.id)
 
-    def _process(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Process the gradient in ``parameter.grad``: begin the backward, run the checks, pass the gradient to its
-        bucket, and launch what is complete."""
-        gradient, reducer = parameter.grad, self._reducer
-        first = not (self._seen_gradient and self._current.open)
-        if first or isinstance(gradient, ShardedGradient):
-            gradient = self._process_first(slot, parameter, gradient)
-        if gradient is None:
-            return
-        bucket = reducer.bucket_of[slot.index]
-        if self._current.discards_gradients:
-            parameter.grad = None
-            if slot.numel:
-                bucket.local.discard(slot.index)
-        else:
-            if gradient.layout is not torch.strided:
-                parameter.grad = None
-                raise RuntimeError(
-                    f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
-                    "sparse gradients are not supported: build the embedding with sparse=False"
-                )
-            reducer.shown.expected[slot.index] = parameter.grad = reducer.gradients[slot.index]
-            reducer.used.add(slot.index)
-            if slot.numel:
-                self._add(slot, bucket, gradient)
-        if slot.numel:
-            reducer.on_gradient(bucket)
-        if first:
-            self._open_directly()
-
-    def _process_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the new gradient, if it is the first of a backward or autograd has added it to what ``p.grad`` shows.
+    def _examine(self, slot: Slot, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient in ``parameter.grad`` that goes to the bucket; None if there is none.
 
         The first gradient may be the first sign of a backward. ``torch.autograd.backward`` on another tensor than the
         model's outputs passes no earlier hook of the engine. Then it begins the backward.
-
-        Args:
-            slot: slot of the parameter.
-            parameter: the parameter.
-            gradient: content of ``parameter.grad``.
         """
-        if isinstance(gradient, ShardedGradient):  # autograd has added to it
+        gradient, current = parameter.grad, self._current
+        first = not (current.open and current.seen_gradient)
+        if isinstance(gradient, ShardedGradient):  # autograd has added to what it shows
             added, gradient.added = gradient.added, None
             gradient = added
-        elif self._assigned != slot.index:  # otherwise the beginning finds and refuses it
+        elif first and self._assigned != slot.index:  # otherwise the beginning finds and refuses it
             # If the engine did not know of this backward, what it has shown would still be in ``p.grad``, unless the
             # user has removed it. Beginning the backward then finds None there, as on ranks where another parameter's
             # gradient comes first.
             parameter.grad = None
-        if not self._current.open:
+        if first:
+            self._on_first(slot)
+        if gradient is None:
+            return None
+        if current.discards_gradients:
+            parameter.grad = None
+            if slot.numel:
+                bucket = self._reducer.bucket_of[slot.index]
+                bucket.local.add(slot, None)
+                self._reducer.on_gradient(bucket)
+            return None
+        if gradient.layout is not torch.strided:
+            parameter.grad = None
+            raise RuntimeError(
+                f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
+                "sparse gradients are not supported: build the embedding with sparse=False"
+            )
+        return gradient.detach()  # backward(create_graph=True) brings gradients with a graph
+
+    def _on_first(self, slot: Slot) -> None:
+        """Begin the backward if nothing else has, and run the checks of a first gradient."""
+        current, index = self._current, slot.index
+        if not current.open:
             self._begin()
-        if not self._seen_gradient:
-            if len(self.early) != len(self._came_first) or slot.index not in self._came_first:
-                self._on_first(slot.index)
-            if self._check_first is not None:
-                self._check_first(slot.name)
-            self._seen_gradient = True
-        return gradient
-
-    def _add(self, slot: Slot, bucket: Bucket, gradient: torch.Tensor) -> None:
-        """Pass a gradient to its bucket."""
-        reducer = self._reducer
-        if bucket.state is not BucketState.FILL:
-            reducer.on_late_gradient(bucket, slot)
-        if slot.index in bucket.local.held:  # a second contribution: all held gradients are copied in first
-            reducer.close(bucket)
-        # A gradient that is copied at once frees its memory for the next one. At stage 3 gradients are held: the
-        # bucket is filled in one call when its group's backward ends, soon after.
-        at_once = self._copy_on_arrival and not self._current.launches_by_group
-        if not torch.is_grad_enabled():
-            bucket.local.add(slot, gradient, at_once, self._current.factor, tag=bool(listeners))
-            return
-        with torch.no_grad():  # backward(create_graph=True) runs hooks with autograd on
-            bucket.local.add(slot, gradient.detach(), at_once, self._current.factor, tag=bool(listeners))
-
-    def _open_directly(self) -> None:
-        """Let hooks put small gradients into their buckets without another call, unless each must be looked at."""
-        current = self._current
-        # Such a hook drops no gradient, tags no memory and detaches nothing.
-        if current.discards_gradients or listeners or torch.is_grad_enabled():
-            return
-        for bucket in self._reducer.order:
-            if bucket.state is BucketState.FILL:  # a gradient for one that has been launched is late
-                bucket.local.open_directly(current.launches_by_group)
+        if len(self.early) != len(self._came_first) or index not in self._came_first:
+            self._look_early_at(index)
+        if self._check_first is not None:
+            self._check_first(slot.name)
+        current.on_first_gradient()
 
 
 def _make_hook(hooks_ref: weakref.ref[GradientHooks], slot: Slot) -> Callable[[torch.Tensor], None]:
-    """Return the hook of one parameter. It is called for every parameter in every backward, so for small parameters it
-    calls no method."""
-    index = slot.index
+    """Return the hook of one parameter. It is called for every parameter in every backward."""
+    index, plain, strided, fill = slot.index, torch.Tensor, torch.strided, BucketState.FILL
 
     def hook(parameter: torch.Tensor) -> None:
         hooks = hooks_ref()
         if hooks is None:
             return
-        reducer = hooks._reducer
-        local = reducer.bucket_of[index].local
-        if index in local.direct and index not in local.held:
-            gradient = parameter.grad
-            if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
-                local.held[index] = gradient
-                parameter.grad = reducer.gradients[index]
-                if len(local.held) == local.waits_for:
-                    reducer.on_gradient(reducer.bucket_of[index])
+        reducer, gradient = hooks._reducer, parameter.grad
+        if (
+            type(gradient) is not plain
+            or gradient.layout is not strided
+            or gradient.requires_grad
+            or not hooks._current.takes_plain
+        ):
+            gradient = hooks._examine(slot, parameter)
+            if gradient is None:
                 return
-        hooks._process(slot, parameter)
+        shown, bucket = reducer.shown, reducer.bucket_of[index]
+        shown.expected[index] = parameter.grad = shown.window.gradients[index]
+        reducer.used.add(index)
+        if slot.numel:
+            local = bucket.local
+            if local.state is not fill:
+                reducer.on_late_gradient(bucket, slot)
+            local.add(slot, gradient)
+            if local.missing <= 0:
+                reducer.on_gradient(bucket)
 
     return hook
 
@@ -318,3 +305,107 @@ def _make_early_hook(hooks_ref: weakref.ref[GradientHooks], index: int) -> Calla
             hooks._assigned = -1 if content is None or isinstance(content, ShardedGradient) else index
 
     return early
+
+
+class ShownGradients:
+    """Tensors that the engine has put into each ``p.grad``.
+
+    Two windows take turns, so that a reference to a gradient that outlives its step raises. A window that the user has
+    operated on is not shown again at all.
+
+    Attributes:
+        parameters: by index.
+        window: the present window.
+        expected: what the engine has left in each ``p.grad``, by index.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: Sequence[torch.nn.Parameter] = ()
+        self.window, self._other, self._is_used = Window(None), Window(None), False
+        self.expected: list[torch.Tensor | None] = []
+        self._slots: Sequence[Slot] = ()
+        self._strides: Sequence[tuple[int, ...]] = ()
+
+    def connect(self, source: Gradients) -> None:
+        """Read and write values through ``source``."""
+        self.window.source = self._other.source = weakref.ref(source)
+
+    def use(
+        self, slots: Sequence[Slot], parameters: Sequence[torch.nn.Parameter], strides: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Use parameters that begin with the present ones. strides: of the full parameters, by index."""
+        self._slots, self.parameters, self._strides = slots, parameters, strides
+        self.expected += [None] * (len(parameters) - len(self.expected))
+        self._fill(self.window)
+        self._fill(self._other)
+
+    def _fill(self, window: Window) -> None:
+        for slot in self._slots[len(window.gradients) :]:
+            parameter, strides = self.parameters[slot.index], self._strides[slot.index]
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            window.gradients.append(ShardedGradient.of(window, slot, shape, strides, parameter))
+
+    def begin_backward(self) -> None:
+        """Empty every ``p.grad``, for autograd to write to."""
+        self._is_used = True
+        if any(map(operator.is_not, self.expected, itertools.repeat(None))):
+            self.hide()
+
+    def show(self, indices: Iterable[int]) -> None:
+        """Show the gradients of these parameters. A tensor of the user's stays in ``p.grad``, where it is found."""
+        with as_plain_tensors():
+            for index in indices:
+                if self.expected[index] is None and self.parameters[index].grad is None:
+                    self.put(index, self.window.gradients[index])
+
+    def restore(self) -> None:
+        """Take out what a backward that has raised has left in ``p.grad`` but the engine's own gradients."""
+        for gradient in self.window.gradients:
+            gradient.added = None
+        for index, left in self.changed().items():
+            if left is not None:
+                self.put(index, self.expected[index])
+
+    def put(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Put ``gradient`` into ``p.grad``, whatever is there."""
+        self._is_used = True
+        self.expected[index] = gradient
+        self.parameters[index].grad = gradient
+
+    def hide(self) -> None:
+        """Set every ``p.grad`` to None."""
+        with as_plain_tensors():
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None
+        self.expected = [None] * len(self.parameters)
+
+    def close(self) -> None:
+        """Hide the gradients, because a step has used them or they were dropped. The other window comes next."""
+        self.hide()
+        if self._is_used:
+            self.window, self._other, self._is_used = self._other, self.window, False
+            if self.window.touched:
+                self.window = Window(self.window.source)
+                self._fill(self.window)
+
+    def changed(self) -> Mapping[int, torch.Tensor | None]:
+        """Return, by index, each ``p.grad`` that is not what the engine has put there."""
+        with as_plain_tensors():
+            gradients = [parameter.grad for parameter in self.parameters]
+        # One pass in C, because this runs in every step and usually finds nothing.
+        if not any(map(operator.is_not, gradients, self.expected)):
+            return {}
+        pairs = enumerate(zip(gradients, self.expected, strict=True))
+        return {index: gradient for index, (gradient, expected) in pairs if gradient is not expected}
+
+    def is_in_place(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Return True if ``gradient`` is in ``p.grad`` of this parameter."""
+        with as_plain_tensors():
+            return self.parameters[index].grad is gradient
+
+    def all_dropped(self) -> bool:
+        """Return True if some gradients are shown and the user has set ``p.grad`` of all parameters to None."""
+        with as_plain_tensors():
+            shown = any(map(operator.is_not, self.expected, itertools.repeat(None)))
+            return shown and all(parameter.grad is None for parameter in self.parameters)

@@ -1,14 +1,14 @@
 """Bucket: parameters whose gradients are reduced in one collective, with everything that this rank keeps of them.
 
-    fill      p.grad --hook--> local.held -> local   this rank's sum, as long as the bucket; small gradients wait in
-                                            |        ``held`` and are copied together (local_sum.py)
-    reduce                     launch       v
-                                         pending     the collective in flight
-                               finish       |
-                                            v
-    update    master, states <---------- reduced     mean over ranks: the whole bucket at stage 0, this rank's shard
-                 |                                   at stages 1 to 3
-    gather       +--> owned --> compute              the updated values, on all ranks
+    fill      p.grad --hook--> local.held, local.flat    this rank's sum, as long as the bucket; small gradients wait in
+                                         |               ``held`` and are copied together (local_sum.py)
+    reduce                     launch    v
+                                   local.pending         the collective in flight
+                               finish    |
+                                         v
+    update    master, states <------- reduced            mean over ranks: the whole bucket at stage 0, this rank's
+                 |                                       shard at stages 1 to 3
+    gather       +--> owned --> compute                  the updated values, on all ranks
 
 Stages 2 and 3 fill and reduce in every backward, and add to ``reduced``. Stages 0 and 1 add to ``local`` in every
 backward, and go on from there in the last one of a step.
@@ -16,7 +16,6 @@ backward, and go on from there in the last one of a step.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,10 +25,10 @@ from zerolite.comm import Pending
 from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address, is_fake
 from zerolite.utils.dtypes import sync_master_from_param_
-from zerolite.utils.memory_tags import BUCKETS, COMPUTE, DEVICE, GRADIENTS, MASTERS, tag_memory
+from zerolite.utils.memory_tags import COMPUTE, DEVICE, GRADIENTS, MASTERS, tag_memory
 from zerolite.utils.torch_private import as_plain_tensors, refuse_pointers, storage_users
 from zerolite.zero.flat import copy_assigned_data, dense_strides
-from zerolite.zero.gradient_memory import GradientDtypes
+from zerolite.zero.gradient_dtypes import GradientDtypes
 from zerolite.zero.layout import BucketLayout, Fragment, Slot
 from zerolite.zero.local_sum import LocalSum
 from zerolite.zero.offload import OffloadedGradient
@@ -38,21 +37,7 @@ from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 if TYPE_CHECKING:
     from zerolite.zero.buffer import ParameterBuffer
-    from zerolite.zero.stage3.param_group import ParamGroup
     from zerolite.zero.update import OptimParamShard
-
-
-class BucketState(enum.Enum):
-    """State of a bucket's gradients. :meth:`Bucket.open` begins a new round.
-
-        FILL -- launch --> REDUCE -- mark_late --> LATE
-
-    A late bucket is reduced once more at the end of the backward.
-    """
-
-    FILL = "its gradients are collected"
-    REDUCE = "its reduction has been launched"
-    LATE = "a gradient has come after that"
 
 
 class Bucket:
@@ -77,14 +62,8 @@ class Bucket:
         placement: placement of separate masters, of optimizer states, and of gradients that wait for the step.
         compute_placement: placement of ``owned``.
         updates_on_host: the CPU updates the masters, because the states are on host or disk.
-        state: see :class:`BucketState`.
-        local: this rank's sum of gradients that have not been reduced yet.
         dtypes: dtypes of the gradients.
-        groups: parameter groups of stage 3. The bucket is launched when no backward of theirs is to come.
-        ends_last: it has a persistent parameter, whose gradient may come at any time.
-        late_name: parameter whose gradient has come late, in a late bucket.
-        ended_again: a group's backward has ended after the launch, and may have brought gradients; equal on all ranks.
-        pending: the reduction in flight.
+        local: this rank's sum of gradients that have not been reduced yet, and their reduction.
         reduced: mean over ranks, as it is stored: the whole bucket [numel] at stage 0, this rank's shard
             [numel / ranks] at stages 1 to 3. None before the first reduction.
         is_offloaded: ``reduced`` is stored off the device.
@@ -115,6 +94,7 @@ class Bucket:
             index: dense_strides(p.data) if (sharded_param := sharded_param_of(p)) is None else sharded_param.strides
             for index, p in self._parameter_of.items()
         }
+        shapes = {index: getattr(p, "ds_shape", p.shape) for index, p in self._parameter_of.items()}
         self.is_sharded = buffer.shard
         rank = buffer.rank if self.is_sharded else None
         self.fragments = list(buffer.layout.bucket_fragments(layout, rank))
@@ -141,15 +121,8 @@ class Bucket:
         self.absent_class: type = AbsentParameter
         self._memory = memory
         self.dtypes = GradientDtypes(compute.dtype, memory.options.communication_dtype(parameters[0]), memory.options)
-        self.local = LocalSum(layout, self.strides, self.device, self.dtypes, memory)
-        self.groups: list[ParamGroup] = []
-        self.ends_last = self.ended_again = False
-        self.late_name = ""
-        self.open(multiple_backwards=False)
-        self.pending: Pending | None = None
+        self.local = LocalSum(layout, shapes, self.strides, self.device, self.dtypes, memory)
         self.gathering: Pending | None = None
-        self._sent: torch.Tensor | None = None  # input of `pending`
-        self._sent_item = BUCKETS  # its item of memory
         self.reduced: torch.Tensor | None = None
         self.is_lent = False
         self._offloaded: OffloadedGradient | None = None
@@ -158,79 +131,16 @@ class Bucket:
             self._offloaded = OffloadedGradient(memory.offloads, self.index, self.placement, numel, self.dtypes.mean[0])
         self.is_offloaded = self._offloaded is not None
 
-    # ---------------------------------------------------------------- fill and reduce
-
-    def open(self, multiple_backwards: bool) -> None:
-        """Expect one launch: of a backward that begins, or of a step that reduces what no backward has.
-
-        Args:
-            multiple_backwards: ``local`` contains more than one backward when it is sent, so it may be sent in a wider
-                dtype.
-        """
-        self.state, self.ended_again = BucketState.FILL, False
-        if multiple_backwards != self.dtypes.multiple_backwards:
-            self.dtypes.open(multiple_backwards)
-        self.local.begin()
-
-    def set_groups(self, groups: Sequence[ParamGroup], ends_last: bool) -> None:
-        """Set the parameter groups that fill the bucket."""
-        self.groups, self.ends_last = [], ends_last
-        for group in groups:
-            group.add_bucket(self)
-
-    def on_group_end(self) -> bool:
-        """Note that a group's backward has ended. Return True if the bucket is to be launched now."""
-        if self.state is not BucketState.FILL:
-            self.ended_again = True
-            return False
-        return not (self.ends_last or any(group.unfinished for group in self.groups))
-
-    def mark_late(self, name: str) -> None:
-        """Note that a gradient of parameter ``name`` has come after the launch in this backward."""
-        assert self.state is not BucketState.FILL
-        self.state, self.late_name = BucketState.LATE, name
-
-    def launch(self, full: torch.Tensor) -> None:
-        """Launch the reduction.
-
-        Args:
-            full: return value of :meth:`LocalSum.complete`.
-        """
-        assert self.pending is None, "a bucket has one reduction under way"
-        options, groups, key, dtypes = self._memory.options, self._memory.groups, self.index + 1, self.dtypes
-        self.local.take()
-        if full.dtype != dtypes.sent:
-            own, full = full, full.to(dtypes.sent)
-            self._memory.release(own)
-        if options.predivide_factor != 1.0:
-            full.div_(options.predivide_factor)
-        divisor = groups.mean.world_size * options.copy_factor / options.predivide_factor
-        if options.shard and options.use_reduce_scatter:
-            self.pending = groups.reduce_scatter(full, "gradients", divisor, dtypes.mean[self.reduced is not None], key)
-        else:
-            self.pending = groups.mean.all_reduce(full, "gradients", divisor, key)
-        # Kept, so that its memory can be reused after the reduction.
-        self._sent_item = GRADIENTS if dtypes.reduces_in_place else BUCKETS
-        self._sent = tag_memory(full, self._sent_item)
-        if self.state is BucketState.FILL:  # the second launch of a late bucket leaves it late
-            self.state = BucketState.REDUCE
+    # ---------------------------------------------------------------- the mean gradient
 
     def finish(self) -> None:
         """Wait for the reduction, and add its result to ``reduced``."""
-        assert self.pending is not None
-        total, options = self.pending.wait(), self._memory.options
-        self.pending = None
-        if options.shard and not options.use_reduce_scatter:
-            total = self._memory.groups.shard.shard(total).clone()
+        total, sent = self.local.wait()
         dtype = self.dtypes.mean[self.reduced is not None]
         mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
         self.store(mean)
-        sent, self._sent = self._sent, None
-        # At stage 0 an all-reduce leaves the mean in the memory that was sent.
-        if sent is not None and address(mean) != address(sent):
+        if address(mean) != address(sent):  # at stage 0 an all-reduce leaves the mean in the memory that was sent
             self._memory.release(sent)
-
-    # ---------------------------------------------------------------- the mean gradient
 
     def store(self, mean: torch.Tensor) -> None:
         """Replace the mean gradient by ``mean``, which is on the device; write it back if it is offloaded."""
@@ -318,10 +228,6 @@ class Bucket:
         elif self.reduced is not None:
             yield GRADIENTS, self.reduced
         yield from self.local.memory()
-        if self._sent is not None:
-            yield self._sent_item, self._sent
-        if self.pending is not None:
-            yield from ((BUCKETS, tensor) for tensor in self.pending.memory())
 
     @property
     def master_placement(self) -> Placement:

@@ -14,8 +14,8 @@ from zerolite.utils.accelerator import addresses
 from zerolite.utils.memory_tags import COMPUTE, tag_memory
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.flat import flattened
-from zerolite.zero.gradient_memory import GradientMemory
 from zerolite.zero.layout import BucketLayout, PartitionLayout
+from zerolite.zero.local_sum import GradientMemory
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
 
 

@@ -34,14 +34,13 @@ from zerolite.comm.flight_recorder import EVENTS
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import GRADIENTS
 from zerolite.utils.torch_private import after_backward
-from zerolite.zero.backward import GradientHooks, coordinators
-from zerolite.zero.bucket import Bucket, BucketState
+from zerolite.zero.backward import GradientHooks, ShownGradients, coordinators
+from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.gradient_memory import ALONE_NUMEL, IN_FLIGHT
+from zerolite.zero.gradient_dtypes import ALONE_NUMEL, IN_FLIGHT
 from zerolite.zero.layout import Slot
+from zerolite.zero.local_sum import BucketState
 from zerolite.zero.observers import Observers
-from zerolite.zero.sharded_gradient import ShardedGradient
-from zerolite.zero.shown_gradients import ShownGradients
 from zerolite.zero.stage3.param_group import ParamGroup
 
 
@@ -56,7 +55,6 @@ class Reducer:
         parameters: parameters of the layout, by index.
         used: indices of parameters that got a gradient since the last step; complete between backwards.
         shown: tensors that ``p.grad`` shows; complete between backwards.
-        gradients: what hooks leave in ``p.grad`` in this accumulation, by index.
         losses: losses of this rank's backwards, 0-dim fp32.
         bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
         reduces_each_backward: True if every backward reduces its buckets, and not only the last one of a step.
@@ -75,7 +73,6 @@ class Reducer:
         self.order: list[Bucket] = []
         self.used: set[int] = set()
         self.shown = ShownGradients()
-        self.gradients: Sequence[ShardedGradient] = ()
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
         self._engine_began = False  # a call of the engine, which all ranks make, has begun a backward
@@ -88,7 +85,7 @@ class Reducer:
         # reduce late ones once more. Known to this rank alone: it may decide when a bucket is launched, and never if.
         self._contributions_known = False
         self.program_communicates = False
-        self.hooks = GradientHooks(self, memory.options.copy_on_arrival)
+        self.hooks = GradientHooks(self)
         self.use_layout()
 
     def use_layout(self) -> None:
@@ -96,6 +93,7 @@ class Reducer:
         assert not self.current.open, "a backward counts the buckets that it began with"
         buffer = self.buffer
         self.by_group = any(bucket.layout.rows for bucket in buffer.buckets)
+        self.current.use_groups(self.by_group)
         self.parameters, slots = buffer.parameters, buffer.layout.slots
         self.bucket_of = [buffer.buckets[slot.bucket] for slot in slots]
         self._memory.use(len(buffer.buckets), max((bucket.layout.numel for bucket in buffer.buckets), default=0))
@@ -134,20 +132,20 @@ class Reducer:
             return
         self._engine_began |= not end_with_backward
         current = self.current
-        current.begin(self._options.copy_factor / divisor, reducing, discards, self.by_group)
+        current.begin(self._options.copy_factor / divisor, reducing, discards, self.keeps_shards)
         current.ended_by_call = not end_with_backward
         gathers = not self.by_group and any(coordinator.has_graph for coordinator in coordinators)
         if self.program_communicates or gathers:
             current.expect_waiting_peers(self.groups.shard.launches_at_once)
         self._completed.clear()
-        self.gradients = self.shown.begin_backward()
+        self.shown.begin_backward()
         self.hooks.begin_backward()
         early = current.early  # a gradient for one of these is late
         if early and reducing and self.order[: len(early)] != early:
             self._set_order([*early, *(bucket for bucket in self.order if bucket not in early)])
         for bucket in self.order:
             if bucket not in early:
-                bucket.open(multiple_backwards=current.unreduced > 1)
+                bucket.local.open(multiple_backwards=current.unreduced > 1)
         if end_with_backward:
             # This runs in a hook inside the user's backward. No hook can know that its gradient is the last one, but
             # autograd calls its queued callbacks when all gradients have come.
@@ -183,39 +181,23 @@ class Reducer:
                 self._launch_all()
             else:  # a later backward may have another factor
                 for bucket in self.order:
-                    self.close(bucket)
-                    bucket.local.copy_in_held(self.current.factor)
+                    bucket.local.copy_in_held()
             if complete or not self.shown.all_dropped():  # else the user has dropped all gradients
                 self._show()
             if reducing:
                 if self.by_group or self._learning or self._new_buckets:
                     self._reduce_late(complete)
                 self.current.on_all_reduced()
-        except BaseException:  # of the disk, or for a gradient that came too late
-            self._close_all()  # what hooks have left in p.grad is not the user's
-            raise
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
         for end in waiting:
             end()
 
-    def close(self, bucket: Bucket) -> None:
-        """Let every hook of a bucket come here from now on, and note what hooks have put into it."""
-        self.used.update(bucket.local.held)
-        for index in bucket.local.held:
-            self.shown.expected[index] = self.gradients[index]
-        bucket.local.close()
-
-    def _close_all(self) -> None:
-        for bucket in self.order:
-            self.close(bucket)
-
     def on_failure(self) -> None:
         """Let ``p.grad`` show the gradients of the accumulation after a backward has raised, so that a user who catches
         the error can drop them. What this backward has left there is dropped."""
         self.current.on_failure()
-        self._close_all()
         self.shown.restore()
         self._show()
 
@@ -254,7 +236,7 @@ class Reducer:
         launch at its own time, as in DDP.
         """
         current = self.current
-        if not self.by_group and bucket.local.is_complete:
+        if not self.by_group and bucket.local.missing <= 0:
             if self._learning:
                 self._completed.pop(bucket, None)
                 self._completed[bucket] = None
@@ -269,7 +251,7 @@ class Reducer:
         current = self.current
         if current.open and current.reducing and not current.launches_at_end:
             for bucket in group.buckets:
-                if bucket.on_group_end():
+                if bucket.local.on_group_end():
                     self._launch(bucket)
 
     def on_late_gradient(self, bucket: Bucket, slot: Slot) -> None:
@@ -285,7 +267,7 @@ class Reducer:
                 slot.name,
                 "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended.",
             )
-        bucket.mark_late(slot.name)
+        bucket.local.mark_late(slot.name)
 
     @torch.no_grad()
     def _reduce_late(self, complete: bool) -> None:
@@ -302,21 +284,19 @@ class Reducer:
         if not self.by_group:
             self._agree_on_late()
             return
-        if again := [bucket for bucket in self.order if bucket.ended_again]:
+        if again := [bucket for bucket in self.order if bucket.local.ended_again]:
             self._reduce_again(again)
         for bucket in self.order:  # last, because the other ranks may have had no late gradient
-            if bucket.state is BucketState.LATE and not bucket.ended_again:
+            local = bucket.local
+            if local.state is BucketState.LATE and not local.ended_again:
                 self.current.on_gradient_lost()
                 raise _late_error(
-                    bucket.late_name,
+                    local.late_name,
                     "A parameter that is used where no hook sees it, outside the module that owns it, does this: put "
                     "that module and its users in one parameter group (zero_optimization.leaf_modules).",
                 )
-            if (
-                complete
-                and bucket.groups
-                and not (bucket.ends_last or any(group.is_entered for group in bucket.groups))
-            ):
+            entered = local.ends_last or any(group.is_entered for group in local.groups)
+            if complete and local.groups and not entered:
                 self._check_unused(bucket)
 
     def _check_unused(self, bucket: Bucket) -> None:
@@ -325,16 +305,16 @@ class Reducer:
             if slot.index in self.used:
                 self.current.on_gradient_lost()
                 raise RuntimeError(
-                    f"module '{bucket.groups[0].name}': expected the tensors that it computes in what its forward "
-                    f"returns, got a gradient of parameter '{slot.name}' in a backward that reached none of them, so "
-                    "its values were not there; return them, or put the module and the one that uses them in one "
-                    "parameter group (zero_optimization.leaf_modules)"
+                    f"module '{bucket.local.groups[0].name}': expected the tensors that it computes in what its "
+                    f"forward returns, got a gradient of parameter '{slot.name}' in a backward that reached none of "
+                    "them, so its values were not there; return them, or put the module and the one that uses them in "
+                    "one parameter group (zero_optimization.leaf_modules)"
                 )
 
     def _agree_on_late(self) -> None:
         mean, buckets = self.groups.mean, self.buffer.buckets
         # A rank without late gradients takes part all the same: it cannot know if another rank had some.
-        numbers = [int(bucket.state is BucketState.LATE) for bucket in buckets]
+        numbers = [int(bucket.local.state is BucketState.LATE) for bucket in buckets]
         if self._learning and (mean.rank == 0 or mean.is_dry):
             completed = {bucket: position for position, bucket in enumerate(self._completed)}
             numbers += [completed.get(bucket, len(buckets)) for bucket in buckets]
@@ -370,30 +350,29 @@ class Reducer:
         """
         for place in range(self.current.launched, len(self.order)):
             bucket = self.order[place]
-            if only_complete and not bucket.local.is_complete:
+            if only_complete and bucket.local.missing > 0:
                 return
-            if bucket.state is BucketState.FILL:
+            if bucket.local.state is BucketState.FILL:
                 self._launch(bucket)
             self.current.launched = place + 1
 
     def _launch(self, bucket: Bucket) -> None:
         """Launch the reduction of one bucket. The bucket is filled before this waits for earlier reductions, so that
         its copies overlap with them."""
-        options = self._options
-        self.close(bucket)  # a gradient that comes from here on is late: its hook must run
-        local = bucket.local.complete(self.current.factor)
+        options, local = self._options, bucket.local
+        full = local.complete()
         if options.sum_buckets:
             # bf16 has the range of fp32, and on the CPU a sum of another dtype would first copy the bucket.
-            self.bucket_sums.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
+            self.bucket_sums.append(full.sum(dtype=torch.float32 if full.dtype == torch.float16 else None))
         # Each reduction in flight holds the memory of a whole bucket, unless full gradients are kept anyway (stage 0).
         # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
         # first, because the bucket has one mean.
         unbound = bucket.dtypes.reduces_in_place and not bucket.is_offloaded
         unbound |= self.current.peers_may_wait and self.current.open
         most = len(self.order) if unbound else 1 if bucket.layout.numel >= ALONE_NUMEL else IN_FLIGHT
-        while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
+        while self._in_flight and (len(self._in_flight) >= most or local.pending is not None):
             self._in_flight.pop(0).finish()
-        bucket.launch(local)
+        local.launch(full, has_mean=bucket.reduced is not None)
         self._in_flight.append(bucket)
         if not options.overlap:
             self._wait_for_all()
@@ -415,7 +394,7 @@ class Reducer:
         # depend on gradients: a backward without any also opens and reduces every bucket.
         if self.current.unreduced or any(bucket.reduced is None for bucket in self.order):
             for bucket in self.order:
-                bucket.open(multiple_backwards=self.current.unreduced > 1)
+                bucket.local.open(multiple_backwards=self.current.unreduced > 1)
             self._launch_all()
             # Another rank may have reduced in its backward, whose end exchanges late gradients with all ranks.
             if not self.by_group and (self._learning or self._new_buckets):
@@ -460,7 +439,6 @@ class Reducer:
         """Drop one parameter's gradient, without a collective. Return the parts of reduced gradients that were
         written."""
         self._wait_for_all()
-        self._close_all()
         self.used.discard(index)
         bucket = self.bucket_of[index]
         bucket.local.drop(index)

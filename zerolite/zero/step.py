@@ -217,11 +217,9 @@ class StepPipeline:
         if self._updated:  # an update without zero_grad() has used the gradients: nothing is added to them
             self.grads.refuse_assigned(self._reducer.shown.changed())
             self.zero_grad()
-        scaled, weighted = bool(engine_scaled), weight is not None
         self.look_at_grads(before_backward=True)
         if self.grads.is_multiplied:
             self.grads.apply_factors()
-        self._accumulation.check_weight(weighted)
         for notify in self._observers.before_backward:
             notify()
         # This depends on counters, which are equal on all ranks, and not on gradients: all ranks must launch the same
@@ -230,7 +228,7 @@ class StepPipeline:
         divided = engine_scaled is None and self.state.options.divide_plain_backward
         if self._collector.latest is not None:
             self._collector.discard()
-        self.state.on_backward(scaled, weight, divided)
+        self.state.on_backward(bool(engine_scaled), weight, divided)
         divisor = self._accumulation.micro_batches if divided else 1
         # With parts of samples the backward of one rank brings gradients of the other ranks' losses too.
         discards = weight == 0 and not self._accumulation.of_parts

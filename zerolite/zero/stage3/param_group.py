@@ -186,7 +186,7 @@ class ParamGroup:
         """Let ``bucket`` wait for the backwards of this group."""
         if bucket not in self.buckets:
             self.buckets.append(bucket)
-            bucket.groups.append(self)
+            bucket.local.groups.append(self)
 
     def reset(self) -> None:
         """End all executions."""

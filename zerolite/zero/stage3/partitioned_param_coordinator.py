@@ -143,7 +143,9 @@ class PartitionedParameterCoordinator:
         for bucket, indices in in_bucket.items():
             groups = [g for g in self.groups if not indices.isdisjoint(self.schedule.groups[g.index])]
             in_groups = {index for group in groups for index in self.schedule.groups[group.index]}
-            bucket.set_groups(groups, ends_last=not indices <= in_groups)
+            bucket.local.set_groups(groups, ends_last=not indices <= in_groups)
+            for group in groups:
+                group.buckets.append(bucket)
         persistent = [p for p in self.sharded_params if p.persistent and p.index in self._trained]
         self._trained_persistent = AvailableParameters(self.context, persistent)
         disk = [p for p in self.sharded_params if p.placement.location == DISK]

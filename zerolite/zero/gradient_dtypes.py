@@ -1,21 +1,13 @@
-"""Options, dtypes and memory of gradients on their way to the mean over ranks."""
+"""Options and dtypes of gradients on their way to the mean over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from zerolite.utils.dtypes import HALF
-from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
-from zerolite.zero.groups import RankGroups
-
-if TYPE_CHECKING:
-    from zerolite.zero.backward import Backward
-    from zerolite.zero.local_sum import LocalSum
-    from zerolite.zero.offload import GradientTransfers
 
 IN_FLIGHT = 2
 """Most reductions in flight at once, if each holds a full bucket of memory that would otherwise be free."""
@@ -99,78 +91,3 @@ class GradientDtypes:
         """Choose the dtype of the next launch. multiple_backwards: it sends the sum of more than one."""
         self.multiple_backwards = multiple_backwards
         self.sent, self.reduces_in_place = self._reduce[multiple_backwards], self._in_place[multiple_backwards]
-
-
-class GradientMemory:
-    """Allocator of full buckets for gradients, and their items of memory (memory_tags.py).
-
-    The memory of an earlier bucket is reused, on the CPU only. A large allocation there is new memory from the kernel.
-    Touching it for the first time costs several times as much as a copy. CUDA's caching allocator has no such cost.
-
-    Attributes:
-        groups: groups of the reductions.
-        options: of all buckets.
-        current: the current backward.
-        offloads: copies of offloaded mean gradients; None if all stay on the device.
-    """
-
-    def __init__(
-        self, groups: RankGroups, options: ReductionOptions, current: Backward, offloads: GradientTransfers | None
-    ) -> None:
-        self.groups, self.options, self.current, self.offloads = groups, options, current, offloads
-        self._limit = 0  # most full buckets in `_free`
-        self._free: list[torch.Tensor] = []
-
-    def use(self, buckets: int, widest: int) -> None:
-        """Prepare for a layout. What is kept for reuse is freed.
-
-        Args:
-            buckets: number of buckets.
-            widest: elements of the largest one.
-        """
-        # Stage 0 keeps full gradients, so it keeps the memory of all buckets between steps. The other stages need
-        # memory for the buckets in flight, for one that is completed, and for the next one that fills.
-        limit = IN_FLIGHT + 2 if self.options.shard else buckets
-        self._limit, self._free = limit if self.options.keep_buckets else 0, []
-        if self.offloads is not None:
-            self.offloads.set_max_nbytes(4 * widest // self.groups.states.world_size)  # sums are in fp32
-
-    def is_launched_soon(self, bucket: LocalSum, launching: bool) -> bool:
-        """Return True if few buckets are launched before this one, so that few are kept like it.
-
-        Args:
-            bucket: local sum of the bucket.
-            launching: it is filled to be launched. One that is in flight alone waits for the one before it all the
-                same, when it has been filled.
-        """
-        current = self.current
-        if launching or current.launches_by_group or not (current.reducing and current.open):
-            return launching and not (current.launches_by_group and bucket.layout.numel >= ALONE_NUMEL)
-        return bucket.place - current.launched <= IN_FLIGHT
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised memory [numel] for a full bucket."""
-        for index, tensor in enumerate(self._free):
-            if tensor.numel() == numel and tensor.dtype == dtype:
-                return tag_memory(self._free.pop(index), self.item())
-        return tag_memory(torch.empty(numel, dtype=dtype, device=device), self.item())
-
-    def item(self) -> str:
-        """Return the item of ``local``: BUCKETS if it is only in transit to a reduction, otherwise GRADIENTS."""
-        in_transit = self.options.shard and self.current.reducing and self.current.unreduced <= 1
-        return BUCKETS if in_transit else GRADIENTS
-
-    def release(self, full: torch.Tensor) -> None:
-        """Keep the memory of a full bucket for reuse."""
-        if self._limit:
-            self._free.append(tag_memory(full, BUCKETS if self.options.shard else GRADIENTS))
-            del self._free[: -self._limit]
-
-    def clear(self) -> None:
-        """Free the memory that is not in use."""
-        self._free.clear()
-
-    def unused(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the memory that is kept for reuse, with its items."""
-        for full in self._free:
-            yield (BUCKETS if self.options.shard else GRADIENTS), full
