@@ -94,6 +94,41 @@ def test_a_rank_with_nan_skips_the_step_of_all() -> None:
     assert_same_on_ranks(snapshot(engine))
 
 
+class Distance(nn.Module):
+    """Half the squared distance of a vector of 512 from a target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(512))
+
+    def forward(self, target: Tensor) -> Tensor:
+        return (self.place - target).square().sum() / 2
+
+
+@pytest.mark.fast("4-rows")
+@pytest.mark.parametrize(("stage", "sets"), [("3 moving", ROWS), ("2", PAIRS)], ids=["rows", "pairs"])
+@on_ranks(4)
+def test_what_packing_rounds_to_zero_arrives_with_error_feedback(stage: str, sets: dict[str, int]) -> None:
+    """In one of 64 elements the two sets have gradients of 8 that cancel. Beside those a gradient below 8 / 14 = 0.57
+    has the code 0, so without error feedback nothing moves, ever. With it gradients arrive on average: what is left of
+    the distance follows from steps of 8 / 7 times the learning rate."""
+    goal = torch.rand(512, generator=torch.Generator().manual_seed(0)) - 0.5
+    goal[::64] = 0.0
+    left = {}
+    for name, loco in (("without", {}), ("with", {"zeropp_loco_param": {"err_beta": 0.8}})):
+        given = at(stage, "fp32", 1, 0.0, ("SGD", {"lr": 0.05}), zero={**sets, **GRADIENTS, **loco})
+        engine = zerolite.initialize(Distance(), given)
+        target = goal.clone()
+        target[::64] += 8.0 if engine.rank < 2 else -8.0
+        for _ in range(120):
+            engine.backward(engine(target))
+            engine.step()
+        left[name] = snapshot(engine)["place"] - goal
+        assert_same_on_ranks({"place": left[name]})
+    assert torch.equal(left["without"], -goal), "it has moved"
+    assert float(left["with"].abs().max()) < 0.05 * 8 / 7 * 2 and float(left["with"].norm() / goal.norm()) < 0.2
+
+
 @on_ranks(4)
 def test_values_that_cannot_be_packed_are_refused_on_all_ranks() -> None:
     """When the engine is made, and when such a parameter is trained later; double gradients can be packed."""
