@@ -22,6 +22,7 @@ from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import expect_words, raised
 from zerolite.checkpoint import filesystem
+from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
 
 
@@ -115,6 +116,23 @@ def test_what_one_rank_cannot_save_is_refused_on_all(directory: str, background:
     engine.wait_for_checkpoint()
     assert not os.path.exists(directory)
     engine.save_checkpoint(directory, client_state={"f": engine.rank})
+
+
+class Interrupted(dict[str, Any]):
+    """A client state during which Ctrl-C comes."""
+
+    def __bool__(self) -> bool:
+        raise KeyboardInterrupt
+
+
+@on_ranks(2)
+def test_ctrl_c_on_one_rank_ends_a_save_on_all(directory: str) -> None:
+    engine = make_engine(Recipe(), 2)
+    interrupted = engine.rank == 1
+    with pytest.raises(KeyboardInterrupt if interrupted else CheckpointError) as ended:
+        engine.save_checkpoint(directory, client_state=Interrupted() if interrupted else {})
+    assert interrupted or "rank 1 stopped with KeyboardInterrupt" in str(ended.value)
+    engine.save_checkpoint(directory)
 
 
 @on_ranks(2)

@@ -284,6 +284,20 @@ def test_what_does_not_fit_is_refused(directory: str, source: str) -> None:
 
 
 @on_ranks(2)
+def test_a_buffer_whose_elements_share_memory_is_refused(directory: str) -> None:
+    """Before anything is loaded: a copy into it would raise in the middle."""
+    saved_by(directory, COUNTING, 1)
+    engine = trained(COUNTING, 1, 1, seed=5)
+    engine.module.counted = torch.zeros(1).expand(2)
+    before = copy.deepcopy(facts(engine))
+    said = raised(engine.load_checkpoint, directory)
+    expect_words(said, "CheckpointError", "buffer 'counted': expected memory for each element", "a contiguous copy")
+    assert_equal(before, facts(engine))
+    engine.module.counted = torch.zeros(2)
+    engine.load_checkpoint(directory)
+
+
+@on_ranks(2)
 @pytest.mark.fast("3-2")
 @pytest.mark.parametrize("stage", [3, 1])
 def test_a_checkpoint_without_states(directory: str, stage: int) -> None:

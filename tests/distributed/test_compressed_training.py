@@ -185,6 +185,21 @@ def test_a_job_that_goes_on_has_the_bits_of_one_that_went_through(pools: Pools, 
         pools(4).run(run, {"directory": tmp_path, "steps": 3})
 
 
+@on_ranks(4)
+def test_a_load_begins_errors_of_gradients_anew(tmp_path: Path) -> None:
+    """So an engine that has trained goes on as one that was made for the load."""
+    made = at("3 tight", "bf16", 1, 0.0, ADAMW, zero={**ROWS, **GRADIENTS, **LOCO})
+    trained = make_engine(made, "Mlp")
+    run_steps(trained, 3)
+    trained.save_checkpoint(tmp_path)
+    weights = []
+    for engine in (trained, make_engine(made, "Mlp")):
+        engine.load_checkpoint(tmp_path)
+        run_steps(engine, 3, 3)
+        weights.append(snapshot(engine))
+    assert_same_bits(*weights, "weights")
+
+
 class Wide(nn.Module):
     """Two matrices, so large that neither padding nor scales of small tensors count."""
 

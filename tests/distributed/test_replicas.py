@@ -19,7 +19,7 @@ from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import SGD, at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import expect_words, make_engine, raised, run_steps, snapshot, train_many
+from tests.toolkit.training import backward, expect_words, make_engine, raised, run_steps, snapshot, train_many
 from zerolite.comm import Pending, done
 from zerolite.zero import groups
 
@@ -264,6 +264,21 @@ def test_a_replica_that_computes_something_else_is_named() -> None:
     said = raised(run_steps, engine, 2, model="Mlp")
     expect_words(said, "RuntimeError", "different weights", "rank 0", "rank 2", "part of 'second")
     assert "rank 1" not in said and "rank 3" not in said
+
+
+@pytest.mark.parametrize("then", ["step", "save", "a save that one rank refuses"])
+@on_ranks(4)
+def test_replicas_are_compared_behind_the_sums_of_their_gradients(then: str, tmp_path: Path) -> None:
+    """A rank that drops a gradient waits for the sums, which launches the rest of them; the others have not yet."""
+    engine = make_engine(at("2", "fp32", 1, 0.0, SGD, zero=PAIRS, consistency_check_interval=1), "Mlp")
+    run_steps(engine, 1, model="Mlp")
+    backward(engine, 1)
+    if engine.rank == 3:
+        next(engine.module.parameters()).grad = None
+    if then != "step":
+        tag = "a/b" if engine.rank == 1 and then != "save" else None
+        assert bool(raised(engine.save_checkpoint, tmp_path, tag)) is (then != "save")
+    expect_words(raised(engine.step), "is nothing on ranks 0-2, but set to None (1 gradients) on rank 3")
 
 
 @on_ranks(4)

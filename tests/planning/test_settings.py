@@ -15,7 +15,14 @@ from zerolite.config import ZeroliteConfig, load_config
 from zerolite.planning import settings as module
 from zerolite.planning.make import plan
 from zerolite.planning.result import Comparison, Plan, RefusedError
-from zerolite.planning.settings import Setting, compare, offload_settings, plain_settings, with_zero
+from zerolite.planning.settings import (
+    Setting,
+    compare,
+    offload_settings,
+    plain_settings,
+    replica_settings,
+    with_zero,
+)
 
 DISK = {"device": "nvme", "nvme_path": "/fast"}
 PLAIN = ["stage 0", "stage 1", "stage 2", "stage 3"]
@@ -73,6 +80,18 @@ def test_none_contradicts_itself(device: str) -> None:
         own = config(stage=3, offload_optimizer=optimizer, offload_param=parameters)
         for setting in (*plain_settings(own), *offload_settings(own, device)):
             assert with_zero(own, **setting.keys).zero_optimization.stage == setting.keys["stage"]
+
+
+def test_compression_is_kept_where_a_setting_has_sets_of_ranks_and_turned_off_elsewhere() -> None:
+    compressed = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    own = config(stage=3, zero_hpz_partition_size=8, zeropp_loco_param={"err_beta": 0.5}, **compressed)
+    kept = {}
+    for setting in (*plain_settings(own), *replica_settings(own, 16, 2)):
+        zero = with_zero(own, **setting.keys).zero_optimization
+        kept[setting.name] = zero.zero_quantized_weights, zero.zero_quantized_gradients, zero.zeropp_loco_param.err_beta
+    plain = dict.fromkeys(PLAIN, (False, False, None))
+    replicas = {f"stage {stage}, replicas of 8": (False, True, 0.5) for stage in (1, 2, 3)}
+    assert kept == {**plain, **replicas, "stage 3, parameters in 8": (True, True, 0.5)}
 
 
 # -------------------------------------------------------------------- which are planned, and which is chosen

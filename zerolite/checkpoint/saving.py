@@ -113,6 +113,7 @@ class Saver:
         """
         self.wait_for_all()
         ranks = barrier(self._host, self._parts.config, _CALL)
+        self._parts.reducer.wait()  # on all ranks before they exchange anything, see `StepPipeline.look_at_grads`
         # Parameters that the user has just unfrozen need masters and states, which are part of the checkpoint.
         self._register_unfrozen_params()
         user: dict[str, object] = {}

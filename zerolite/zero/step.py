@@ -116,10 +116,6 @@ class StepPipeline:
         state, observers, update = self.state, self._observers, self._step_update
         state.raise_error()
         refused = self._attempt(self.written.collect, self._optimizer.method.take_over)
-        if self._reducer.groups.replicate is not None:
-            # A check may use the group over which replicas add gradients, and ranks may have waited for other numbers
-            # of these sums, which launch the rest of them.
-            self.wait_for_reductions()
         facts = state.facts(self._max_norm, self.grads.changes)
         for check in observers.before_update:
             check(facts)
@@ -294,6 +290,10 @@ class StepPipeline:
         current = self._reducer.current
         if current.open or current.lost_gradient:  # a backward has raised: what it has brought may not be shown yet
             self.end_failed_backward()
+        if self._reducer.groups.replicate is not None and not before_backward:
+            # To drop a gradient a rank waits for its sums, which on the CPU launches those over replicas. So all ranks
+            # wait here: or it would wait for theirs, or launch on the replicas' group in another order.
+            self._reducer.wait()
         if self.grads.is_touched:
             self.grads.check_writes()
         changed = self._reducer.shown.changed()
@@ -383,8 +383,6 @@ class StepPipeline:
         self._param_gatherer.wait_all()
         self.state.raise_error()
         refused = self.state.left_out or self._attempt(self._optimizer.method.take_over)
-        if self._reducer.groups.replicate is not None:
-            self.wait_for_reductions()  # see `_update`
         facts = self.state.facts(self._max_norm, ())._replace(divisor=self.state.next_loss_scale())
         for check in self._observers.before_save:
             check(facts)
