@@ -90,7 +90,7 @@ def mistral(attention: str = "sdpa") -> nn.Module:
     return MistralForCausalLM(config)
 
 
-MAKERS = {"Decoder": Decoder, "llama": llama, "gpt2": gpt2, "mistral": mistral}
+MAKERS: dict[str, Any] = {"Decoder": Decoder, "llama": llama, "gpt2": gpt2, "mistral": mistral}
 
 
 def batch_of(model: str, place: int, length: int, how: str = "") -> dict[str, Tensor]:
@@ -131,11 +131,17 @@ def build(model: str, double: bool, **options: Any) -> nn.Module:
 
 
 def in_one_process(
-    model: str, windows: list[list[dict[str, Tensor]]], double: bool, clip: float, lr: float, **options: Any
+    model: str,
+    windows: list[list[dict[str, Tensor]]],
+    double: bool,
+    clip: float,
+    lr: float,
+    momentum: float = 0.9,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Train on the joint batch of each window. Returns parameters, norms, and losses."""
     made = build(model, double, **options).train()
-    optimizer = torch.optim.SGD(made.parameters(), lr=lr, momentum=0.9)
+    optimizer = torch.optim.SGD(made.parameters(), lr=lr, momentum=momentum)
     norms, losses = [], []
     more = {} if model == "Decoder" else {"use_cache": False}
     for window in windows:

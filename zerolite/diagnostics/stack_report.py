@@ -178,8 +178,10 @@ class Names:
         comms = topology.communicators()
         if coordinator is not None and coordinator.sharded_params and coordinator.comm is not topology.data:
             comms["gathers of parameters"] = coordinator.comm
+        # Sequences may be of other lengths in other groups.
+        alike = [comm for comm in comms.values() if topology.trivial and comm is not topology.sequence]
         return {
-            name if topology.trivial else f"{name}{AMONG}{_members(comm)}": [
+            name if comm in alike else f"{name}{AMONG}{_members(comm)}": [
                 (number, describe(entry, self)) for number, entry in comm.flight_recorder.numbered()[-LATEST:]
             ]
             for name, comm in comms.items()

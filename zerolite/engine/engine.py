@@ -453,10 +453,10 @@ class Engine(EngineBase):
         return targets
 
     @property
-    def loss_weight(self) -> int | None:
+    def loss_weight(self) -> int:
         """Number of labels in this rank's part of the last forward, by which ``sequence_parallel`` weights its loss.
-        None without it, where all ranks count the same."""
-        return None
+        1 without it, where all ranks count the same."""
+        return 1
 
     # ---------------------------------------------------------------- modes
 

@@ -57,8 +57,7 @@ class _DividedSequences(Engine):
 
     @property
     def loss_weight(self) -> int:
-        weight = self._sequence.weight
-        return 0 if weight is None or self._loaders.repeats else weight
+        return 0 if self._loaders.repeats else self._sequence.weight()
 
     def split_sequence(self, targets: torch.Tensor) -> torch.Tensor:
         return self._sequence.split(targets)[0]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from zerolite.utils.torch_private import current_backward
 
 _STATE_IN_TIME = (nn.Conv1d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _STATE_NAMES = ("A_log", "dt_bias", "time_decay")
+_UNNAMED = "argument "  # beginning of the names of arguments that a forward takes as *args
 
 
 def check_model(model: nn.Module) -> None:
@@ -39,12 +42,21 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-class SequenceForward:
-    """Function that takes the place of the model in an engine's forward.
+@dataclass
+class _Forward:
+    """A forward that has run.
 
     Attributes:
-        weight: labels of this rank's part in the last forward that are counted; None if it had no labels.
+        cut: how its sequences were divided.
+        counted: labels of this rank's part that are counted; None if it had none yet.
     """
+
+    cut: Cut
+    counted: int | None
+
+
+class SequenceForward:
+    """Function that takes the place of the model in an engine's forward."""
 
     def __init__(
         self,
@@ -68,9 +80,10 @@ class SequenceForward:
         self._same = HostMaximum(sequence)
         self._tried = self._compared = False
         self._positional, self._rules, self._is_huggingface = _arguments_of(model)
-        self.weight: int | None = None
-        self._latest: Cut | None = None
-        self._pending: list[tuple[Cut, int | None]] = []  # forwards with a graph since the last backward
+        self._latest: _Forward | None = None
+        self._with_graph: _Forward | None = None  # the latest one that a backward may go through
+        self._forwards = 0  # with a graph, since the last backward
+        self._repeatable = True  # all of them are alike, as far as a checkpoint that repeats them must know
 
     @collective
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,21 +94,24 @@ class SequenceForward:
         values = self._named(args, kwargs)
         inputs = self._cut(values)
         if not (self._tried or recomputes):
-            self._tried = self._try(values, inputs.cut)
+            self._tried = self._try(values, inputs.cut, len(args))
         restore = fork_random_state(self._device, self._sequence.rank) if self._model.training else None
         try:
             outputs = self._part(inputs, len(args))
         finally:
             if restore is not None:
                 restore()
-        self.weight, self._latest = inputs.counted, inputs.cut
+        self._latest = _Forward(inputs.cut, inputs.counted)
         if torch.is_grad_enabled() and not recomputes:
-            self._pending.append((inputs.cut, inputs.counted))
+            self._repeatable = not self._forwards or (self._repeatable and _alike(self._with_graph, inputs.cut))
+            self._with_graph = self._latest
+            self._forwards += 1
         return outputs
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, positional ones first."""
-        names = [*self._positional[: len(args)], *(f"argument {i}" for i in range(len(self._positional), len(args)))]
+        unnamed = (f"{_UNNAMED}{number}" for number in range(len(self._positional), len(args)))
+        names = [*self._positional[: len(args)], *unnamed]
         values = {**dict(zip(names, args, strict=True)), **kwargs}
         if self._is_huggingface and "use_cache" not in values:
             values["use_cache"] = False
@@ -104,28 +120,28 @@ class SequenceForward:
     def _cut(self, values: dict[str, Any]) -> Inputs:
         return cut_inputs(values, self._sequence.world_size, self._sequence.rank, self._rules)
 
-    def _part(self, inputs: Inputs, positional: int = 0) -> Any:
+    def _part(self, inputs: Inputs, positional: int) -> Any:
         with attending(Parts(self._sequence, inputs.cut)):
             return self._run(inputs.values, positional)
 
     @collective
     @torch.no_grad()
-    def _try(self, values: dict[str, Any], cut: Cut) -> bool:
+    def _try(self, values: dict[str, Any], cut: Cut, positional: int) -> bool:
         """Compare the model's outputs on the first tokens of a batch, as parts and as a whole, in eval mode.
 
-        Returns False if the sequences are too short. Raises RuntimeError on all ranks if they differ.
+        Returns False if the sequences of some ranks are too short. Raises RuntimeError on all ranks if they differ.
         """
         tokens = trial.tokens_of_trial(cut)
-        if not tokens:
+        if HostMaximum(self._world).of([int(not tokens)])[0]:
             return False
         short = trial.inputs_of_trial(values, cut, tokens, self._rules.shifts_labels)
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
             with attending(None):
-                whole = find_tensors(self._run(short, 0))
+                whole = find_tensors(self._run(short, positional))
             inputs = self._cut(short)
-            parts = find_tensors(self._part(inputs))
+            parts = find_tensors(self._part(inputs, positional))
         finally:
             for module in training:
                 module.training = True
@@ -142,12 +158,11 @@ class SequenceForward:
         return True
 
     def _run(self, values: dict[str, Any], positional: int) -> Any:
-        names = list(values)
-        extra = [name for name in names if name.startswith("argument ")]
-        if extra:  # behind *args nothing has a name
-            positional = max(positional, len(self._positional) + len(extra))
-        args = [values[name] for name in names[:positional]]
-        return self._call(*args, **{name: values[name] for name in names[positional:]})
+        """Call the model, as its caller has: with ``positional`` arguments, as far as each is still there."""
+        names = [name for name in values if name.startswith(_UNNAMED)]
+        names = [*itertools.takewhile(values.__contains__, self._positional[:positional]), *names]
+        others = {name: value for name, value in values.items() if name not in names}
+        return self._call(*(values[name] for name in names), **others)
 
     # ---------------------------------------------------------------- the same inputs
 
@@ -179,6 +194,11 @@ class SequenceForward:
 
     # ---------------------------------------------------------------- labels and the backward
 
+    def weight(self) -> int:
+        """Return how many labels of this rank's part the last forward has counted. Raises RuntimeError, on all ranks,
+        if it had none."""
+        return _counted_in(self._latest)
+
     def split(self, targets: Tensor) -> tuple[Tensor, int]:
         """Return this rank's part of ``targets``, [batch, length, ...], and how many of them are counted.
 
@@ -188,10 +208,8 @@ class SequenceForward:
             raise RuntimeError(
                 "engine.split_sequence: expected a forward of the inputs first, got none; call engine(...)"
             )
-        part, counted = targets_of(targets, self._latest)
-        self.weight = counted
-        if self._pending and torch.is_grad_enabled():
-            self._pending[-1] = (self._latest, counted)
+        part, counted = targets_of(targets, self._latest.cut)
+        self._latest.counted = counted
         return part, counted
 
     def backward_of(self, weight: float | Tensor | None) -> tuple[Any, AbstractContextManager[None]]:
@@ -199,32 +217,36 @@ class SequenceForward:
 
         Raises RuntimeError, on all ranks, if the weight is not known.
         """
-        pending, self._pending = self._pending, []
-        if weight is None:
-            if len(pending) != 1 or pending[0][1] is None:
-                got = f"one after {len(pending)} forwards" if len(pending) != 1 else "a forward without labels"
-                raise RuntimeError(
-                    "engine.backward: expected one forward with labels before each backward (labels=, shift_labels=, "
-                    f"targets= or engine.split_sequence(targets)), whose number weights this rank's part, got {got}; "
-                    "or pass the number of tokens of which the loss is the mean as weight="
-                )
-            weight = pending[0][1]
-        cuts = [cut for cut, _ in pending]
-        if any(_differ(cut, cuts[0]) for cut in cuts[1:]):
+        forwards, self._forwards = self._forwards, 0
+        if weight is None and forwards != 1:
+            _raise_unweighted(f"one after {forwards} forwards (run those of an evaluation under torch.no_grad())")
+        if forwards > 1 and not self._repeatable:
             raise RuntimeError(
                 "engine.backward: expected forwards of equal sequence lengths and without packed documents in one "
                 "backward, which may repeat them, got different ones; call engine.backward once for each forward"
             )
-        return weight, self._attending(cuts[0] if cuts else self._latest)
-
-    @contextmanager
-    def _attending(self, cut: Cut | None) -> Iterator[None]:
-        with attending(None if cut is None else Parts(self._sequence, cut)):
-            yield
+        known = _counted_in(self._with_graph) if weight is None else weight
+        return known, attending(None if self._with_graph is None else Parts(self._sequence, self._with_graph.cut))
 
 
-def _differ(one: Cut, other: Cut) -> bool:
-    return one.length != other.length or one.documents is not None or other.documents is not None
+def _counted_in(forward: _Forward | None) -> int:
+    if forward is None or forward.counted is None:
+        _raise_unweighted("a forward without labels")
+    return forward.counted
+
+
+def _raise_unweighted(got: str) -> NoReturn:
+    raise RuntimeError(
+        "sequence_parallel: expected one forward with labels before each backward (labels=, shift_labels=, targets= or "
+        f"engine.split_sequence(targets)), whose number weights the loss of this rank's part, got {got}; or pass the "
+        "number of tokens of which the loss is the mean to engine.backward as weight="
+    )
+
+
+def _alike(forward: _Forward | None, cut: Cut) -> bool:
+    if forward is None or forward.cut.length != cut.length:
+        return False
+    return forward.cut.documents is None and cut.documents is None
 
 
 def _arguments_of(model: nn.Module) -> tuple[list[str], Rules, bool]:

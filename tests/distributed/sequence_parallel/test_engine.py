@@ -51,6 +51,15 @@ def test_plain_attention_is_back_when_the_engine_ends() -> None:
     assert F.scaled_dot_product_attention is before and model.config._attn_implementation == "sdpa"
 
 
+@on_ranks(2, timeout=60)
+def test_arguments_by_position() -> None:
+    engine, batch = make("llama", 2), batch_of("llama", 0, 21)
+    with torch.no_grad():
+        by_name = engine(**batch).loss
+        by_place = engine(batch["input_ids"], None, None, None, None, batch["labels"], False).loss
+    torch.testing.assert_close(by_place, by_name)
+
+
 class Sequences(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 16

@@ -104,6 +104,13 @@ def test_bad_calls_are_refused() -> None:
         expect_words(raised(lambda: engine(**wrong)), "[2, 5]", "whole sequences")
     logits = engine(batch["tokens"])
     expect_words(raised(lambda: engine.backward(logits.mean())), "without labels", "weight=")
+    loss = engine(**batch)
+    weight = engine.loss_weight
+    with torch.no_grad():  # another forward before the backward, whose labels do not count
+        engine(**batch_of("Decoder", 5, 60))
+    assert engine.loss_weight != weight
+    engine.backward(loss)
+    assert engine._parts.accumulation.weight == weight
     expect_words(raised(engine.compile), "sequence_parallel.size 1")
 
 

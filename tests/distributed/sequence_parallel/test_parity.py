@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
+import zerolite
 from tests.toolkit import sequences
 from tests.toolkit.compare import assert_same_on_ranks
+from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
+from zerolite.zero import GatheredParameters
 
 EXACT, ROUNDED = 1e-12, 1e-6
 
@@ -54,3 +58,51 @@ def test_fewer_heads_of_key_and_value_are_repeated(kv_heads: int) -> None:
     size = torch.distributed.get_world_size()
     assert_like_one_process("Decoder", size, EXACT, double=True, kv_heads=kv_heads)
     assert_like_one_process("llama", size, ROUNDED * 5, kv_heads=kv_heads)
+
+
+def architecture(name: str) -> Any:
+    """Return a tiny model of a family of transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    attention = "eager" if name == "gemma2" else "sdpa"  # soft caps are written out
+    sizes = {
+        "vocab_size": sequences.VOCABULARY, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64,
+        "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    if name == "gpt_neox":
+        sizes = {key: sizes[key] for key in sizes if key not in ("num_key_value_heads", "head_dim")}
+    if name in ("gemma2", "gemma3_text"):
+        sizes |= {"sliding_window": 5}
+    if name == "mixtral":
+        sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), attn_implementation=attention)
+
+
+@pytest.mark.fast("qwen3-2")
+@on_ranks(2, 3, timeout=120)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "mixtral"])
+def test_families_of_models_match_one_process(name: str) -> None:
+    sequences.MAKERS[name] = functools.partial(architecture, name)
+    try:
+        for how in ("", "masked"):
+            assert_like_one_process(name, torch.distributed.get_world_size(), ROUNDED * 20, how=how, steps=2)
+    finally:
+        del sequences.MAKERS[name]
+
+
+@on_ranks(4, timeout=60)
+def test_lengths_may_differ_between_data_parallel_ranks() -> None:
+    """Also where those of some ranks are too short to try the model on, and the trial waits for longer ones."""
+    engine = zerolite.initialize(
+        sequences.build("Decoder", True), at("3 moving", optimizer=("SGD", {"lr": 0.5}), sequence_parallel={"size": 2})
+    )
+    windows = [[sequences.batch_of("Decoder", 0, 3), sequences.batch_of("Decoder", 1, 21)]]
+    windows += [[sequences.batch_of("Decoder", 2 * s, 16 + s), sequences.batch_of("Decoder", 2 * s, 9)] for s in (1, 2)]
+    for window in windows:
+        engine.backward(engine(**window[engine.data_parallel_rank]))
+        engine.step()
+    wanted, *_ = sequences.in_one_process("Decoder", windows, True, 0.0, 0.5, momentum=0.0)
+    with GatheredParameters(engine.module, check=False):
+        found = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    torch.testing.assert_close(found, wanted, rtol=0, atol=EXACT)
