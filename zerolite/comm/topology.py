@@ -83,7 +83,7 @@ class Topology:
 
     @property
     def trivial(self) -> bool:
-        """True for data parallelism alone."""
+        """True if every rank has the full model: for data and sequence parallelism alone."""
         return self.model.world_size == 1
 
     def communicators(self) -> dict[str, Communicator]:
@@ -165,18 +165,14 @@ def with_sequence(topology: Topology, device: torch.device, size: int) -> Topolo
         )
     if size == 1:
         return topology
-    if data.group is None:
-        kind = _kind_of(data)
-        within = dry_communicator(kind, data.rank % size, size)
-        across = dry_communicator(kind, data.rank // size, data.world_size // size)
-    else:
-        groups = _replica_groups(data.group, size)
-        made = [create_communicator(device, group) if group else Communicator() for group in groups]
-        within, across = made
+    assert data.group is not None, "a plan divides no sequences"
+    groups = _replica_groups(data.group, size)
+    within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
     within.serve("sequence", data.is_rank0)
-    mesh = None if data.group is None else _mesh_with_sequence(topology, device, within, across)
     # Named as data parallelism is elsewhere, which it is: these ranks have other samples.
-    return replace(topology, sequence=within, batch=across.serve("data", data.is_rank0), mesh=mesh)
+    across.serve("data", data.is_rank0)
+    mesh = _mesh_with_sequence(topology, device, within, across)
+    return replace(topology, sequence=within, batch=across, mesh=mesh)
 
 
 def _mesh_with_sequence(

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zerolite.comm import Communicator
-from zerolite.utils.accelerator import is_fake
 
 TAG = "sequence"
 """Tag of every collective of sequence parallelism in :func:`zerolite.comm.record`."""
@@ -53,20 +52,10 @@ def _exchanged(tensors: Sequence[Tensor], comm: Communicator, split: int, join: 
     size = comm.world_size
     parts = [tensor.detach().unflatten(split, (size, -1)).movedim(split, 0) for tensor in tensors]
     sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
-    received = sent
-    if sent.numel() and (comm.is_dry or not is_fake(sent)):
-        received = comm.all_to_all(sent.view(-1), TAG).wait().view_as(sent)
+    received = comm.all_to_all(sent.view(-1), TAG).wait().view_as(sent) if sent.numel() else sent
     columns = received.split([part[0].numel() for part in parts], 1)
     # The ranks' parts lie behind each other along a new first dimension, which joins ``join``.
     return tuple(
         column.reshape(part.shape).movedim(0, join).flatten(join, join + 1)
         for column, part in zip(columns, parts, strict=True)
     )
-
-
-def joined(part: Tensor, comm: Communicator) -> Tensor:
-    """Return the ranks' ``part`` along dimension 1, without a gradient."""
-    full = part.detach().new_empty(comm.world_size, *part.shape)
-    full[comm.rank].copy_(part.detach())
-    comm.all_gather(full.view(-1), TAG).wait()
-    return full.movedim(0, 1).flatten(1, 2)

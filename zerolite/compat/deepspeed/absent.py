@@ -18,6 +18,9 @@ _SCALER = (
 _TOPOLOGY = (
     "the config sets the grid of ranks, by pipeline.stages and tensor_parallel.size; pass num_stages= to PipelineModule"
 )
+_SEQUENCES = (
+    "the config's sequence_parallel.size divides sequences among ranks; nothing is registered, and no loader is wrapped"
+)
 _UNIVERSAL = "every checkpoint loads at any stage and number of ranks, so none is converted"
 
 _BATCH_SIZE = "the batch size is that of the config for the engine's whole life"
@@ -41,7 +44,8 @@ ABSENT = {
     "profiling": _FLOPS,
     "runtime.fp16": _SCALER,
     "runtime.pipe": _TOPOLOGY,
-    "sequence": "it has no attention of DeepSpeed-Ulysses; tensor_parallel.sequence_parallel shards sequences",
+    "runtime.sequence_parallel": _SEQUENCES,
+    "sequence": _SEQUENCES,
     "utils.timer": "wall_clock_breakdown in the config times the phases of each step",
     "tp_model_init": "tensor parallelism is set in the config, by tensor_parallel.size",
 }
