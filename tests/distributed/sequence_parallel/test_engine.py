@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerolite
-from tests.toolkit import sequences
+from tests.toolkit import models, sequences
 from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
@@ -241,3 +241,44 @@ def test_16_bits(precision: str) -> None:
         engine.step()
     _, norms, _ = in_one_process("llama", windows, False, 0.0, 0.5)
     assert engine.skipped_steps == 0 and engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=0.03)
+
+
+class Experts(sequences.Decoder):
+    """Each block is followed by experts, each of which sees the tokens of one third of the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+        width = sequences.WIDTH
+        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(3)) for _ in range(3))
+
+    def forward(self, tokens: Tensor, targets: Tensor, position_ids: Any = None) -> Tensor:  # type: ignore[override]
+        places = torch.arange(tokens.shape[1])[None] if position_ids is None else position_ids
+        x = self.embed(tokens) + self.places(places)
+        for block, experts in zip(self.blocks, self.experts, strict=True):
+            x = block(x)
+            for number, expert in enumerate(experts):
+                mine = tokens % 3 == number
+                if mine.any():
+                    x = x + torch.where(mine[..., None], expert(x), 0.0)
+        return sequences.cross_entropy(self.head(self.norm(x)), targets)
+
+
+@pytest.mark.fast("1-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+def test_experts_may_get_tokens_of_one_part_alone(stage: str) -> None:
+    """A rank reduces what it has not used at the end of its backward, while the other needs its tokens before."""
+    model, plain = (models.build(Experts).double() for _ in range(2))
+    engine = zerolite.initialize(model, at(stage, optimizer=("SGD", {"lr": 0.5}), sequence_parallel={"size": 2}))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(4):
+        batch = batch_of("Decoder", step, 16)
+        tokens = batch["tokens"]
+        tokens[:, :8] -= tokens[:, :8] % 3  # one expert in the first part, which differs from the second's
+        tokens[:, 8:] = (tokens[:, 8:] // 3 * 3 + 1 + step % 2).clamp(max=sequences.VOCABULARY - 1)
+        engine.backward(engine(**batch))
+        engine.step()
+        plain(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(parameters_of(engine), dict(plain.named_parameters()), rtol=0, atol=1e-12)
