@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import functools
 import logging
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +14,7 @@ import torch
 from zerolite.activation_checkpointing.checkpoint import Checkpointing
 from zerolite.activation_checkpointing.configure import current, running
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
-from zerolite.utils.module_hook import ModuleHook, WeakHook
-from zerolite.utils.torch_private import CALL, COMPILED_CALL
+from zerolite.utils.module_hook import ModuleHook, ReplacedCall, WeakHook
 
 logger = logging.getLogger("zerolite")
 
@@ -91,38 +88,14 @@ class _Leave(ModuleHook):
             running.stack.pop()
 
 
-class CheckpointedCall:
+class CheckpointedCall(ReplacedCall):
     """Attribute of a module that replaces the function behind ``module(...)`` by a checkpoint of it.
 
     The module's hooks run inside the checkpoint, so again in backward. Copies of the module are not checkpointed.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._replaced = getattr(module, COMPILED_CALL)
-        self._name = CALL if self._replaced is None else COMPILED_CALL
-        self._module = weakref.ref(module)
-        module.__dict__[self._name] = self
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return current().checkpoint(self._inner(), args, kwargs)
-
-    def _inner(self) -> Any:
-        if self._replaced is not None:
-            return self._replaced
-        module = self._module()
-        assert module is not None  # the caller calls or copies it
-        return functools.partial(getattr(type(module), CALL), module)
-
-    def __reduce__(self) -> Any:
-        return self._inner().__reduce__()  # torch leaves compiled calls out of copies
-
-    def remove(self) -> None:
-        """Restore the module's own call."""
-        module = self._module()
-        if module is not None and vars(module).get(self._name) is self:
-            del module.__dict__[self._name]
-            if self._replaced is not None:
-                module.__dict__[self._name] = self._replaced
+        return current().checkpoint(self.inner(), args, kwargs)
 
 
 # -------------------------------------------------------------------- choice of modules

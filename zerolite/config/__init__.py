@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .errors import ConfigError
 from .load import load_config
-from .models import ZeroliteConfig
+from .models import TiledLoss, ZeroliteConfig
 from .offload import ActivationCheckpointingConfig
 
-__all__ = ["ActivationCheckpointingConfig", "ConfigError", "ZeroliteConfig", "load_config"]
+__all__ = ["ActivationCheckpointingConfig", "ConfigError", "TiledLoss", "ZeroliteConfig", "load_config"]

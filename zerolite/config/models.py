@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
@@ -48,6 +48,9 @@ Interval = Annotated[
     BeforeValidator(lambda value: None if value in (math.inf, "Infinity") else value),
 ]
 Seconds = Annotated[NotNegative, AfterValidator(_no_fraction), Field(title="a finite number of at least 1, or 0")]
+
+
+TiledLoss = Literal["auto"] | Bool | Count
 
 
 class OptimizerConfig(Block):
@@ -126,6 +129,10 @@ class ZeroliteConfig(Block):
     pipeline: PipelineConfig = PipelineConfig()
     aio: AioConfig = AioConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    tiled_loss: TiledLoss = "auto"
+    """Compute a language model's head and its cross entropy over tiles of tokens, so that its logits are never whole in
+    memory. A number: tokens of a tile. `true`: tiles of 2^26 logits. `"auto"`: so too, for heads of 16,384 outputs and
+    more. (zerolite's own key; see [long context](long-context.md).)"""
     checkpoint: CheckpointConfig = CheckpointConfig()
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced. null: their own dtype, but fp32 for bf16 gradients from 64 data-parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,6 +41,8 @@ from zerolite.engine.special_engines import (
 from zerolite.engine.step_observers import LearningRateSchedule, ProgramCollectives, Progress
 from zerolite.engine.trained_params import UnfrozenParams
 from zerolite.monitor.monitoring import Monitoring
+from zerolite.nn.deferred_logits import LossTiling
+from zerolite.nn.heads import WeightChanges, tile_losses
 from zerolite.optim.muon import muon_groups
 from zerolite.utils.accelerator import host_value
 from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS
@@ -144,6 +146,7 @@ def _make_engine(
     if topology.world.rank == 0:
         if config.steps_per_print or checkpointing.checkpointing is not None:
             observers.add(Progress(parts, checkpointing))
+    hooks += _tile(parts, is_pipe_stage=pipe_stage is not None)
     monitoring = Monitoring(parts)
     hooks += monitoring.watch_module()
     schedule.observe()  # after the monitors, which log the learning rates of the step
@@ -167,6 +170,21 @@ def _make_engine(
     stage3_hooks = [] if parts.partitioned is None else parts.partitioned.hooks
     own_until_end(engine, (hooks, checkpointing.handles, stage3_hooks, builder.fp32.handles))
     return engine
+
+
+def _tile(parts: EngineParts, is_pipe_stage: bool) -> list[Any]:
+    """Let losses go over tiles of tokens, as the config says. Return the handles, whose ``remove()`` ends it.
+
+    Their hooks on the model come before those of stage 3: logits become whole inside its forward.
+    """
+    if is_pipe_stage:
+        return []
+    partitioned = parts.partitioned
+    shares = partitioned is not None and partitioned.context.groups.shard.world_size > 1
+    tiling = LossTiling(always=shares, logs=parts.topology.world.rank == 0)
+    if handles := tile_losses(parts.model, parts.config.tiled_loss, tiling):
+        parts.observers.add(WeightChanges(tiling))
+    return handles
 
 
 def _adopts(arguments: Arguments) -> bool:

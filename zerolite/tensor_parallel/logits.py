@@ -6,9 +6,6 @@ An operation that needs all logits of a token gathers them first; other operatio
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zerolite.comm import Communicator, collective
+from zerolite.nn.logits_on_demand import Change, LogitsOnDemand, LogitsState
 from zerolite.tensor_parallel import functions
 from zerolite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from zerolite.utils.nested import Arguments, Function, Keywords
-from zerolite.utils.torch_private import as_plain_tensors
 
 
 @collective
-class VocabParallelLogits(Tensor):
+class VocabParallelLogits(LogitsOnDemand):
     """Logits [..., vocabulary], of which this rank has [..., ceil(vocabulary / ranks)].
 
     ``F.cross_entropy`` (nn.CrossEntropyLoss) with one target for each token is computed on the shards. The dtype or the
@@ -31,59 +28,21 @@ class VocabParallelLogits(Tensor):
     gathers the logits, once, and continues with an ordinary tensor. So results are always those of the full logits.
     """
 
-    _state: _State
-
-    def __new__(cls, state: _State) -> VocabParallelLogits:
-        local = state.local
-        logits: VocabParallelLogits = Tensor._make_wrapper_subclass(
-            cls, state.shape, dtype=local.dtype, device=local.device, layout=local.layout
-        )
-        return logits
-
-    def __init__(self, state: _State) -> None:
-        self._state = state
+    _state: _Shard
 
     @staticmethod
     def of(local: Tensor, comm: Communicator, vocabulary: int) -> VocabParallelLogits:
         """Return the logits with this rank's shard ``local``, [..., ceil(vocabulary / ranks)], padded at the end."""
-        return _wrapped(_State(local, comm, vocabulary))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with as_plain_tensors():
-                return func(*args, **kwargs)
-        first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
-        if first is not None and first._state.full is None:
-            handler = _LOCAL_OPS.get(func)
-            result = NotImplemented if handler is None else handler(first._state, func, args[1:], kwargs)
-            if result is not NotImplemented:
-                return result
-        _refuse_lost_writes(func, first)
-        return func(*_gathered(args), **_gathered(kwargs))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
-        return func(*_gathered(args, _values), **_gathered(kwargs or {}, _values))
-
-    def __deepcopy__(self, memo: object) -> Tensor:
-        return self._state.gathered().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        return self._state.gathered().__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"VocabParallelLogits(shape={list(self.shape)}, dtype={self._state.local.dtype})"
+        return _wrapped(_Shard(local, comm, vocabulary))
 
     @collective
     def gathered(self) -> Tensor:
         """Return an ordinary tensor with all logits."""
-        return self._state.gathered()
+        return self._state.whole()
 
 
-class _State:
-    """Values behind one VocabParallelLogits.
+class _Shard(LogitsState):
+    """This rank's part of one VocabParallelLogits.
 
     Attributes:
         local: this rank's logits.
@@ -93,25 +52,52 @@ class _State:
 
     def __init__(self, local: Tensor, comm: Communicator, vocabulary: int, aliased: bool = False) -> None:
         self.local, self.comm, self.vocabulary, self.aliased = local, comm, vocabulary, aliased
+        self.shape, self.dtype, self.device = (*local.shape[:-1], vocabulary), local.dtype, local.device
         self.full: Tensor | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.local.shape[:-1], self.vocabulary)
+    def is_whole(self) -> bool:
+        return self.full is not None
 
-    def gathered(self) -> Tensor:
+    def whole(self) -> Tensor:
+        if self.full is None and self.local.requires_grad and not torch.is_grad_enabled():
+            return self.values()  # without a graph they must not take the place of these logits
         if self.full is None:
             self.full = _without_padding(functions.gather(self.local, self.comm), self.vocabulary)
         return self.full
 
-    def like(self, local: Tensor) -> VocabParallelLogits:
+    def values(self) -> Tensor:
+        full = functions.gather(self.local.detach(), self.comm) if self.full is None else self.full.detach()
+        return _without_padding(full, self.vocabulary)
+
+    def change_elements(self, change: Change) -> VocabParallelLogits:
+        return self.change_rows(change)
+
+    def change_rows(self, change: Change) -> VocabParallelLogits:
+        local = change(self.local)
         # A view shares memory with these logits: a write into one of them would have to reach the other.
         same = local.untyped_storage() is self.local.untyped_storage()
         self.aliased = self.aliased or same
-        return _wrapped(_State(local, self.comm, self.vocabulary, same))
+        return _wrapped(_Shard(local, self.comm, self.vocabulary, same))
+
+    def describe(self, function: Function, args: Arguments, kwargs: Keywords) -> object:
+        return function(self.local, *args, **kwargs)
+
+    def cross_entropy(self, target: Tensor, options: dict[str, Any]) -> Tensor:
+        rows = self.local.reshape(-1, self.local.shape[-1])
+        losses = vocab_parallel_cross_entropy(rows, target.reshape(-1), self.comm, self.vocabulary, **options)
+        return losses.reshape(target.shape) if options["reduction"] == "none" else losses
+
+    def before_write(self, name: str) -> None:
+        """Raise RuntimeError for a write to memory that another object shares: it would go to the gathered copy."""
+        if self.aliased:
+            raise RuntimeError(
+                f"expected no {name} on a view of logits that are sharded over tensor-parallel ranks; write to a copy, "
+                "logits.gathered().clone()"
+            )
 
 
-def _wrapped(state: _State) -> VocabParallelLogits:
+def _wrapped(state: _Shard) -> VocabParallelLogits:
     logits: VocabParallelLogits = _FullLogits.apply(state.local, state)
     return logits
 
@@ -124,7 +110,7 @@ class _FullLogits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, state: _State) -> Tensor:
+    def forward(ctx: Any, local: Tensor, state: _Shard) -> Tensor:
         ctx.shard = state.comm.rank * local.shape[-1], local.shape[-1], state.vocabulary
         return VocabParallelLogits(state)
 
@@ -136,6 +122,7 @@ class _FullLogits(torch.autograd.Function):
         return F.pad(local_gradient, (0, length - local_gradient.shape[-1])), None
 
 
+<<<<<<< HEAD
 def _gathered(value: Any, how: Callable[[_State], Tensor] = _State.gathered) -> Any:
     if isinstance(value, VocabParallelLogits):
         return how(value._state)
@@ -303,3 +290,7 @@ def _cross_entropy(state: _State, func: Function, args: Arguments, kwargs: Keywo
 
 
 _SIGNATURE = inspect.signature(F.cross_entropy)
+=======
+def _without_padding(full: Tensor, vocabulary: int) -> Tensor:
+    return full if full.shape[-1] == vocabulary else full.narrow(-1, 0, vocabulary).contiguous()
+>>>>>>> fabe4778 (Losses over tiles of tokens: a head's logits are never whole in memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.utils.torch_private import COMPILED_CALL
+from zerolite.utils.torch_private import CALL, COMPILED_CALL
 
 Owner = TypeVar("Owner")
 
@@ -29,6 +30,7 @@ class ModuleHook:
     """
 
     handle: RemovableHandle | None = None
+    runs_around_any_call = False  # it needs nothing of what the module returns, so that may be a loss
 
     def install(self, register: Callable[..., RemovableHandle], **options: Any) -> RemovableHandle:
         """Register the hook by ``register``, a method such as ``module.register_forward_hook``."""
@@ -66,6 +68,48 @@ class _LeftOut:
     def __del__(self) -> None:
         for hooks, key in self.entries:
             hooks.pop(key, None)
+
+
+class ReplacedCall:
+    """Attribute of a module that replaces the function behind ``module(...)``, hooks included.
+
+    Copies of the module have their own call.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._replaced = getattr(module, COMPILED_CALL)
+        self._name = CALL if self._replaced is None else COMPILED_CALL
+        self._module = weakref.ref(module)
+        module.__dict__[self._name] = self
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module."""
+        module = self._module()
+        assert module is not None  # the caller calls or copies it
+        return module
+
+    def inner(self) -> Any:
+        """Return the module's own call."""
+        if self._replaced is not None:
+            return self._replaced
+        return functools.partial(getattr(type(self.module), CALL), self.module)
+
+    def __reduce__(self) -> Any:
+        return self.inner().__reduce__()  # torch leaves compiled calls out of copies
+
+    def remove(self) -> None:
+        """Restore the module's own call."""
+        module = self._module()
+        if module is not None and vars(module).get(self._name) is self:
+            del module.__dict__[self._name]
+            if self._replaced is not None:
+                module.__dict__[self._name] = self._replaced
+
+
+def is_replaced(module: torch.nn.Module) -> bool:
+    """Return True if a :class:`ReplacedCall` or the user has replaced the module's call."""
+    return CALL in vars(module) or vars(module).get(COMPILED_CALL) is not None
 
 
 class WeakHook(ModuleHook, Generic[Owner]):

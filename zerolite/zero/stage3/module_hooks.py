@@ -90,6 +90,8 @@ class ModuleExecution:
 class _GroupHook(WeakHook["PartitionedParameterCoordinator"]):
     """Hook of one parameter group, which references its coordinator weakly."""
 
+    runs_around_any_call = True
+
     def __init__(self, coordinator: PartitionedParameterCoordinator, group: ParamGroup) -> None:
         super().__init__(coordinator)
         self._group = group

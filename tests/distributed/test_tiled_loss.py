@@ -1,0 +1,294 @@
+"""Losses over tiles of tokens in an engine: the numbers of whole logits at every stage, and no more collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerolite
+from tests.toolkit.configs import ADAMW, at
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.tensor_parallel import relative
+from tests.toolkit.training import raised
+from zerolite.comm import record
+from zerolite.nn import DeferredLogits
+
+VOCABULARY, WIDTH, TILE = 19, 6, 4
+Loss = Callable[["Reader", Tensor, Tensor], Tensor]
+
+
+class Reader(nn.Module):
+    """A language model of one block, whose loss is computed in its forward.
+
+    Its own parameter is one that no other module gathers.
+    """
+
+    def __init__(self, loss: str = "mean", tied: bool = False, bias: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.loss = LOSSES[loss]
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        return self.block(self.embedding(tokens)) * self.scale
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.hidden(tokens)
+        if labels is None:
+            return self.head(hidden)
+        return self.loss(self, hidden, labels)
+
+
+def _mean(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(hidden).float().view(-1, VOCABULARY).to(hidden.dtype), labels.view(-1))
+
+
+def _shifted(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = 3.0 * torch.tanh(model.head(hidden) / 3.0)
+    rows = logits[..., :-1, :].contiguous().view(-1, VOCABULARY)
+    return F.cross_entropy(rows, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.1) / 7
+
+
+def _each(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * torch.linspace(0, 1, losses.numel())).sum()
+
+
+def _with_penalty(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = model.head(hidden)
+    return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1)) + logits.logsumexp(-1).square().mean()
+
+
+def _written(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = model.head(hidden)
+    before = 2.0 * logits
+    logits[..., :2] = -20.0
+    losses = [F.cross_entropy(made.view(-1, VOCABULARY), labels.view(-1)) for made in (before, logits)]
+    return losses[0] + losses[1]
+
+
+def _twice(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    return _mean(model, hidden, labels) + _mean(model, 2 * hidden, labels)
+
+
+def _recomputed(model: Reader, hidden: Tensor, labels: Tensor, reentrant: bool = False) -> Tensor:
+    return checkpoint(lambda x: _mean(model, x, labels), hidden, use_reentrant=reentrant)
+
+
+def _recomputed_reentrant(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    return _recomputed(model, hidden, labels, True)
+
+
+def _head_recomputed(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = checkpoint(lambda x: model.head(x), hidden, use_reentrant=False)
+    return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+
+
+def _head_recomputed_reentrant(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = checkpoint(lambda x: model.head(torch.tanh(x)), hidden, use_reentrant=True)
+    return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+
+
+class _Square(torch.autograd.Function):
+    """Code that asks nothing of Python on the way in."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits * logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def _by_function(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    return _Square.apply(model.head(hidden)).mean() + _mean(model, hidden, labels)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """A client's own loss: its forward computes the gradients from the weight of the head."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros(weight.shape, dtype=weight.dtype)
+        total, count = hidden.new_zeros(()), (labels != -100).sum()
+        for start in range(0, len(hidden), 3):
+            rows = hidden[start : start + 3].detach()
+            logits = (rows @ weight.t()).requires_grad_()
+            with torch.enable_grad():
+                loss = F.cross_entropy(logits, labels[start : start + 3], reduction="sum") / count
+            (gradient,) = torch.autograd.grad(loss, logits)
+            of_hidden[start : start + 3] = gradient @ weight
+            of_weight += gradient.t() @ rows
+            total += loss.detach()
+        ctx.save_for_backward(of_hidden, of_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        of_hidden, of_weight = ctx.saved_tensors
+        return gradient * of_hidden, gradient * of_weight, None
+
+
+def _chunked(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    return _ChunkedLoss.apply(hidden.flatten(0, 1), model.head.weight, labels.flatten())
+
+
+def _function_of_ours(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    return zerolite.nn.tiled_cross_entropy(hidden, model.head.weight, labels, model.head.bias, tile=TILE)
+
+
+LOSSES: dict[str, Loss] = {
+    "mean": _mean,
+    "shifted": _shifted,
+    "each": _each,
+    "with penalty": _with_penalty,
+    "written": _written,
+    "twice": _twice,
+    "recomputed": _recomputed,
+    "recomputed reentrant": _recomputed_reentrant,
+    "head recomputed": _head_recomputed,
+    "head recomputed reentrant": _head_recomputed_reentrant,
+    "by function": _by_function,
+    "chunked": _chunked,
+    "ours": _function_of_ours,
+}
+LIKE = {"chunked": "mean", "ours": "mean"}  # losses of clients, which are compared with the mean
+
+
+def batch(step: int, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Two sequences, of another length on each rank."""
+    rank = torch.distributed.get_rank()
+    length = lengths[rank % len(lengths)]
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, VOCABULARY, (2, length), generator=generator)
+    labels = tokens.clone()
+    labels[:, 0] = -100
+    return tokens, labels
+
+
+def trained(
+    stage: str, tiled: Any, loss: str, lengths: tuple[int, ...] = (9, 2), plain: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Three steps. Returns losses, gradients of the first step, parameters and collectives of the last one."""
+    model_kinds = {"tied": more.pop("tied", False), "bias": more.pop("bias", False)}
+    torch.manual_seed(3)
+    model = Reader(loss, **model_kinds)
+    if "fp32" not in more:
+        model.double()
+    more.pop("fp32", None)
+    engine = zerolite.initialize(model, at(stage, optimizer=ADAMW, **({"tiled_loss": tiled} | more)))
+    losses, gradients = [], {}
+    for step in range(3):
+        with record() as calls:
+            value = engine(*batch(step, lengths))
+            value.backward() if plain else engine.backward(value)
+            if not step:
+                gradients = {n: zerolite.get_full_grad(p) for n, p in model.named_parameters()}
+            engine.step() if not plain else engine.optimizer.step()
+        losses.append(value.detach())
+    launched = [(call.op, call.tag, call.numel) for call in calls.select()]
+    return {"losses": torch.stack(losses), **gradients, **engine.full_state_dict(), "calls": launched}
+
+
+def worst(one: dict[str, Any], other: dict[str, Any]) -> float:
+    values = [(value, other[name]) for name, value in one.items() if isinstance(value, Tensor)]
+    return max(relative(value, expected) for value, expected in values)
+
+
+@pytest.mark.parametrize("stage", "0 1 2 3".split())
+@on_ranks(2, timeout=180)
+def test_numbers(stage: str) -> None:
+    """Each loss beside the one with whole logits. One rank has fewer tokens than a tile."""
+    found = {}
+    for loss in LOSSES:
+        for tied in (False, True):
+            expected = trained(stage, False, LIKE.get(loss, loss), tied=tied, bias=not tied and loss != "chunked")
+            made = trained(stage, TILE, loss, tied=tied, bias=not tied and loss != "chunked", plain=tied)
+            found[loss, tied] = worst(made, expected)
+    # "mean" goes through fp32
+    assert {key: off for key, off in found.items() if off > 1e-6} == {}
+
+
+@on_ranks(2, timeout=180)
+def test_collectives() -> None:
+    """The head's weight is gathered once for all tiles, and its gradient reduced once."""
+    for stage in ("1", "3 kept", "3 tight"):
+        for tied in (False, True):
+            runs = [trained(stage, tiled, "mean", tied=tied) for tiled in (False, TILE)]
+            assert runs[0]["calls"] == runs[1]["calls"], (stage, tied)
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=180)
+def test_precisions() -> None:
+    """16 bits, beside whole logits: both are rounded, at different places. Gathers that overlap the next forward."""
+    found = {}
+    for name, more in PRECISIONS.items():
+        for stage in ("1", "3"):
+            runs = [trained(stage, tiled, "shifted", fp32=True, **more) for tiled in (False, TILE)]
+            found[name, stage] = worst(runs[1], runs[0])
+    assert {key: off for key, off in found.items() if off > (1e-6 if key[0] == "fp32" else 2e-2)} == {}
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"zero": {"overlap_comm": True}},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+
+
+class WithLogits(Reader):
+    """Returns its logits beside the loss, as models of Hugging Face do."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(self.hidden(tokens))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1)), "logits": logits}
+
+
+@pytest.mark.parametrize("stage", "1 3".split())
+@on_ranks(2)
+def test_logits_beside_the_loss(stage: str) -> None:
+    """They are computed if they are read, with a graph, and not after the update. Without a loss they are ordinary."""
+    found = {}
+    for tiled in (False, TILE):
+        torch.manual_seed(3)
+        model = WithLogits().double()
+        engine = zerolite.initialize(model, at(stage, optimizer=ADAMW, tiled_loss=tiled))
+        made = engine(*batch(0, (9, 2)))
+        if tiled:
+            deferred = stage == "3" or torch.distributed.get_rank() == 0  # at stage 3 on all ranks alike
+            assert isinstance(made["logits"], DeferredLogits) == deferred
+        engine.backward(made["loss"] + made["logits"].square().mean())
+        engine.step()
+        made = engine(*batch(1, (9, 2)))
+        engine.backward(made["loss"])
+        read = made["logits"].argmax(-1).double()
+        engine.step()
+        other = engine(*batch(2, (9, 9)))
+        assert type(engine(batch(0, (9, 2))[0])["logits"]) is Tensor
+        with torch.no_grad():
+            evaluated = engine(*batch(1, (9, 2)))
+            assert isinstance(evaluated["logits"], DeferredLogits) == (
+                bool(tiled) and stage == "1" and torch.distributed.get_rank() == 0
+            )
+        engine.backward(other["loss"])
+        engine.step()
+        late = raised(other["logits"].sum)
+        assert ("got a read after it" in late) == bool(tiled), late
+        found[bool(tiled)] = {"read": read, "evaluated": evaluated["logits"] * 1, **engine.full_state_dict()}
+    assert worst(found[True], found[False]) < 1e-10
