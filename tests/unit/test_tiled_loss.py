@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import zerolite
 from zerolite.nn import DeferredLogits, tiled_cross_entropy
 from zerolite.nn.deferred_logits import LossTiling
 from zerolite.nn.heads import find_heads, tile_losses
@@ -264,3 +265,23 @@ def test_heads_are_found_by_structure() -> None:
     assert list(find_heads(model)) == [model.head]
     assert tile_losses(model, "auto", LossTiling(always=False, logs=False)) == []  # a small vocabulary
     assert tile_losses(model, False, LossTiling(always=False, logs=False)) == []
+
+
+class Long(nn.Module):
+    """A model whose vocabulary is large enough for "auto"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16_384, 8), nn.Linear(8, 16_384)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.embedding(tokens))
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def test_the_plan_has_no_logits_either() -> None:
+    tokens, tile = 2 * 16_384, 4096
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "bf16": {"enabled": True}}
+    made = zerolite.plan(Long, config, 1, device="cpu", batch=lambda: torch.zeros(2, tokens // 2, dtype=torch.long))
+    logits = tile * 16_384
+    assert 6 * logits < made.peak.bytes < 6.2 * logits  # a tile in bf16 and in fp32

@@ -132,9 +132,9 @@ def made_whole(value: Any, how: Callable[[LogitsState], Tensor] = lambda state: 
     if isinstance(value, LogitsOnDemand):
         return how(value._state)
     if type(value) in (tuple, list):
-        return type(value)(made_whole(item, how) for item in value)
+        return type(value)(made_whole(element, how) for element in value)
     if type(value) is dict:
-        return {key: made_whole(item, how) for key, item in value.items()}
+        return {key: made_whole(element, how) for key, element in value.items()}
     return value
 
 
@@ -253,10 +253,10 @@ def _view(state: LogitsState, func: Function, args: Arguments, kwargs: Keywords)
     sizes = list(args[0]) if len(args) == 1 and not isinstance(args[0], int) else list(args)
     if not all(isinstance(size, int) for size in sizes):
         return NotImplemented
-    given, total = math.prod(size for size in sizes if size != -1), math.prod(state.shape)
-    if sizes.count(-1) > 1 or not given or (total % given if -1 in sizes else total != given):
+    product, total = math.prod(size for size in sizes if size != -1), math.prod(state.shape)
+    if sizes.count(-1) > 1 or not product or (total % product if -1 in sizes else total != product):
         return NotImplemented
-    shape = [total // given if size == -1 else size for size in sizes]
+    shape = [total // product if size == -1 else size for size in sizes]
     if shape[-1] != state.shape[-1]:
         return NotImplemented
     return state.change_rows(lambda behind: func(behind, (*shape[:-1], behind.shape[-1])))
@@ -269,8 +269,8 @@ def _view_as(state: LogitsState, func: Function, args: Arguments, kwargs: Keywor
 
 @_handles(Tensor.flatten, torch.flatten)
 def _flatten(state: LogitsState, func: Function, args: Arguments, kwargs: Keywords) -> object:
-    given = dict(zip(("start_dim", "end_dim"), args, strict=False)) | kwargs
-    first, last = given.get("start_dim", 0), given.get("end_dim", -1)
+    arguments = dict(zip(("start_dim", "end_dim"), args, strict=False)) | kwargs
+    first, last = arguments.get("start_dim", 0), arguments.get("end_dim", -1)
     dims = len(state.shape)
     if not (-dims <= last < dims) or last % dims == dims - 1:
         return NotImplemented

@@ -252,7 +252,7 @@ def _losses_of_tile(
         values -= (coefficient * (settings.smoothing / values.shape[1])).unsqueeze(1)
     values.scatter_add_(1, index.unsqueeze(1), (coefficient * (settings.smoothing - 1.0)).unsqueeze(1))
     if changed is None:
-        return losses, values.to(logits.dtype)
+        return losses, values
     (gradient,) = torch.autograd.grad(changed, logits, values.to(changed.dtype))
     return losses, gradient
 
@@ -306,10 +306,13 @@ def _run_tiles(
         tokens = slice(start, start + settings.tile)
         rows = hidden[tokens]
         logits = F.linear(rows, weight, bias)
+        if settings.elementwise is None:
+            logits = logits.to(settings.exact)  # here, where the product in 16 bits is freed at once
         losses[tokens], of_logits = _losses_of_tile(logits, index[tokens], coefficient[tokens], settings, backward)
         del logits
         if gradients is not None and of_logits is not None:
-            gradients.add(tokens, rows, of_logits)
+            gradients.add(tokens, rows, of_logits.to(hidden.dtype))
+        del of_logits
     return losses, gradients
 
 
