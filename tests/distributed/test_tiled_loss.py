@@ -292,3 +292,46 @@ def test_logits_beside_the_loss(stage: str) -> None:
         assert ("got a read after it" in late) == bool(tiled), late
         found[bool(tiled)] = {"read": read, "evaluated": evaluated["logits"] * 1, **engine.full_state_dict()}
     assert worst(found[True], found[False]) < 1e-10
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 13), nn.Linear(WIDTH, 13)
+        self.down_proj = nn.Linear(13, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        down: Tensor = self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class MlpReader(Reader):
+    def __init__(self) -> None:
+        super().__init__("mean", tied=True)
+        self.block = Mlp()  # type: ignore[assignment]
+
+
+def trained_mlp(stage: str, tiled: Any, zero: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = MlpReader().double()
+    engine = zerolite.initialize(model, at(stage, optimizer=ADAMW, zero=zero, tiled_mlp=tiled))
+    for step in range(3):
+        with record() as calls:
+            engine.backward(engine(*batch(step, (9, 2))))
+            engine.step()
+    launched = [(call.op, call.tag, call.numel) for call in calls.select()]
+    return {**engine.full_state_dict(), "calls": launched, "forwards": model.block.calls}
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3 kept", "3 tight"])
+@on_ranks(2)
+def test_mlp(stage: str) -> None:
+    """Numbers and collectives of whole tensors. Where stage 3 gathers the layers apart, nothing is tiled."""
+    for zero in [{"leaf_modules": ["*Mlp"]}, {}] if stage[0] == "3" else [{}]:
+        expected, made = (trained_mlp(stage, tiled, zero) for tiled in (False, TILE))
+        assert worst(made, expected) < 1e-12
+        assert made["calls"] == expected["calls"]
+        tiles = torch.distributed.get_rank() == 0 and (bool(zero) or stage[0] != "3")
+        assert expected["forwards"] == 3 and made["forwards"] == (3 * 2 * 5 if tiles else 3)

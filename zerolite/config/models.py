@@ -51,6 +51,7 @@ Seconds = Annotated[NotNegative, AfterValidator(_no_fraction), Field(title="a fi
 
 
 TiledLoss = Literal["auto"] | Bool | Count
+TiledMlp = Literal["auto"] | Bool | Count
 
 
 class OptimizerConfig(Block):
@@ -132,7 +133,11 @@ class ZeroliteConfig(Block):
     tiled_loss: TiledLoss = "auto"
     """Compute a language model's head and its cross entropy over tiles of tokens, so that its logits are never whole in
     memory. A number: tokens of a tile. `true`: tiles of 2^26 logits. `"auto"`: so too, for heads of 16,384 outputs and
-    more. (zerolite's own key; see [long context](long-context.md).)"""
+    more. (zerolite's own key; see [long sequences](long-context.md).)"""
+    tiled_mlp: TiledMlp = "auto"
+    """Compute MLPs over tiles of tokens, and each tile again in the backward, so that their wide activations are never
+    whole in memory. A number: tokens of a tile. `true`: tiles of 2^26 elements of the widest activation. `"auto"`: so
+    too, for calls of more than four tiles. (zerolite's own key; see [long sequences](long-context.md).)"""
     checkpoint: CheckpointConfig = CheckpointConfig()
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced. null: their own dtype, but fp32 for bf16 gradients from 64 data-parallel

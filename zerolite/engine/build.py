@@ -43,6 +43,7 @@ from zerolite.engine.trained_params import UnfrozenParams
 from zerolite.monitor.monitoring import Monitoring
 from zerolite.nn.deferred_logits import LossTiling
 from zerolite.nn.heads import WeightChanges, tile_losses
+from zerolite.nn.tiled_mlp import tile_mlps
 from zerolite.optim.muon import muon_groups
 from zerolite.utils.accelerator import host_value
 from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS
@@ -173,7 +174,7 @@ def _make_engine(
 
 
 def _tile(parts: EngineParts, is_pipe_stage: bool) -> list[Any]:
-    """Let losses go over tiles of tokens, as the config says. Return the handles, whose ``remove()`` ends it.
+    """Let losses and MLPs go over tiles of tokens, as the config says. Return the handles, whose ``remove()`` ends it.
 
     Their hooks on the model come before those of stage 3: logits become whole inside its forward.
     """
@@ -182,9 +183,16 @@ def _tile(parts: EngineParts, is_pipe_stage: bool) -> list[Any]:
     partitioned = parts.partitioned
     shares = partitioned is not None and partitioned.context.groups.shard.world_size > 1
     tiling = LossTiling(always=shares, logs=parts.topology.world.rank == 0)
-    if handles := tile_losses(parts.model, parts.config.tiled_loss, tiling):
+    handles = tile_losses(parts.model, parts.config.tiled_loss, tiling)
+    if handles:
         parts.observers.add(WeightChanges(tiling))
-    return handles
+    groups = [] if partitioned is None else partitioned.groups
+    gathered = {id(group.module) for group in groups}
+    return handles + tile_mlps(
+        parts.model,
+        parts.config.tiled_mlp,
+        is_divided=lambda mlp: any(id(child) in gathered for child in mlp.children()),
+    )
 
 
 def _adopts(arguments: Arguments) -> bool:
