@@ -199,6 +199,8 @@ def trained(
             engine.step() if not plain else engine.optimizer.step()
         losses.append(value.detach())
     launched = [(call.op, call.tag, call.numel) for call in calls.select()]
+    if stage[0] != "3":  # there buckets follow the order of gradients
+        launched.sort()
     return {"losses": torch.stack(losses), **gradients, **engine.full_state_dict(), "calls": launched}
 
 
@@ -207,8 +209,9 @@ def worst(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(relative(value, expected) for value, expected in values)
 
 
+@pytest.mark.fast("2-1", "2-3")
 @pytest.mark.parametrize("stage", "0 1 2 3".split())
-@on_ranks(2, timeout=180)
+@on_ranks(2, timeout=300)
 def test_numbers(stage: str) -> None:
     """Each loss beside the one with whole logits. One rank has fewer tokens than a tile."""
     found = {}
@@ -221,7 +224,7 @@ def test_numbers(stage: str) -> None:
     assert {key: off for key, off in found.items() if off > 1e-6} == {}
 
 
-@on_ranks(2, timeout=180)
+@on_ranks(2, timeout=300)
 def test_collectives() -> None:
     """The head's weight is gathered once for all tiles, and its gradient reduced once."""
     for stage in ("1", "3 kept", "3 tight"):
@@ -231,7 +234,7 @@ def test_collectives() -> None:
 
 
 @pytest.mark.slow
-@on_ranks(2, timeout=180)
+@on_ranks(2, timeout=300)
 def test_precisions() -> None:
     """16 bits, beside whole logits: both are rounded, at different places. Gathers that overlap the next forward."""
     found = {}
@@ -261,7 +264,7 @@ class WithLogits(Reader):
 
 
 @pytest.mark.parametrize("stage", "1 3".split())
-@on_ranks(2)
+@on_ranks(2, timeout=300)
 def test_logits_beside_the_loss(stage: str) -> None:
     """They are computed if they are read, with a graph, and not after the update. Without a loss they are ordinary."""
     found = {}
@@ -286,11 +289,12 @@ def test_logits_beside_the_loss(stage: str) -> None:
             assert isinstance(evaluated["logits"], DeferredLogits) == (
                 bool(tiled) and stage == "1" and torch.distributed.get_rank() == 0
             )
+        copied = evaluated["logits"].clone()
         engine.backward(other["loss"])
         engine.step()
         late = raised(other["logits"].sum)
         assert ("got a read after it" in late) == bool(tiled), late
-        found[bool(tiled)] = {"read": read, "evaluated": evaluated["logits"] * 1, **engine.full_state_dict()}
+        found[bool(tiled)] = {"read": read, "evaluated": copied, **engine.full_state_dict()}
     assert worst(found[True], found[False]) < 1e-10
 
 
@@ -322,11 +326,13 @@ def trained_mlp(stage: str, tiled: Any, zero: dict[str, Any]) -> dict[str, Any]:
             engine.backward(engine(*batch(step, (9, 2))))
             engine.step()
     launched = [(call.op, call.tag, call.numel) for call in calls.select()]
+    if stage[0] != "3":  # there buckets follow the order of gradients
+        launched.sort()
     return {**engine.full_state_dict(), "calls": launched, "forwards": model.block.calls}
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3 kept", "3 tight"])
-@on_ranks(2)
+@on_ranks(2, timeout=300)
 def test_mlp(stage: str) -> None:
     """Numbers and collectives of whole tensors. Where stage 3 gathers the layers apart, nothing is tiled."""
     for zero in [{"leaf_modules": ["*Mlp"]}, {}] if stage[0] == "3" else [{}]:

@@ -273,7 +273,9 @@ class _Deferred(LogitsState):
             logits = change(logits)
         return logits
 
-    def change_elements(self, change: Change) -> DeferredLogits:
+    def change_elements(self, change: Change) -> Any:
+        if self.call.ended and not isinstance(change, Cast):
+            return NotImplemented  # a copy must stay what it is after an update; the engine casts outputs
         return self._changed(True, change)
 
     def change_rows(self, change: Change) -> DeferredLogits:

@@ -54,8 +54,9 @@ class LogitsState(ABC):
         """Return the values of the whole logits, below autograd."""
 
     @abstractmethod
-    def change_elements(self, change: Change) -> LogitsOnDemand:
-        """Return logits of the same shape of which ``change`` computes each by itself."""
+    def change_elements(self, change: Change) -> Any:
+        """Return logits of the same shape of which ``change`` computes each by itself; NotImplemented if that needs the
+        whole logits."""
 
     @abstractmethod
     def change_rows(self, change: Change) -> LogitsOnDemand:
@@ -224,7 +225,7 @@ def _move(state: LogitsState, func: Function, args: Arguments, kwargs: Keywords)
     return _to(state, dtype, bool(kwargs.get("copy") or args[3:4] == (True,)))
 
 
-def _to(state: LogitsState, dtype: torch.dtype, copy: bool) -> LogitsOnDemand:
+def _to(state: LogitsState, dtype: torch.dtype, copy: bool) -> object:
     return state.change_elements(Cast(dtype, copy))
 
 

@@ -117,7 +117,7 @@ class _TiledCall(ReplacedCall):
 
 def _differs_in_tiles(module: torch.nn.Module) -> bool:
     """Return True for a layer that would do something else with tiles: dropout, and hooks of the user."""
-    if module.training and getattr(module, "p", 0) and "Dropout" in type(module).__name__:
+    if module.training and getattr(module, "p", False) and "Dropout" in type(module).__name__:
         return True  # its random numbers would come in another order
     hooks: tuple[Any, ...] = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     if any(not (isinstance(hook, ModuleHook) and hook.runs_around_any_call) for hook in hooks):
