@@ -19,7 +19,7 @@ SEEN_IN = "2.6, 2.11 and 2.13"
 # What torch documents, although it has an underscore, and what its modules and tensors consist of.
 DOCUMENTED = re.compile(
     r"_foreach_\w+|_grouped_mm|_amp_\w+|_to_copy|_local_scalar_dense|_has_compatible_shallow_copy_type"  # operators
-    r"|_parameters|_buffers|_modules|_forward_hooks|_forward_pre_hooks|_state_dict_pre_hooks|_backward_hooks"
+    r"|_parameters|_buffers|_modules|_forward_hooks|_forward_pre_hooks|_state_dict_pre_hooks|_backward_hooks|_backward_pre_hooks"
     r"|_non_persistent_buffers_set|_apply|_BatchNorm|_ConvNd|_DropoutNd"  # torch.nn.Module
     r"|_version|_base|_is_view|_make_wrapper_subclass|_make_subclass|_post_accumulate_grad_hooks"  # torch.Tensor
     r"|_python_dispatch|_pytree|_ops"  # torch.utils._python_dispatch, torch.utils._pytree, torch._ops.OpOverload

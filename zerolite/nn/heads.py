@@ -13,7 +13,7 @@ from zerolite.config import TiledLoss
 from zerolite.nn.deferred_logits import DeferredLogits, HeadCall, LossTiling
 from zerolite.nn.tiled_loss import tokens_per_tile
 from zerolite.utils.accelerator import is_fake
-from zerolite.utils.module_hook import ModuleHook, ReplacedCall, WeakHook, is_replaced
+from zerolite.utils.module_hook import ReplacedCall, WeakHook, is_observed, is_replaced
 from zerolite.utils.nested import map_tensors
 from zerolite.utils.torch_private import current_backward
 from zerolite.zero.observers import StepObserver
@@ -99,15 +99,7 @@ class _DeferringCall(ReplacedCall):
         if hidden.shape[-1:] != (head.in_features,) or "forward" in vars(head):
             return False
         few = hidden.numel() <= self._tile * head.in_features
-        return not ((few and not self._tiling.always) or torch.compiler.is_compiling() or _is_hooked(head))
-
-
-def _is_hooked(head: torch.nn.Module) -> bool:
-    """Return True if the head has hooks that need its logits."""
-    hooks: tuple[Any, ...] = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    if any(not (isinstance(hook, ModuleHook) and hook.runs_around_any_call) for hook in hooks):
-        return True
-    return bool(head._backward_hooks or head._backward_pre_hooks)
+        return not ((few and not self._tiling.always) or torch.compiler.is_compiling() or is_observed(head))
 
 
 class _Enter(WeakHook[LossTiling]):

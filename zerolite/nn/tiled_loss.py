@@ -27,7 +27,6 @@ from torch import Tensor
 
 from zerolite.utils.accelerator import host_value, is_fake
 from zerolite.utils.dtypes import HALF
-from zerolite.utils.torch_private import keeps_graph
 from zerolite.zero.stage3.absent_parameter import AbsentParameter
 from zerolite.zero.stage3.live_view import LiveView
 
@@ -348,25 +347,15 @@ class _SummedLoss(torch.autograd.Function):
         divisor, *sums = ctx.saved_tensors
         # No token has a loss: NaN, whose gradients torch defines as 0.
         factor = gradient if divisor is None else torch.where(divisor == 0, 0.0, gradient / divisor)
-        in_place = not keeps_graph()
-        scaled = [_scaled(of, factor, dtype, ctx.tile, in_place) for of, dtype in zip(sums, ctx.dtypes, strict=True)]
+        scaled = [_scaled(of, factor, dtype, ctx.tile) for of, dtype in zip(sums, ctx.dtypes, strict=True)]
         return (*scaled, None, None, None, None)
 
 
-def _scaled(
-    gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None, rows: int, in_place: bool
-) -> Tensor | None:
-    """Return ``gradient * factor`` in ``dtype``, computed in the dtype of ``factor``.
-
-    Args:
-        rows: rows to compute at a time, because of their memory in that dtype.
-        in_place: ``gradient`` is not used again.
-    """
+def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None, rows: int) -> Tensor | None:
+    """Return ``gradient * factor`` in ``dtype``, computed in the dtype of ``factor``, some rows at a time."""
     if gradient is None:
         return None
-    if in_place and gradient.dtype == dtype == factor.dtype:
-        return gradient.mul_(factor)
-    result = gradient if in_place and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    result = torch.empty_like(gradient, dtype=dtype)
     for source, target in zip(gradient.split(rows), result.split(rows), strict=True):
         # Not in 16 bits: the factor itself would be rounded, and every gradient would have its error.
         target.copy_(source.to(factor.dtype) * factor)

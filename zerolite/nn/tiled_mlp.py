@@ -18,7 +18,7 @@ from torch import Tensor
 from zerolite.config import TiledMlp
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import HALF
-from zerolite.utils.module_hook import ModuleHook, ReplacedCall, is_compiled, is_replaced
+from zerolite.utils.module_hook import ReplacedCall, is_compiled, is_observed, is_replaced
 
 TILE_NUMEL = 1 << 26
 """Elements of the widest activation of a tile by default: 128 MiB in 16 bits."""
@@ -119,10 +119,7 @@ def _differs_in_tiles(module: torch.nn.Module) -> bool:
     """Return True for a layer that would do something else with tiles: dropout, and hooks of the user."""
     if module.training and getattr(module, "p", False) and "Dropout" in type(module).__name__:
         return True  # its random numbers would come in another order
-    hooks: tuple[Any, ...] = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    if any(not (isinstance(hook, ModuleHook) and hook.runs_around_any_call) for hook in hooks):
-        return True
-    return bool(module._backward_hooks or module._backward_pre_hooks) or is_replaced(module)
+    return is_observed(module) or is_replaced(module)
 
 
 def _tiled(mlp: torch.nn.Module, forward: Callable[[Tensor], Tensor], tile: int, x: Tensor) -> Tensor:

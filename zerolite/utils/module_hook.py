@@ -112,6 +112,14 @@ def is_replaced(module: torch.nn.Module) -> bool:
     return CALL in vars(module) or vars(module).get(COMPILED_CALL) is not None
 
 
+def is_observed(module: torch.nn.Module) -> bool:
+    """Return True if hooks on ``module`` need what it takes and returns, such as those of a user."""
+    hooks: tuple[Any, ...] = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    if any(not (isinstance(hook, ModuleHook) and hook.runs_around_any_call) for hook in hooks):
+        return True
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 class WeakHook(ModuleHook, Generic[Owner]):
     """A module's hook with a weak reference to its owner, because the model may outlive the engine."""
 

@@ -79,13 +79,6 @@ RuntimeError for a leaf that torch.autograd.grad was asked for.
 """
 
 
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""Return True if the backward that this thread runs keeps its graph (``retain_graph``).
-
-Otherwise a node may overwrite what it has saved: a gradient as large as the head's weight is not copied then.
-"""
-
-
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the number of the next node that this thread adds to a graph; see :func:`sequence_number`."""
 
