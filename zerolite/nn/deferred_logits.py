@@ -49,7 +49,7 @@ class DeferredLogits(LogitsOnDemand):
 
     @property
     def state(self) -> _Deferred:
-        """What stands behind these logits."""
+        """State behind these logits."""
         return self._state
 
 

@@ -28,7 +28,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class LogitsState(ABC):
-    """What stands behind the logits.
+    """State behind logits that are not whole.
 
     Attributes:
         shape: of the whole logits; the last dimension is the vocabulary.
