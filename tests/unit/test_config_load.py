@@ -98,7 +98,10 @@ def test_auto_is_the_default_and_null_only_where_it_means_something() -> None:
 
 def test_the_kinds_of_keys_are_complete() -> None:
     others = set(KEYS) - {path for words in WRONG for path in keys_of(words)}
-    assert others == {"tensor_parallel.plan"}
+    assert others == {"tensor_parallel.plan", "tiled_loss", "tiled_mlp"}
+    for path in ("tiled_loss", "tiled_mlp"):
+        for value in (0, -1, 1.5, "yes", [], {}):
+            assert errors_of(nested(path, value))[path].startswith(f"expected {KEYS[path][0]}, got ")
 
 
 # ------------------------------------------------------------------ sources

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .errors import ConfigError
 from .load import load_config
-from .models import TiledLoss, TiledMlp, ZeroliteConfig
+from .models import Tiles, ZeroliteConfig
 from .offload import ActivationCheckpointingConfig
 
-__all__ = ["ActivationCheckpointingConfig", "ConfigError", "TiledLoss", "TiledMlp", "ZeroliteConfig", "load_config"]
+__all__ = ["ActivationCheckpointingConfig", "ConfigError", "Tiles", "ZeroliteConfig", "load_config"]

@@ -50,8 +50,10 @@ Interval = Annotated[
 Seconds = Annotated[NotNegative, AfterValidator(_no_fraction), Field(title="a finite number of at least 1, or 0")]
 
 
-TiledLoss = Literal["auto"] | Bool | Count
-TiledMlp = Literal["auto"] | Bool | Count
+Tiles = Annotated[
+    Literal["auto"] | Bool | Count,
+    Field(title='tokens of a tile, at least 1, or true, false or "auto"', description="write one of these"),
+]
 
 
 class OptimizerConfig(Block):
@@ -130,11 +132,11 @@ class ZeroliteConfig(Block):
     pipeline: PipelineConfig = PipelineConfig()
     aio: AioConfig = AioConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
-    tiled_loss: TiledLoss = "auto"
+    tiled_loss: Tiles = "auto"
     """Compute a language model's head and its cross entropy over tiles of tokens, so that its logits are never whole in
     memory. A number: tokens of a tile. `true`: tiles of 2^26 logits. `"auto"`: so too, for heads of 16,384 outputs and
     more. (zerolite's own key; see [long sequences](long-context.md).)"""
-    tiled_mlp: TiledMlp = "auto"
+    tiled_mlp: Tiles = "auto"
     """Compute MLPs over tiles of tokens, and each tile again in the backward, so that their wide activations are never
     whole in memory. A number: tokens of a tile. `true`: tiles of 2^26 elements of the widest activation. `"auto"`: so
     too, for calls of more than four tiles. (zerolite's own key; see [long sequences](long-context.md).)"""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolite.config import TiledLoss
+from zerolite.config import Tiles
 from zerolite.nn.deferred_logits import DeferredLogits, HeadCall, LossTiling
 from zerolite.nn.tiled_loss import tokens_per_tile
 from zerolite.utils.accelerator import is_fake
@@ -43,7 +43,7 @@ def _output_embeddings(module: torch.nn.Module) -> object:
         return None
 
 
-def tile_losses(model: torch.nn.Module, setting: TiledLoss, tiling: LossTiling) -> list[Any]:
+def tile_losses(model: torch.nn.Module, setting: Tiles, tiling: LossTiling) -> list[Any]:
     """Let the heads of ``model`` defer their logits inside its forward.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolite.config import TiledMlp
+from zerolite.config import Tiles
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.module_hook import ReplacedCall, is_compiled, is_observed, is_replaced
@@ -65,7 +65,7 @@ def _width(mlp: torch.nn.Module) -> int:
 
 
 def tile_mlps(
-    model: torch.nn.Module, setting: TiledMlp, is_divided: Callable[[torch.nn.Module], bool]
+    model: torch.nn.Module, setting: Tiles, is_divided: Callable[[torch.nn.Module], bool]
 ) -> list[ReplacedCall]:
     """Let the MLPs of ``model`` compute over tiles of tokens.
 
