@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.planning.jobs import NUMEL, stack
+from tests.planning.jobs import NUMEL, planned, stack
 from tests.toolkit.configs import PARTITIONED
+from zerolite.engine.build import build_engine
+from zerolite.engine.engine import Engine
+from zerolite.planning import dry_run
 from zerolite.planning.make import plan
 from zerolite.planning.result import PlanError
 from zerolite.planning.settings import compare
+from zerolite.utils.lazy import collector_off
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 
 ALL_MOVE = {"stage": 3, **PARTITIONED["kept"]}
@@ -176,3 +181,19 @@ def test_an_optimizer_may_read_its_counts_and_may_need_whole_parameters() -> Non
     assert any("stage 3" in line and "the engine refuses this job" in line for line in compared.left_out)
     with pytest.raises(PlanError, match="constructor"):
         compare(needs_values_here, config(), 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_engine_ends_with_its_plan(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """Without the garbage collector: hooks and backwards of the process would go on to serve it."""
+    made: list[weakref.ref[Engine]] = []
+
+    def build(*arguments: Any, **more: Any) -> Engine:
+        engine = build_engine(*arguments, **more)
+        made.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(dry_run, "build_engine", build)
+    with collector_off():
+        planned("gpt", 2, stage=stage, buckets="auto")
+        assert [engine() for engine in made] == [None]

@@ -54,6 +54,7 @@ from zerolite.utils.accelerator import current_platform, default_device, is_fake
 from zerolite.utils.lazy import collector_off
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.utils.nested import map_tensors
+from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.param_group import CommContext
 from zerolite.zero.stage3.partition_parameters import partition
@@ -300,7 +301,8 @@ class _DryRun:
         # At stage 3 no parameter need be hidden: gathers in flight are waited for as in a real run.
         overlaps = parts_of(engine).param_gatherer.overlaps and self._job.config.zero_optimization.stage < 3
         trace = Trace(tracker, self._platform, overlaps)
-        parts_of(engine).observers.on_update_begin.append(lambda: trace.on_update(_bytes_of_update(engine)))
+        parts = parts_of(engine)  # they live as long as the engine, and must not hold it
+        parts.observers.on_update_begin.append(lambda: trace.on_update(_bytes_of_update(parts.buffer)))
         with record(trace), _uses_noted(engine, trace) if overlaps else contextlib.nullcontext():
             trace.begin_step()
             self._step(engine)
@@ -423,11 +425,11 @@ def _uses_noted(engine: Engine, trace: Trace) -> Iterator[None]:
         handle.remove()
 
 
-def _bytes_of_update(engine: Engine) -> int:
+def _bytes_of_update(buffer: ParameterBuffer) -> int:
     """Return the bytes that an update on the device reads and writes: masters and states both, mean gradients are read
     for the norm and for the update, and compute parameters are written."""
     nbytes = 0
-    for bucket in parts_of(engine).buffer.buckets:
+    for bucket in buffer.buckets:
         if not (bucket.updates_on_host or bucket.is_offloaded):
             changed = sum(tensor.nbytes for tensor in (bucket.master, *bucket.states.values()))
             gradient = bucket.master.numel() * bucket.dtypes.mean[0].itemsize
