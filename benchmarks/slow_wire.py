@@ -13,7 +13,6 @@ import ctypes
 import fcntl
 import os
 import select
-import shutil
 import struct
 import subprocess
 import sys
@@ -21,11 +20,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import namespaces
 
 TOOLS = ("ip", "unshare", "nsenter")
 MTU = 60_000  # long packets: few of them, so that carrying them costs little
-_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-_ENVIRONMENT = {**os.environ, "PATH": _PATH}
 _WINDOW = "4096 524288 2097152"  # bytes of a connection in flight: enough for the wire, and no long queue before it
 _HOLD = """\
 import socket, subprocess, sys
@@ -44,18 +46,8 @@ _CLONE_NEWNET = 0x40000000
 
 def why_not() -> str | None:
     """Say why there can be no such nodes here, or return None."""
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        return "nodes in network namespaces need root on Linux"
-    missing = [tool for tool in TOOLS if shutil.which(tool, path=_PATH) is None]
-    if missing:
-        return f"nodes in network namespaces need {', '.join(missing)} (packages iproute2, util-linux)"
-    if not os.path.exists("/dev/net/tun"):
-        return "nodes in network namespaces need /dev/net/tun"
-    trial = "ip tuntap add dev wire0 mode tun"
-    done = subprocess.run(
-        ["unshare", "--net", "--uts", "sh", "-c", trial], capture_output=True, text=True, env=_ENVIRONMENT
-    )
-    return f"namespaces cannot be made here: {done.stderr.strip()}" if done.returncode else None
+    trial = ("ip", "tuntap", "add", "dev", "wire0", "mode", "tun")
+    return namespaces.why_not(TOOLS, "iproute2, util-linux", ("--net", "--uts"), trial)
 
 
 class Node:
@@ -69,7 +61,7 @@ class Node:
         return ["nsenter", "-t", str(self.first), "-u", "-n", *argv]
 
     def run(self, *argv: str) -> None:
-        subprocess.run(self.command(argv), check=True, env=_ENVIRONMENT)
+        subprocess.run(self.command(argv), check=True, env=namespaces.ENVIRONMENT)
 
 
 @contextmanager
@@ -83,7 +75,7 @@ def two_nodes(gbits: float, delay_ms: float) -> Iterator[list[Node]]:
     with ExitStack() as stack:
         nodes = [Node(number, _hold(stack, f"node{number}")) for number in range(2)]
         command = [sys.executable, __file__, *(str(node.first) for node in nodes), str(gbits), str(delay_ms)]
-        _start(stack, command)
+        namespaces.start(stack, command)
         for node in nodes:
             node.run("ip", "addr", "add", f"{node.address}/24", "dev", "wire0")
             node.run("ip", "link", "set", "wire0", "mtu", str(MTU), "txqueuelen", "1000", "up")
@@ -93,26 +85,7 @@ def two_nodes(gbits: float, delay_ms: float) -> Iterator[list[Node]]:
 def _hold(stack: ExitStack, name: str) -> int:
     """Start the first process of a node and return its process id."""
     command = ["unshare", "--net", "--uts", sys.executable, "-c", _HOLD, name, _WINDOW]
-    return _start(stack, command)
-
-
-def _start(stack: ExitStack, command: Sequence[str]) -> int:
-    """Start a process that ends at the end of its input, and wait until it is ready."""
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_ENVIRONMENT)
-    assert process.stdin is not None and process.stdout is not None
-
-    def end() -> None:
-        process.stdin.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    stack.callback(end)
-    if process.stdout.readline() != b"ready\n":
-        raise RuntimeError(f"a process of the slow wire did not start: {' '.join(command)}")
-    return process.pid
+    return namespaces.start(stack, command)
 
 
 # -------------------------------------------------------------------- the pump, in a process of its own

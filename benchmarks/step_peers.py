@@ -142,7 +142,8 @@ def deepspeed_1(step: Step) -> None:
     """Stage 1 with overlap_comm: gradients are copied into buckets of `reduce_bucket_size` (4 or with fp32 6 bytes an
     element) and all-reduced on a stream beside backward, a bucket at a time; the update; then a gather of all
     parameters, for which the step waits."""
-    work, left, buckets = step.work, 0, []
+    work, left = step.work, 0
+    buckets: list[CollectiveCall] = []
 
     def arrive(numel: int) -> None:
         nonlocal left
@@ -190,7 +191,8 @@ def deepspeed_3(step: Step, in_node: bool, quantized: bool) -> None:
     for number in _gathered(step, units, INT8 if quantized else 2, "data", ()):
         flops = [0.0, per_element[0] * units[number], work.head][(number > 0) + (number + 1 == len(units))]
         step.compute(flops, passes * units[number])
-    left, reductions = 0, []
+    reductions: list[CollectiveCall] = []
+    left = 0
     units.reverse()
     for number in _gathered(step, units, 2, "shard" if in_node else "data", range(kept)):
         flops = [2.0 * work.head, per_element[1] * units[number], 0.0][(number > 0) + (number + 1 == len(units))]

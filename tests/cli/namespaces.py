@@ -16,10 +16,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import namespaces
 from tests.cli.helpers import wait_until
 
 TOOLS = ("ip", "unshare", "nsenter", "mount", "ssh", "sshd", "ssh-keygen")
-SEARCH_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 # The first process of a host. It reaps what is left to it, and ends, with all of the host, at the end of its input.
 FIRST_PROCESS = """\
@@ -38,16 +38,9 @@ sys.stdin.read()
 
 def why_not() -> str | None:
     """Say why hosts cannot be made here, or return None."""
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        return "hosts in network namespaces need root on Linux"
-    missing = [tool for tool in TOOLS if shutil.which(tool, path=SEARCH_PATH) is None]
-    if missing:
-        return f"hosts in network namespaces need {', '.join(missing)} (packages iproute2, util-linux, openssh-server)"
-    trial = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "ip", "link", "add"]
-    done = subprocess.run(
-        [*trial, "zl0", "type", "bridge"], capture_output=True, text=True, env={**os.environ, "PATH": SEARCH_PATH}
-    )
-    return f"namespaces cannot be made here: {done.stderr.strip()}" if done.returncode else None
+    trial = ("--fork", "--mount-proc", "ip", "link", "add", "zl0", "type", "bridge")
+    flags = ("--net", "--uts", "--ipc", "--mount", "--pid")
+    return namespaces.why_not(TOOLS, "iproute2, util-linux, openssh-server", flags, trial)
 
 
 @dataclass
@@ -111,7 +104,7 @@ class VirtualNetwork:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PATH": SEARCH_PATH}
+    return {**os.environ, "PATH": namespaces.SEARCH_PATH}
 
 
 def call(*argv: str) -> str:
@@ -152,26 +145,8 @@ def child_of(pid: int) -> int:
 
 def hold_namespaces(stack: ExitStack, flags: Sequence[str], name: str, hosts_file: str) -> int:
     """Start the first process of a host; return its process id."""
-    holder = subprocess.Popen(
-        ["unshare", *flags, "--fork", "--kill-child", sys.executable, "-c", FIRST_PROCESS, name, hosts_file],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment(),
-    )
-
-    def end() -> None:
-        assert holder.stdin is not None and holder.stdout is not None
-        holder.stdin.close()
-        try:
-            holder.wait(10)
-        except subprocess.TimeoutExpired:
-            holder.kill()
-            holder.wait()
-        holder.stdout.close()
-
-    stack.callback(end)
-    assert holder.stdout is not None and holder.stdout.readline() == b"ready\n", f"{name} did not come up"
-    return child_of(holder.pid)
+    command = ["unshare", *flags, "--fork", "--kill-child", sys.executable, "-c", FIRST_PROCESS, name, hosts_file]
+    return child_of(namespaces.start(stack, command))
 
 
 def write_ssh_files(directory: Path, hosts: Mapping[str, str]) -> Path:
@@ -195,7 +170,7 @@ def write_ssh_files(directory: Path, hosts: Mapping[str, str]) -> Path:
 
 
 def start_sshd(stack: ExitStack, host: VirtualHost, directory: Path) -> None:
-    sshd = shutil.which("sshd", path=SEARCH_PATH)
+    sshd = shutil.which("sshd", path=namespaces.SEARCH_PATH)
     assert sshd is not None
     log = stack.enter_context(open(directory / f"sshd.{host.name}.log", "wb"))
     argv = host.command([sshd, "-D", "-e", "-f", directory / "sshd_config"])
