@@ -6,13 +6,17 @@
 
 The nodes are network namespaces of this machine, see slow_wire.py. Ranks exchange by gloo; those of a node that form a
 group of their own, by shared memory. All competitors train the same layers in fp32, each in its turn in every round,
-every second round in the opposite order. "compute" trains without the others, with torch's AdamW, at the same time on
-all ranks: what it takes is the plan's forward, backward and update.
+every second round in the opposite order.
+
+A prediction takes from the same rounds, and from nothing that sends during a step: "alone", steps of the same setting
+over communicators that send nothing, by all ranks at once, for its compute, copies and host time; and single exchanges
+of two sizes, within the nodes and between them, for latency and bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -32,14 +36,18 @@ from torch import Tensor, nn
 
 import zerolite
 from benchmarks import harness, options
+from benchmarks.null_communicator import NullCommunicator
 from benchmarks.report import Row, render_table
 from benchmarks.slow_wire import Node, two_nodes, why_not
+from zerolite.comm import Communicator, Pending, done, use_communicator
+from zerolite.engine.engine_base import parts_of
 from zerolite.planning import Machine, plan
 
 RANKS, NODES = 4, 2
 WIDTH, BATCH = 512, 4
 PORT = 29_631
-WITHIN = 1.0  # GB/s that ranks of a node exchange, by loopback or by copies in memory
+SMALL, LARGE = 1 << 10, 1 << 18  # elements of the exchanges that are timed
+REPEATS = 8  # of an exchange in a turn
 ALL_RELEASED = {
     "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0
 }  # fmt: skip
@@ -51,11 +59,11 @@ ZEROLITE: dict[str, dict[str, Any]] = {
     "zerolite-3-replicas": {"stage": 3, "shard_size": 2, **ALL_RELEASED},
     "zerolite-3-hierarchical": {"stage": 3, "zero_hpz_partition_size": 2, **ALL_RELEASED},
 }
-COMPUTE = "compute"
-NAMES = (COMPUTE, *ZEROLITE, "fsdp2", "fsdp2-hsdp")
+NAMES = (*ZEROLITE, "fsdp2", "fsdp2-hsdp")
+EXCHANGES = tuple((where, numel) for where in ("shard", "replicate") for numel in (SMALL, LARGE))
 COLUMNS = (
     ("competitor", "name", "{}"), ("step ms", "step_ms", "{:.0f}"), ("min", "min_ms", "{:.0f}"),
-    ("max", "max_ms", "{:.0f}"), ("predicted ms", "predicted_ms", "{:.0f}"), ("exposed ms", "exposed_ms", "{:.0f}"),
+    ("max", "max_ms", "{:.0f}"), ("alone ms", "alone_ms", "{:.0f}"), ("predicted ms", "predicted_ms", "{:.0f}"),
     ("measured / predicted", "ratio", "{:.2f}"),
 )  # fmt: skip
 
@@ -86,24 +94,40 @@ def batch() -> Tensor:
     return torch.ones(BATCH, WIDTH)
 
 
-def predict(name: str, layers: int, compute: float, gbits: float, delay_ms: float) -> tuple[float, float]:
-    """Return the time of a step and its exposed communication.
+def machine_of(seconds: dict[str, float], flops: int, alone: float) -> Machine:
+    """Return the machine on which single exchanges take as long as measured, and a step without them ``alone``.
+
+    Args:
+        seconds: of an exchange, by its place and number of elements.
+        flops: operations of a step.
+        alone: seconds.
+    """
+    more = {where: seconds[f"{where} {LARGE}"] - seconds[f"{where} {SMALL}"] for where in ("shard", "replicate")}
+    sent = 4 * (LARGE - SMALL) / 2  # bytes, by each of two ranks
+    return Machine(
+        tflops=flops / 1e12 / alone,
+        intra_bandwidth=sent / more["shard"] / 1e9,
+        inter_bandwidth=2 * sent / more["replicate"] / 1e9,  # by the two ranks of a node at once
+        intra_latency=1e6 * seconds[f"shard {SMALL}"],
+        latency=1e6 * seconds[f"replicate {SMALL}"],
+    )
+
+
+def predict(name: str, layers: int, alone: float, exchanges: dict[str, float]) -> float:
+    """Return the seconds of a step.
 
     Args:
         name: of a competitor of zerolite.
         layers: of the model.
-        compute: seconds of a step without communication.
-        gbits: 10^9 bits a second of the wire.
-        delay_ms: milliseconds that it takes.
+        alone: seconds of its step where nothing is sent.
+        exchanges: seconds of single exchanges.
     """
     flops = plan(lambda: Layers(layers), config_of("zerolite-1"), 1, device="cpu", batch=batch).flops
     assert flops is not None
-    machine = Machine(
-        tflops=flops / 1e12 / compute, intra_bandwidth=WITHIN, inter_bandwidth=gbits / 8, latency=1e3 * delay_ms
-    )
+    machine = machine_of(exchanges, flops, alone)
     made = plan(lambda: Layers(layers), config_of(name), RANKS, nodes=NODES, device="cpu", batch=batch, machine=machine)
     assert made.time is not None
-    return made.time.step, made.time.exposed
+    return made.time.step
 
 
 # -------------------------------------------------------------------- the ranks
@@ -121,15 +145,14 @@ def make_step(name: str, layers: int) -> Callable[[], object]:
             engine.step()
 
         return step
-    if name != COMPUTE:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-        hybrid = init_device_mesh("cpu", (NODES, RANKS // NODES), mesh_dim_names=("replicate", "shard"))
-        mesh = hybrid if name == "fsdp2-hsdp" else init_device_mesh("cpu", (RANKS,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    hybrid = init_device_mesh("cpu", (NODES, RANKS // NODES), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid if name == "fsdp2-hsdp" else init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def plain() -> None:
@@ -140,17 +163,61 @@ def make_step(name: str, layers: int) -> Callable[[], object]:
     return plain
 
 
+class Alone(NullCommunicator):
+    """A null communicator that fills the parts of the others with copies of its own: some of them have no values."""
+
+    def second(self, backend: str) -> Communicator:
+        return Alone(self.rank, self.world_size)
+
+    def _all_gather(self, full: Tensor, tag: str) -> Pending:
+        own = self.shard(full).clone()
+        full.view(self.world_size, -1).copy_(own)
+        return done(full)
+
+
+def make_exchange(where: str, numel: int) -> Callable[[], object]:
+    """Return a function that gathers ``numel`` elements over two ranks, of a node or of two nodes, several times."""
+    torch.manual_seed(0)
+    groups = parts_of(zerolite.initialize(Layers(1), config_of("zerolite-3-hierarchical"))).groups
+    comm, full = getattr(groups, where), torch.ones(numel)
+
+    def exchange() -> None:
+        for _ in range(REPEATS):
+            comm.all_gather(full, "exchange").wait()
+
+    return exchange
+
+
+def all_of(names: list[str], layers: int) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Return what makes each function that is timed, by its name."""
+    made: dict[str, Callable[[], Callable[[], object]]] = {
+        f"{where} {numel}": functools.partial(make_exchange, where, numel) for where, numel in EXCHANGES
+    }
+
+    def alone(name: str) -> Callable[[], object]:
+        with use_communicator(Alone):
+            return make_step(name, layers)
+
+    for name in names:
+        made[name] = functools.partial(make_step, name, layers)
+        if name in ZEROLITE:
+            made[f"{name} alone"] = functools.partial(alone, name)
+    return made
+
+
 def train(names: list[str], layers: int, rounds: int, steps: int, out: str) -> None:
     """Measure all competitors as one rank; rank 0 writes the seconds of their steps, by round."""
     torch.set_num_threads(1)
     zerolite.init_distributed(timeout=120)
     made, absent = {}, {}
-    for name in names:
+    for name, make in all_of(names, layers).items():
         try:
-            made[name] = make_step(name, layers)
+            made[name] = make()
             for _ in range(4):
                 made[name]()
         except (ImportError, RuntimeError, NotImplementedError) as error:
+            if not name.startswith("fsdp2"):
+                raise
             absent[name] = f"{type(error).__name__}: {error}"[:200]
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for number in range(rounds):
@@ -196,20 +263,34 @@ def measure(names: list[str], layers: int, rounds: int, steps: int, gbits: float
         return found
 
 
+def medians(found: dict[str, Any]) -> dict[str, float]:
+    """Return the median seconds of each function that was timed."""
+    return {name: statistics.median(seconds) for name, seconds in found["seconds"].items()}
+
+
+def exchanges_in(middle: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of one exchange of each place and size."""
+    return {f"{where} {numel}": middle[f"{where} {numel}"] / REPEATS for where, numel in EXCHANGES}
+
+
 def rows_of(args: argparse.Namespace) -> list[Row]:
-    names = [COMPUTE, *(name for name in args.competitors if name != COMPUTE)]
-    found = measure(names, args.layers, args.rounds, args.steps, args.gbits, args.delay)
-    compute = statistics.median(found["seconds"][COMPUTE])
+    found = measure(list(args.competitors), args.layers, args.rounds, args.steps, args.gbits, args.delay)
+    middle = medians(found)
+    exchanges = exchanges_in(middle)
+    print({name: round(1e3 * seconds, 3) for name, seconds in exchanges.items()}, file=sys.stderr)
     rows: list[Row] = []
-    for name, seconds in found["seconds"].items():
-        middle = statistics.median(seconds)
-        row: Row = dict.fromkeys((key for _, key, _ in COLUMNS), None) | {"absent": None, "name": name}
-        row |= {"step_ms": 1e3 * middle, "min_ms": 1e3 * min(seconds), "max_ms": 1e3 * max(seconds)}
-        if name in ZEROLITE:
-            step, exposed = predict(name, args.layers, compute, args.gbits, args.delay)
-            row |= {"predicted_ms": 1e3 * step, "exposed_ms": 1e3 * exposed, "ratio": middle / step}
+    for name in args.competitors:
+        row: Row = dict.fromkeys((key for _, key, _ in COLUMNS), None) | {"name": name}
+        row["absent"] = found["absent"].get(name)
+        if name in middle:
+            seconds = found["seconds"][name]
+            row |= {"step_ms": 1e3 * middle[name], "min_ms": 1e3 * min(seconds), "max_ms": 1e3 * max(seconds)}
+        if name in middle and name in ZEROLITE:
+            alone = middle[f"{name} alone"]
+            step = predict(name, args.layers, alone, exchanges)
+            row |= {"alone_ms": 1e3 * alone, "predicted_ms": 1e3 * step, "ratio": middle[name] / step}
         rows.append(row)
-    return [*rows, *({"name": name, "absent": reason} for name, reason in found["absent"].items())]
+    return rows
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -112,6 +112,15 @@ def test_communicators_share_the_wire() -> None:
     assert late.exposed == pytest.approx(ALONE - 1 + (ALONE - 1), abs=0.02)  # from then on at half the speed
 
 
+def test_ranks_of_a_node_copy_while_they_wait() -> None:
+    """On the CPU nothing hides what goes through the memory of a node, and what goes between nodes is hidden."""
+    within = call("all_gather", 4 * 10**9, dimension="shard", ranks=2)
+    made = play(Launch(within), second(), Wait(within), messages=True, intra_latency=1e6)
+    assert made.exposed == pytest.approx(1 + 2)
+    across = call("all_gather", 4 * 10**9, dimension="replicate", ranks=2)
+    assert play(Launch(across), second(4 * 10**12), Wait(across), messages=True).exposed == pytest.approx(2e-3)
+
+
 def test_a_second_hop_begins_when_the_first_has_ended() -> None:
     """On a device a stream beside the model's waits for the first of two chained collectives and launches the other."""
     first = call("reduce_scatter", 2 * 10**9, "gradients", "shard", 2)

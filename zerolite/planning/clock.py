@@ -180,6 +180,7 @@ class _Network:
 def step_time(steps: Sequence[Sequence[Event]], machine: Machine, wires: Wires) -> StepTime:
     """Return the time of the last step: from the end of the one before it, if there is one, to its own."""
     network, launched, now = _Network(wires.messages), dict[int, _Collective](), 0.0
+    copies: dict[int, float] = {}
     for step in steps:
         begin, products, passes = now, 0.0, 0.0
         for event in step:
@@ -187,6 +188,7 @@ def step_time(steps: Sequence[Sequence[Event]], machine: Machine, wires: Wires) 
                 times = machine.seconds(*event)
                 products, passes, now = products + times[0], passes + times[1], now + sum(times)
             elif isinstance(event, Wait):
+                now += copies.pop(id(event.call), 0.0)
                 collective = launched.pop(id(event.call), None)
                 if collective is not None:
                     now = max(now, network.end_of(collective))
@@ -195,6 +197,10 @@ def step_time(steps: Sequence[Sequence[Event]], machine: Machine, wires: Wires) 
                 cost = wires.cost(
                     call.op, call.nbytes, call.dimension, call.ranks, call.numel, call.dtype.itemsize == 2
                 )
+                if wires.messages and not cost.between:
+                    # The ranks of a node copy from each other's memory themselves, while they wait.
+                    copies[id(call)] = cost.latency + cost.transfer
+                    continue
                 collective = _Collective(cost, None if after is None else launched[id(after)])
                 launched[id(call)] = collective
                 network.launch(now, (call.dimension, call.tag == "parameters"), collective)

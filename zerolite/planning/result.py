@@ -95,6 +95,7 @@ class Machine(_Frozen):
         intra_bandwidth: GB/s (10^9) of a rank to the others of its node, in each direction; None: not given.
         inter_bandwidth: GB/s of a node to the others, all its network cards together, in each direction.
         latency: microseconds of a hop between nodes.
+        intra_latency: microseconds of a hop within a node, or of an exchange there by copies in memory.
         memory_bandwidth: GB/s of a device's memory, for the passes of the engine over its own memory; None: they take
             no time.
     """
@@ -103,6 +104,7 @@ class Machine(_Frozen):
     intra_bandwidth: float | None = Field(default=None, gt=0)
     inter_bandwidth: float | None = Field(default=None, gt=0)
     latency: float = Field(default=10.0, ge=0)
+    intra_latency: float = Field(default=2.5, ge=0)
     memory_bandwidth: float | None = Field(default=None, gt=0)
 
     def seconds(self, flops: int, nbytes: int) -> tuple[float, float]:

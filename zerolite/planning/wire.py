@@ -9,8 +9,6 @@ from zerolite.planning.result import GIGA, Machine
 from zerolite.planning.traffic import Grid
 
 MICRO = 1e-6
-LATENCY_WITHIN = 2.5
-"""Microseconds of a hop between devices of one node."""
 
 
 class Cost(NamedTuple):
@@ -56,7 +54,7 @@ class Wires:
         2 ((n / m - 1) a + log2(m) b). (Bandwidths: nccl-tests, doc/PERFORMANCE.md. Hops: NCCL, src/graph/tuning.cc.)
 
         Messages: every rank sends every other one its part, all at once; an all-reduce does that twice, or is gloo's
-        ring where the length does not divide or there are two ranks.
+        ring where the length does not divide or there are two ranks. Within a node parts are copied in memory.
 
         Args:
             op: as in :class:`~zerolite.comm.recorder.CollectiveCall`, like ``nbytes``, ``dimension``, ``ranks`` and
@@ -64,7 +62,7 @@ class Wires:
             half: elements have 16 bits.
         """
         local, nodes = self._span(dimension, ranks)
-        hop, within = MICRO * self._machine.latency, MICRO * LATENCY_WITHIN
+        hop, within = MICRO * self._machine.latency, MICRO * self._machine.intra_latency
         crossed = min(nodes, ranks - 1) if nodes > 1 else 0  # links between nodes on the longest way of a part
         ring = within * (ranks - 1 - crossed) + hop * crossed
         if nodes == ranks and not self.messages:
