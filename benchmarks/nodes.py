@@ -8,8 +8,8 @@ The nodes are network namespaces of this machine, see slow_wire.py. Ranks exchan
 group of their own, by shared memory. All competitors train the same layers in fp32, each in its turn in every round,
 every second round in the opposite order.
 
-A prediction takes from the same rounds, and from nothing that sends during a step: "alone", steps of the same setting
-over communicators that send nothing, by all ranks at once, for its compute, copies and host time; and single exchanges
+A prediction takes from the same rounds, and from nothing that sends during a step: "alone", steps of the same stage
+that each rank trains without the others, all at once, for its compute, copies and host time; and single exchanges
 of two sizes, within the nodes and between them, for latency and bandwidth.
 """
 
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,16 @@ from torch import Tensor, nn
 
 import zerolite
 from benchmarks import harness, options
-from benchmarks.null_communicator import NullCommunicator
 from benchmarks.report import Row, render_table
 from benchmarks.slow_wire import Node, two_nodes, why_not
-from zerolite.comm import Communicator, Pending, done, use_communicator
+from zerolite.comm import Communicator, use_communicator
 from zerolite.engine.engine_base import parts_of
 from zerolite.planning import Machine, plan
 
 RANKS, NODES = 4, 2
 WIDTH, BATCH = 512, 4
 PORT = 29_631
+SETS = ("shard_size", "zero_hpz_partition_size")
 SMALL, LARGE = 1 << 10, 1 << 18  # elements of the exchanges that are timed
 REPEATS = 8  # of an exchange in a turn
 ALL_RELEASED = {
@@ -81,11 +81,12 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def config_of(name: str) -> dict[str, Any]:
+def config_of(name: str, without: Sequence[str] = ()) -> dict[str, Any]:
+    zero = {key: value for key, value in ZEROLITE[name].items() if key not in without}
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"reduce_bucket_size": 2 * (WIDTH + 1) * WIDTH, **ZEROLITE[name]},
+        "zero_optimization": {"reduce_bucket_size": 2 * (WIDTH + 1) * WIDTH, **zero},
         "consistency_check_interval": 0,
     }
 
@@ -133,12 +134,12 @@ def predict(name: str, layers: int, alone: float, exchanges: dict[str, float]) -
 # -------------------------------------------------------------------- the ranks
 
 
-def make_step(name: str, layers: int) -> Callable[[], object]:
-    """Return a function that trains one step as this competitor."""
+def make_step(name: str, layers: int, without: Sequence[str] = ()) -> Callable[[], object]:
+    """Return a function that trains one step as this competitor, of zerolite's ``without`` some keys."""
     torch.manual_seed(0)
     model, x = Layers(layers), batch()
     if name in ZEROLITE:
-        engine = zerolite.initialize(model, config_of(name))
+        engine = zerolite.initialize(model, config_of(name, without))
 
         def step() -> None:
             engine.backward(engine(x))
@@ -163,18 +164,6 @@ def make_step(name: str, layers: int) -> Callable[[], object]:
     return plain
 
 
-class Alone(NullCommunicator):
-    """A null communicator that fills the parts of the others with copies of its own: some of them have no values."""
-
-    def second(self, backend: str) -> Communicator:
-        return Alone(self.rank, self.world_size)
-
-    def _all_gather(self, full: Tensor, tag: str) -> Pending:
-        own = self.shard(full).clone()
-        full.view(self.world_size, -1).copy_(own)
-        return done(full)
-
-
 def make_exchange(where: str, numel: int) -> Callable[[], object]:
     """Return a function that gathers ``numel`` elements over two ranks, of a node or of two nodes, several times."""
     torch.manual_seed(0)
@@ -195,8 +184,8 @@ def all_of(names: list[str], layers: int) -> dict[str, Callable[[], Callable[[],
     }
 
     def alone(name: str) -> Callable[[], object]:
-        with use_communicator(Alone):
-            return make_step(name, layers)
+        with use_communicator(lambda rank, world: Communicator()):
+            return make_step(name, layers, SETS)
 
     for name in names:
         made[name] = functools.partial(make_step, name, layers)

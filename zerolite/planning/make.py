@@ -185,23 +185,11 @@ def _plan_of(
     states = dict.fromkeys(ITEMS, 0) | {item: on_device[item] for item in (*MODEL_STATES, BUFFERS)}
     return Plan(
         model=outcome.model_name,
-        stage=config.zero_optimization.stage,
-        world_size=job.world_size,
+        **_describe_job(job),
         nodes=nodes,
-        rank=job.rank,
-        device=job.device,
-        precision=_precision(config),
-        micro_batch=config.train_micro_batch_size_per_gpu,
-        accumulation=config.gradient_accumulation_steps or 1,
-        batch=_describe_batch(job),
         parameters=outcome.parameters,
         trained_parameters=outcome.trained_parameters,
         rank_parameters=outcome.rank_parameters,
-        pipeline_stages=job.grid.pipe,
-        data_parallel=job.grid.data,
-        tensor_parallel=job.grid.tensor,
-        pipeline_stage=job.stage,
-        schedule=config.pipeline.schedule if job.grid.pipe > 1 else None,
         states=states,
         at_rest=_items(outcome.at_rest),
         peak=max(peaks, key=lambda peak: peak.bytes),
@@ -221,6 +209,26 @@ def _plan_of(
         host_memory=host_memory,
         notes=list(_notes(job, outcome, machine is not None)),
     )
+
+
+def _describe_job(job: Job) -> dict[str, Any]:
+    """Return the fields of a plan that its job has."""
+    config, grid = job.config, job.grid
+    return {
+        "stage": config.zero_optimization.stage,
+        "world_size": job.world_size,
+        "rank": job.rank,
+        "device": job.device,
+        "precision": _precision(config),
+        "micro_batch": config.train_micro_batch_size_per_gpu,
+        "accumulation": config.gradient_accumulation_steps or 1,
+        "batch": _describe_batch(job),
+        "pipeline_stages": grid.pipe,
+        "data_parallel": grid.data,
+        "tensor_parallel": grid.tensor,
+        "pipeline_stage": job.stage,
+        "schedule": config.pipeline.schedule if grid.pipe > 1 else None,
+    }
 
 
 def _stage(plan_of_rank: Plan) -> Stage:
