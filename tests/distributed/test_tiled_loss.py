@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
-from tests.toolkit.configs import ADAMW, at
+from tests.toolkit.architectures import causal
+from tests.toolkit.configs import ADAMW, SGD, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.tensor_parallel import relative
 from tests.toolkit.training import raised
@@ -341,3 +342,44 @@ def test_mlp(stage: str) -> None:
         assert made["calls"] == expected["calls"]
         tiles = torch.distributed.get_rank() == 0 and (bool(zero) or stage[0] != "3")
         assert expected["forwards"] == 3 and made["forwards"] == (3 * 2 * 5 if tiles else 3)
+
+
+CAUSAL = {
+    "Llama": {},
+    "Qwen3": {"tie_word_embeddings": True},
+    "Gemma2": {"final_logit_softcapping": 3.0},
+    "Mistral": {},
+    "GPTNeoX": {},
+    "Mixtral": {"output_router_logits": True},
+    "GPT2": {"kind": "LMHeadModel", "loss_type": "ForCausalLM"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["1", "3"])
+@on_ranks(2, timeout=400)
+def test_models_of_transformers(stage: str) -> None:
+    """Loss, its tokens counted by the caller, and MLPs; logits of an evaluation."""
+    pytest.importorskip("transformers")
+    found = {}
+    for name, more in CAUSAL.items():
+        results = []
+        for tiled in (False, TILE):
+            model = causal(name, **more).build()
+            if name != "Mixtral":  # torch multiplies groups in at most fp32
+                model.double()
+            given = at(stage, optimizer=SGD, tiled_loss=tiled, tiled_mlp=tiled)
+            engine = zerolite.initialize(model, given)
+            losses = []
+            for step in range(2):
+                tokens, labels = batch(step, (9, 5))
+                loss = engine(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(11)).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
+            with torch.no_grad():
+                logits = engine(input_ids=batch(7, (9, 5))[0]).logits
+            assert type(logits) is Tensor
+            results.append({"losses": torch.stack(losses), "logits": logits, **engine.full_state_dict()})
+        found[name] = worst(results[1], results[0])
+    assert {name: off for name, off in found.items() if off > 1e-6} == {}
