@@ -383,3 +383,24 @@ def test_models_of_transformers(stage: str) -> None:
             results.append({"losses": torch.stack(losses), "logits": logits, **engine.full_state_dict()})
         found[name] = worst(results[1], results[0])
     assert {name: off for name, off in found.items() if off > 1e-6} == {}
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=300)
+def test_divided_sequences() -> None:
+    """Each rank has tiles of its part of the tokens."""
+    pytest.importorskip("transformers")
+    for stage in ("1", "3"):
+        results = []
+        for tiled in (False, 3):
+            model = causal("Llama").build().double()
+            given = at(stage, optimizer=SGD, tiled_loss=tiled, tiled_mlp=tiled, sequence_parallel={"size": 2})
+            engine = zerolite.initialize(model, given)
+            for step in range(2):
+                torch.manual_seed(step)
+                tokens = torch.randint(0, VOCABULARY, (2, 15))
+                loss = engine(input_ids=tokens, labels=tokens.clone()).loss
+                engine.backward(loss)
+                engine.step()
+            results.append({"loss": loss.detach(), **engine.full_state_dict()})
+        assert worst(results[1], results[0]) < 1e-6  # its loss is in fp32
