@@ -143,6 +143,8 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     inter = "GB/s of a node to the others, all its network cards together, in each direction"
     speed("--inter-bandwidth", type=_speed, metavar="GB/s", help=inter)
     speed("--latency", type=_speed, metavar="US", help="microseconds of a hop between nodes (default: 10)")
+    within = "microseconds of a hop within a node (default: 2.5)"
+    speed("--intra-latency", type=_speed, metavar="US", help=within)
     memory = "GB/s of a device's memory, for copies, sums and the update (default: they take no time)"
     speed("--memory-bandwidth", type=_speed, metavar="GB/s", help=memory)
 
