@@ -19,6 +19,7 @@ from tests.toolkit.tensor_parallel import relative
 from tests.toolkit.training import raised
 from zerolite.comm import record
 from zerolite.nn import DeferredLogits
+from zerolite.zero.stage3.live_view import refuse_operations
 
 VOCABULARY, WIDTH, TILE = 19, 6, 4
 Loss = Callable[["Reader", Tensor, Tensor], Tensor]
@@ -295,6 +296,10 @@ def test_logits_beside_the_loss(stage: str) -> None:
         engine.step()
         late = raised(other["logits"].sum)
         assert ("got a read after it" in late) == bool(tiled), late
+        if stage == "3" and tiled:  # as with DeepSpeed's interface, where one rank alone may read
+            last = engine(*batch(3, (9, 2)))
+            refuse_operations(model.parameters())
+            assert '"tiled_loss": false keeps them' in raised(last["logits"].sum)
         found[bool(tiled)] = {"read": read, "evaluated": copied, **engine.full_state_dict()}
     assert worst(found[True], found[False]) < 1e-10
 

@@ -135,8 +135,7 @@ class HeadCall:
             if self.ended and not recomputes:
                 if self.tiling.updates != self._updates:
                     raise RuntimeError(OLD_LOGITS)
-                head = self._head
-                return F.linear(self.hidden, head.weight, head.bias)
+                return self._computed_late()
             call = getattr(type(self._head), CALL)
             if function is None:
                 return call(self._head, self.hidden)
@@ -145,6 +144,18 @@ class HeadCall:
                 return call(self._head, self.hidden)
             finally:
                 del self._head.__dict__["forward"]
+
+    def _computed_late(self) -> Tensor:
+        """Return the logits after the model's forward, by the parameters as they are."""
+        head = self._head
+        try:
+            return F.linear(self.hidden, head.weight, head.bias)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise  # out of memory keeps its type
+            raise RuntimeError(
+                f'{error}. It was needed for logits beside a loss, which were not kept: "tiled_loss": false keeps them'
+            ) from error
 
     def end(self, with_loss: bool) -> None:
         """Note that the model's forward has ended. Logits without a loss are what it was called for."""
