@@ -132,14 +132,14 @@ class ZeroliteConfig(Block):
     pipeline: PipelineConfig = PipelineConfig()
     aio: AioConfig = AioConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
-    tiled_loss: Tiles = "auto"
+    tiled_loss: Tiles = False
     """Compute a language model's head and its cross entropy over tiles of tokens, so that its logits are never whole in
     memory. A number: tokens of a tile. `true`: tiles of 2^26 logits. `"auto"`: so too, for heads of 16,384 outputs and
-    more. (zerolite's own key; see [long sequences](long-context.md).)"""
-    tiled_mlp: Tiles = "auto"
+    more. `false`: off. (zerolite's own key; see [long sequences](long-context.md).)"""
+    tiled_mlp: Tiles = False
     """Compute MLPs over tiles of tokens, and each tile again in the backward, so that their wide activations are never
     whole in memory. A number: tokens of a tile. `true`: tiles of 2^26 elements of the widest activation. `"auto"`: so
-    too, for calls of more than four tiles. (zerolite's own key; see [long sequences](long-context.md).)"""
+    too, for calls of more than four tiles. `false`: off. (zerolite's own key; see [long sequences](long-context.md).)"""
     checkpoint: CheckpointConfig = CheckpointConfig()
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced. null: their own dtype, but fp32 for bf16 gradients from 64 data-parallel

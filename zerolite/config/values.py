@@ -53,13 +53,17 @@ class Block(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _use_default(cls, value: object, info: ValidationInfo) -> object:
-        """Use the default for "auto", and for null and false in place of a block."""
+        """Use the default for "auto" where that is no value of its own, and for null and false in place of a block."""
         field = cls.model_fields[info.field_name or ""]
-        auto = isinstance(value, str) and value == "auto"
+        auto = isinstance(value, str) and value == "auto" and not _lists_auto(field)
         absent = (value is None or value is False) and block_model(field) is not None
         if (auto or absent) and not field.is_required():
             raise PydanticUseDefault
         return value
+
+
+def _lists_auto(info: FieldInfo) -> bool:
+    return any("auto" in get_args(candidate) for candidate in (info.annotation, *get_args(info.annotation)))
 
 
 def block_model(info: FieldInfo) -> type[Block] | None:
