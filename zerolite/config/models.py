@@ -139,7 +139,8 @@ class ZeroliteConfig(Block):
     tiled_mlp: Tiles = False
     """Compute MLPs over tiles of tokens, and each tile again in the backward, so that their wide activations are never
     whole in memory. A number: tokens of a tile. `true`: tiles of 2^26 elements of the widest activation. `"auto"`: so
-    too, for calls of more than four tiles. `false`: off. (zerolite's own key; see [long sequences](long-context.md).)"""
+    too, for calls of more than four tiles. `false`: off. (zerolite's own key; see
+    [long sequences](long-context.md).)"""
     checkpoint: CheckpointConfig = CheckpointConfig()
     communication_data_type: Dtype | None = None
     """Dtype in which gradients are reduced. null: their own dtype, but fp32 for bf16 gradients from 64 data-parallel

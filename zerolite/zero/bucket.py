@@ -135,12 +135,11 @@ class Bucket:
 
     def finish(self) -> None:
         """Wait for the reduction, and add its result to ``reduced``."""
-        total, sent = self.local.wait()
+        total = self.local.wait()
         dtype = self.dtypes.mean[self.reduced is not None]
         mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
         self.store(mean)
-        if address(mean) != address(sent):  # at stage 0 an all-reduce leaves the mean in the memory that was sent
-            self._memory.release(sent)
+        self.local.release_sent(mean)
 
     def store(self, mean: torch.Tensor) -> None:
         """Replace the mean gradient by ``mean``, which is on the device; write it back if it is offloaded."""

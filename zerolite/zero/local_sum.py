@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.comm import Pending
+from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, listeners, tag_memory
 from zerolite.zero.flat import Segment, destinations, gaps_to_clear, plan_rows, plan_segments, zero_gap, zero_slot
@@ -255,6 +256,7 @@ class LocalSum:
         if wider and self._memory.is_launched_soon(self, launching):
             dtype = dtypes.sent
         self.flat = flat = self._memory.allocate(self.layout.numel, dtype, self._device)
+        tag_memory(flat, self._memory.current.memory_category)
         for gap in self._gaps:
             zero_gap(flat, self.layout, gap)
         return flat
@@ -325,26 +327,33 @@ class LocalSum:
             self._memory.release(own)
         if options.predivide_factor != 1.0:
             full.div_(options.predivide_factor)
+        # Kept, so that its memory can be reused after the reduction. Set before it is tagged and launched, so that no
+        # report of the memory misses it.
+        self._sent_category = GRADIENTS if dtypes.reduces_in_place else BUCKETS
+        self._sent = full
+        tag_memory(full, self._sent_category)
         divisor = groups.mean.world_size * options.copy_factor / options.predivide_factor
         if options.shard and options.use_reduce_scatter:
             self.pending = groups.reduce_scatter(full, "gradients", divisor, dtypes.mean[has_mean], key)
         else:
             self.pending = groups.mean.all_reduce(full, "gradients", divisor, key)
-        # Kept, so that its memory can be reused after the reduction.
-        self._sent_category = GRADIENTS if dtypes.reduces_in_place else BUCKETS
-        self._sent = tag_memory(full, self._sent_category)
         if self.state is BucketState.FILL:  # the second launch of a late bucket leaves it late
             self.state = BucketState.REDUCE
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the reduction. Return its result, and the memory that was sent, which it may lie in."""
-        assert self.pending is not None and self._sent is not None
+    def wait(self) -> torch.Tensor:
+        """Wait for the reduction and return its result, which may lie in the memory that was sent."""
+        assert self.pending is not None
         total, options = self.pending.wait(), self._memory.options
         self.pending = None
         if options.shard and not options.use_reduce_scatter:
             total = self._memory.groups.shard.shard(total).clone()
+        return total
+
+    def release_sent(self, mean: torch.Tensor) -> None:
+        """Release the memory that was sent, unless ``mean`` lies in it: at stage 0 an all-reduce leaves it there."""
         sent, self._sent = self._sent, None
-        return total, sent
+        if sent is not None and address(mean) != address(sent):
+            self._memory.release(sent)
 
 
 class GradientMemory:
@@ -395,11 +404,11 @@ class GradientMemory:
         return bucket.place - current.launched <= IN_FLIGHT
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised memory [numel] for a full bucket."""
+        """Return uninitialised memory [numel] for a full bucket, which the caller tags."""
         for index, tensor in enumerate(self._free):
             if tensor.numel() == numel and tensor.dtype == dtype:
-                return tag_memory(self._free.pop(index), self.current.memory_category)
-        return tag_memory(torch.empty(numel, dtype=dtype, device=device), self.current.memory_category)
+                return self._free.pop(index)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def release(self, full: torch.Tensor) -> None:
         """Keep the memory of a full bucket for reuse."""
