@@ -15,6 +15,7 @@ import zerolite
 from tests.toolkit.architectures import causal
 from tests.toolkit.configs import ADAMW, SGD, at
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.sequences import needs_transformers
 from tests.toolkit.tensor_parallel import relative
 from tests.toolkit.training import raised
 from zerolite.comm import record
@@ -360,12 +361,12 @@ CAUSAL = {
 }
 
 
+@needs_transformers
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["1", "3"])
 @on_ranks(2, timeout=400)
 def test_models_of_transformers(stage: str) -> None:
     """Loss, its tokens counted by the caller, and MLPs; logits of an evaluation."""
-    pytest.importorskip("transformers")
     found = {}
     for name, more in CAUSAL.items():
         results = []
@@ -390,11 +391,11 @@ def test_models_of_transformers(stage: str) -> None:
     assert {name: off for name, off in found.items() if off > 1e-6} == {}
 
 
+@needs_transformers
 @pytest.mark.slow
 @on_ranks(2, timeout=300)
 def test_divided_sequences() -> None:
     """Each rank has tiles of its part of the tokens."""
-    pytest.importorskip("transformers")
     for stage in ("1", "3"):
         results = []
         for tiled in (False, 3):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +17,10 @@ from zerolite.zero import GatheredParameters
 
 VOCABULARY, WIDTH, HEADS = 17, 24, 12
 IGNORED = -100
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 class Decoder(nn.Module):

@@ -281,7 +281,10 @@ class Long(nn.Module):
 
 def test_the_plan_has_no_logits_either() -> None:
     tokens, tile = 2 * 16_384, 4096
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "bf16": {"enabled": True}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "bf16": {"enabled": True},
+        "tiled_loss": "auto",
+    }  # fmt: skip
     made = zerolite.plan(Long, config, 1, device="cpu", batch=lambda: torch.zeros(2, tokens // 2, dtype=torch.long))
     logits = tile * 16_384
     assert 6 * logits < made.peak.bytes < 6.2 * logits  # a tile in bf16 and in fp32

@@ -35,6 +35,7 @@ def parameters_of(engine: Any) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
+@sequences.needs_transformers
 @on_ranks(2, timeout=60)
 def test_plain_attention_is_back_when_the_engine_ends() -> None:
     before = F.scaled_dot_product_attention
@@ -51,6 +52,7 @@ def test_plain_attention_is_back_when_the_engine_ends() -> None:
     assert F.scaled_dot_product_attention is before and model.config._attn_implementation == "sdpa"
 
 
+@sequences.needs_transformers
 @on_ranks(2, timeout=60)
 def test_arguments_by_position() -> None:
     engine, batch = make("llama", 2), batch_of("llama", 0, 21)
@@ -68,6 +70,7 @@ class Sequences(torch.utils.data.Dataset):
         return {name: tensor[0] for name, tensor in batch_of("llama", index, 13).items()}
 
 
+@sequences.needs_transformers
 @on_ranks(4, timeout=60)
 def test_loaders_and_sizes_see_data_parallel_ranks_alone() -> None:
     model = sequences.build("llama", False)
@@ -106,6 +109,7 @@ def test_loss_outside_of_the_model() -> None:
     torch.testing.assert_close(parameters_of(engine), wanted, rtol=0, atol=1e-12)
 
 
+@sequences.needs_transformers
 @on_ranks(3, timeout=60)
 def test_evaluation() -> None:
     engine, batch = make("llama", 3), batch_of("llama", 0, 20)
@@ -211,6 +215,7 @@ def test_composes_with_what_an_engine_has(double: bool) -> None:
         engine.destroy()
 
 
+@sequences.needs_transformers
 @on_ranks(4, timeout=90)
 def test_composes_with_tensor_parallelism() -> None:
     plan = {"model.layers.*.self_attn.q_proj": "column", "model.layers.*.self_attn.k_proj": "column",
@@ -228,6 +233,7 @@ def test_composes_with_tensor_parallelism() -> None:
     torch.testing.assert_close({n: full[n] for n in wanted}, wanted, rtol=0, atol=5e-6)
 
 
+@sequences.needs_transformers
 @pytest.mark.fast("bf16-2")
 @on_ranks(2, timeout=60)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

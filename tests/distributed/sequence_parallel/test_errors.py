@@ -74,6 +74,7 @@ class Recurrent(Decoder):
             self.mixer.A_log = nn.Parameter(torch.ones(2))
 
 
+@sequences.needs_transformers
 @on_ranks(2, timeout=60)
 def test_bad_models_and_sizes_are_refused_by_initialize() -> None:
     for state in ("conv", "lstm", "A_log"):

@@ -43,6 +43,7 @@ def test_data_and_sequence_parallelism_match_one_process(stage: str) -> None:
     assert_like_one_process("Decoder", 2, EXACT, stage=stage, double=True, accumulation=2, clip=0.3)
 
 
+@sequences.needs_transformers
 @pytest.mark.fast("llama-sdpa-2", "mistral-sdpa-3")
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -53,6 +54,7 @@ def test_models_of_hugging_face_match_one_process(model: str, attention: str) ->
         assert_like_one_process(model, size, ROUNDED * 5, how=how, attention=attention)
 
 
+@sequences.needs_transformers
 @pytest.mark.fast("1-3")
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
@@ -81,6 +83,7 @@ def architecture(name: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), attn_implementation=attention)
 
 
+@sequences.needs_transformers
 @pytest.mark.fast("qwen3-2")
 @on_ranks(2, 3, timeout=120)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "mixtral"])
@@ -137,6 +140,7 @@ def bert() -> Any:
     return BertForMaskedLM(config)
 
 
+@sequences.needs_transformers
 @on_ranks(2, timeout=60)
 def test_full_attention_with_masks_matches_one_process() -> None:
     """Labels of masked language models are not shifted; padding that the ranks add is masked."""
