@@ -116,12 +116,15 @@ def group_options(backend: str | None, purpose: str, timeout: timedelta) -> Any:
 
 
 @collective
-def group_within(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+def group_within(
+    parent: dist.ProcessGroup, ranks: Sequence[int], purpose: str = "some ranks"
+) -> dist.ProcessGroup | None:
     """Return a process group of some of ``parent``'s ranks (global), with its timeout and backend; None on other ranks.
 
     Of all ranks of ``parent`` the first call is made, at once for one set of ranks or for several that do not overlap.
+    Calls with equal arguments return one group. What is launched in other orders needs another ``purpose``.
     """
-    return made_once(parent, tuple(ranks), lambda: _new_group_within(parent, list(ranks), "some ranks", None, None))
+    return made_once(parent, (purpose, *ranks), lambda: _new_group_within(parent, list(ranks), purpose, None, None))
 
 
 def _new_group_within(

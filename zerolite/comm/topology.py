@@ -140,7 +140,7 @@ def with_replicas(topology: Topology, device: torch.device, shard: int, host: in
         within = dry_communicator(backend, shard_rank, shard)
         across = dry_communicator(backend, replica, data.world_size // shard)
     else:
-        groups = _replica_groups(data.group, shard)
+        groups = _groups_of_sets(data.group, shard, "shards and replicas")
         within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
     within.serve("shard", data.is_rank0)
     return replace(topology, shard=within, replicate=across.serve("replicate", data.is_rank0))
@@ -166,7 +166,7 @@ def with_sequence(topology: Topology, device: torch.device, size: int) -> Topolo
     if size == 1:
         return topology
     assert data.group is not None, "a plan divides no sequences"
-    groups = _replica_groups(data.group, size)
+    groups = _groups_of_sets(data.group, size, "parts of sequences")
     within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
     within.serve("sequence", data.is_rank0)
     # Named as data parallelism is elsewhere, which it is: these ranks have other samples.
@@ -219,13 +219,15 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
     return _named(world, made, pipe, mesh)
 
 
-def _replica_groups(data: dist.ProcessGroup, shard: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return this rank's group of ``shard`` neighbours and its group across these sets; None for one rank."""
-    ranks = torch.tensor(dist.get_process_group_ranks(data), device="cpu").view(-1, shard)
+def _groups_of_sets(
+    data: dist.ProcessGroup, size: int, purpose: str
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return this rank's group of ``size`` neighbours and its group across these sets; None for one rank."""
+    ranks = torch.tensor(dist.get_process_group_ranks(data), device="cpu").view(-1, size)
     mine = ranks == dist.get_rank()
     row, column = ranks[mine.any(1)].flatten().tolist(), ranks[:, mine.any(0)].flatten().tolist()
-    within = group_within(data, row) if shard > 1 else None
-    across = group_within(data, column) if len(column) > 1 else None
+    within = group_within(data, row, purpose) if size > 1 else None
+    across = group_within(data, column, purpose) if len(column) > 1 else None
     return within, across
 
 

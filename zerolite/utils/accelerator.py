@@ -52,8 +52,11 @@ class Platform:
         return tensor.is_cuda
 
     def side_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a stream beside the current one: one stream for each device."""
-        return torch.cuda.stream(_side_stream(device))
+        """Return the context of a stream beside the current one, one for each device. What it runs comes behind what
+        the current stream has been given."""
+        side = _side_stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(side)
 
     def skip_kernel(self, nbytes: int) -> None:
         """Note that a kernel which would read and write ``nbytes`` is not run, because its tensors have no memory."""

@@ -136,7 +136,7 @@ class Bucket:
     def finish(self) -> None:
         """Wait for the reduction, and add its result to ``reduced``."""
         total = self.local.wait()
-        dtype = self.dtypes.mean[self.reduced is not None]
+        dtype = self.dtypes.mean[self.local.adds_to_mean]
         mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
         self.store(mean)
         self.local.release_sent(mean)

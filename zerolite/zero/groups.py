@@ -162,8 +162,8 @@ def reduce_in_two_hops(
     # NCCL sums 16-bit values in 16 bits within a set. A side stream waits for that, widens the result and issues the
     # second sum, directly behind the first in the order of launches, which is the same on all ranks. The compute stream
     # waits for neither before the result is used. All memory that is sent belongs to it, and is kept until then.
-    scattered = shard.reduce_scatter(full, tag, key=key)
     wide = empty(full.numel() // shard.world_size, exact, full)
+    scattered = shard.reduce_scatter(full, tag, key=key)
     summed = Chained(scattered, lambda part: sum_between(wide.copy_(part)), (*scattered.memory(), wide, *keep))
     with platform.side_stream(full.device):
         summed.advance()

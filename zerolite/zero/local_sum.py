@@ -61,6 +61,7 @@ class LocalSum:
         ends_last: it has a persistent parameter, whose gradient may come at any time.
         ended_again: a group's backward has ended after the launch, and may have brought gradients; equal on all ranks.
         late_name: parameter whose gradient has come late, in a late bucket.
+        adds_to_mean: the reduction in flight is one of several of this step, whose sum may need a wider dtype.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class LocalSum:
         self.groups: list[ParamGroup] = []
         self.ends_last, self.late_name = False, ""
         self.pending: Pending | None = None
+        self.adds_to_mean = False
         self._sent: torch.Tensor | None = None  # input of `pending`
         self._sent_category = BUCKETS
         self.open(multiple_backwards=False)
@@ -319,6 +321,7 @@ class LocalSum:
             has_mean: the result will be added to the mean of earlier gradients.
         """
         assert self.pending is None, "a bucket has one reduction under way"
+        self.adds_to_mean = has_mean
         options, groups, dtypes = self._memory.options, self._memory.groups, self._dtypes
         self.flat, key = None, self.layout.index + 1
         self._written.clear()

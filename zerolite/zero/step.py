@@ -180,11 +180,11 @@ class StepPipeline:
 
     def zero_grad(self) -> None:
         """Drop the accumulated gradients, with their clipping and loss scale."""
+        self._reducer.clear()  # first: it ends a backward that has raised here, and launches as other ranks have
         for notify in self._observers.on_gradients_dropped:
             notify()
         if self.grads.is_touched:
             self.grads.clear()
-        self._reducer.clear()
         self._collector.clear()
         self.state.begin_accumulation()
         self._max_norm, self._updated = self.state.options.max_norm, False

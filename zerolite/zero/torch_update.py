@@ -95,6 +95,7 @@ class TorchUpdate(UpdateMethod):
         """Drop the new states of parameters that the device has left out. Their step counts are on the device."""
         for index in self._new_states.intersection(indices):  # as in torch: no gradient, no state
             self._inner.state.pop(self._buffer.parameters[index], None)
+            self._known.pop(index, None)
         self._new_states.difference_update(indices)
 
     @torch.no_grad()
