@@ -155,3 +155,26 @@ def test_models_of_transformers() -> None:
 
     for build in (hugging_face_gpt2, hugging_face_llama):
         assert len(list(find_mlps(build()))) == 2
+
+
+class DropsOut(Plain):
+    """Calls dropout as a function, as Starcoder2's and Seed-OSS's MLPs do."""
+
+    residual_dropout: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), self.residual_dropout, self.training)
+
+
+def test_an_mlp_that_calls_dropout_is_whole_in_training() -> None:
+    plain, model = DropsOut(), DropsOut()
+    model.load_state_dict(plain.state_dict())
+    gradients = []
+    tile_mlps(nn.ModuleList([model]), TILE, is_divided=lambda mlp: False)
+    for mlp in (plain, model):
+        mlp.residual_dropout = 0.5
+        torch.manual_seed(0)
+        x = torch.ones(5 * TILE, WIDTH, requires_grad=True)
+        mlp(x).square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)

@@ -29,7 +29,7 @@ from zerolite.engine.compiling import warn_if_compiled_whole
 from zerolite.engine.engine import Engine
 from zerolite.engine.lifetime import own_until_end
 from zerolite.engine.options import SKIPS_ON_DEVICE
-from zerolite.engine.sequence_engine import SequenceEngine, SequenceEvaluationEngine, divide_sequences
+from zerolite.engine.sequence_engine import SequenceEngine, SequenceEvaluationEngine, check_sequences, divide_sequences
 from zerolite.engine.special_engines import (
     CheckBeforeForward,
     EvaluationEngine,
@@ -94,6 +94,7 @@ def build_engine(
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)
     check_initialize(config, model, optimizer, groups, comm, device, **others)
+    check_sequences(model, topology.sequence.world_size)
     if not builder.policy.shard_parameters:
         unpartition_model(model)
     choice = choose_optimizer(optimizer, config, builder.policy, groups, topology.tensor.world_size > 1)

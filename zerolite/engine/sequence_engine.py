@@ -11,9 +11,16 @@ from zerolite.comm import collective
 from zerolite.data.micro_batch import LossFunction
 from zerolite.engine.engine import Engine
 from zerolite.engine.special_engines import EvaluationEngine
-from zerolite.sequence_parallel.attention import install_attention, install_huggingface
+from zerolite.sequence_parallel.attention import check_huggingface, install_attention, install_huggingface
 from zerolite.sequence_parallel.forward import SequenceForward, check_model
 from zerolite.zero.engine_parts import EngineParts
+
+
+def check_sequences(model: torch.nn.Module, size: int) -> None:
+    """Raise ValueError for a model whose sequences ``size`` ranks cannot divide, before anything of it is changed."""
+    if size > 1:
+        check_model(model)
+        check_huggingface(model, size)
 
 
 def divide_sequences(parts: EngineParts) -> tuple[SequenceForward, list[Any]]:
@@ -21,15 +28,11 @@ def divide_sequences(parts: EngineParts) -> tuple[SequenceForward, list[Any]]:
 
     Returns:
         The forward, and handles that undo it.
-
-    Raises:
-        ValueError: for a model whose tokens see each other in another way.
     """
     model, topology = parts.model, parts.topology
-    check_model(model)
     notes = parts.note_inputs if topology.tensor.world_size == 1 else None  # tensor-parallel ranks note them already
     forward = SequenceForward(parts.call.call_module, model, topology.sequence, topology.world, parts.device, notes)
-    handles = [*install_huggingface(model, topology.sequence.world_size), install_attention()]
+    handles = [*install_huggingface(model), install_attention()]
     parts.call.replace(forward)
     return forward, handles
 

@@ -112,7 +112,12 @@ class _TiledCall(ReplacedCall):
             return False
         if torch.compiler.is_compiling() or "forward" in vars(mlp):
             return False
-        return not any(map(_differs_in_tiles, mlp.children()))
+        return not (_drops_out(mlp) or any(map(_differs_in_tiles, mlp.children())))
+
+
+def _drops_out(mlp: torch.nn.Module) -> bool:
+    """Return True for an MLP that calls dropout itself, as its attributes say: its backward would draw others."""
+    return mlp.training and any("dropout" in name and value for name, value in vars(mlp).items())
 
 
 def _differs_in_tiles(module: torch.nn.Module) -> bool:

@@ -167,14 +167,16 @@ class _Installed:
 
 def install_attention() -> _Installed:
     """Replace torch's attention, until the last handle is removed."""
-    global _users
+    global _users, _plain_attention
+    if not _users:
+        _plain_attention = getattr(F, _NAME)
+        setattr(F, _NAME, _attention)
     _users += 1
-    setattr(F, _NAME, _attention)
 
     def undo() -> None:
         global _users
         _users -= 1
-        if not _users:
+        if not _users and getattr(F, _NAME) is _attention:  # else somebody has replaced it since
             setattr(F, _NAME, _plain_attention)
 
     return _Installed(undo)
@@ -189,17 +191,27 @@ def chosen_attention(model: nn.Module) -> dict[int, tuple[Any, str]]:
     return {id(c): (c, c._attn_implementation) for c in configs if getattr(c, "_attn_implementation", None) is not None}
 
 
-def install_huggingface(model: nn.Module, size: int) -> list[_Installed]:
-    """Let Hugging Face's models in ``model`` attend over whole sequences.
-
-    Raises ValueError if a model has a number of heads that the ranks cannot share, or an attention that is not known.
-    """
-    handles = []
-    chosen = list(chosen_attention(model).values())
-    for config, name in chosen:
+def check_huggingface(model: nn.Module, size: int) -> None:
+    """Raise ValueError if ``size`` ranks cannot share the heads of a model, or if another engine has its config."""
+    for config, name in chosen_attention(model).values():
         heads = getattr(config, "num_attention_heads", None)
         if isinstance(heads, int):
             check_heads(heads, size)
+        if name.startswith(_PREFIX):
+            raise ValueError(
+                "sequence_parallel: expected a model with a config of its own, got one whose config is also that of "
+                "another engine's model; make it with copy.deepcopy(config), or end that engine with engine.destroy()"
+            )
+
+
+def install_huggingface(model: nn.Module) -> list[_Installed]:
+    """Let Hugging Face's models in ``model`` attend over whole sequences.
+
+    Raises ValueError if a model has an attention that is not known.
+    """
+    handles = []
+    chosen = list(chosen_attention(model).values())
+    for _, name in chosen:
         _register(name)
     for config, name in chosen:
         config._attn_implementation_internal = _PREFIX + name
@@ -225,13 +237,28 @@ def _register(name: str) -> None:
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         inner = _eager_of(module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-        return _attend(inner, module, (query, key, value), args, kwargs)
+        with _under_its_name(module, name):
+            return _attend(inner, module, (query, key, value), args, kwargs)
 
     def mask(**kwargs: Any) -> Any:
         return _make_mask(make_mask, kwargs)
 
     ALL_ATTENTION_FUNCTIONS.register(_PREFIX + name, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + name, mask)
+
+
+@contextlib.contextmanager
+def _under_its_name(module: nn.Module, name: str) -> Iterator[None]:
+    """Context in which the module's config has the name that the attention itself looks for there."""
+    config: Any = getattr(module, "config", None)
+    before = getattr(config, "_attn_implementation_internal", None)
+    if before is not None:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        if before is not None:
+            config._attn_implementation_internal = before
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:

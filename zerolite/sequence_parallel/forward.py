@@ -32,6 +32,8 @@ def check_model(model: nn.Module) -> None:
     """Raise ValueError for a module that carries something along the sequence past the attention that is hooked."""
     for name, module in model.named_modules():
         state = next((key for key in _STATE_NAMES if key in module._parameters), None)
+        if state is None:
+            state = _length_of(module)
         if state is None and not isinstance(module, _STATE_IN_TIME):
             continue
         what = type(module).__name__ if state is None else f"{type(module).__name__} with '{state}'"
@@ -40,6 +42,20 @@ def check_model(model: nn.Module) -> None:
             f"Hugging Face's attention, alone, got '{name}' ({what}), of which each rank would compute a part; leave "
             "sequence_parallel out"
         )
+
+
+def _length_of(module: nn.Module) -> str | None:
+    """Return the setting by which a module of Hugging Face's computes with the length of the sequence that it is given,
+    or counts positions itself, beyond what a trial of few tokens would show; None without one."""
+    config = getattr(module, "config", None)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    flat = [parameters, *parameters.values()] if isinstance(parameters, dict) else []
+    kinds = {part.get("rope_type", part.get("type")) for part in flat if isinstance(part, dict)}
+    kinds.add(getattr(module, "rope_type", None) if isinstance(getattr(module, "rope_type", None), str) else None)
+    for kind in ("dynamic", "longrope"):
+        if kind in kinds:
+            return f"rope_type={kind}"
+    return "attn_temperature_tuning" if getattr(config, "attn_temperature_tuning", False) else None
 
 
 @dataclass
@@ -79,7 +95,7 @@ class SequenceForward:
         self._device, self._note_inputs = device, note_inputs
         self._same = HostMaximum(sequence)
         self._tried = self._compared = False
-        self._positional, self._rules, self._is_huggingface = _arguments_of(model)
+        self._positional, self._rules, self._takes_cache = _arguments_of(model)
         self._latest: _Forward | None = None
         self._with_graph: _Forward | None = None  # the latest one that a backward may go through
         self._forwards = 0  # with a graph, since the last backward
@@ -113,7 +129,7 @@ class SequenceForward:
         unnamed = (f"{_UNNAMED}{number}" for number in range(len(self._positional), len(args)))
         names = [*self._positional[: len(args)], *unnamed]
         values = {**dict(zip(names, args, strict=True)), **kwargs}
-        if self._is_huggingface and "use_cache" not in values:
+        if self._takes_cache and "use_cache" not in values:
             values["use_cache"] = False
         return values
 
@@ -136,7 +152,8 @@ class SequenceForward:
             return False
         short = trial.inputs_of_trial(values, cut, tokens, self._rules.shifts_labels)
         training = [module for module in self._model.modules() if module.training]
-        self._model.eval()
+        for module in training:  # eval() of some modules does more than that
+            module.training = False
         try:
             with attending(None):
                 whole = find_tensors(self._run(short, positional))
@@ -202,14 +219,15 @@ class SequenceForward:
     def split(self, targets: Tensor) -> tuple[Tensor, int]:
         """Return this rank's part of ``targets``, [batch, length, ...], and how many of them are counted.
 
-        The weight of the loss is then this number.
+        The weight of the loss is then this number, unless the forward or an earlier call has counted labels.
         """
         if self._latest is None:
             raise RuntimeError(
                 "engine.split_sequence: expected a forward of the inputs first, got none; call engine(...)"
             )
         part, counted = targets_of(targets, self._latest.cut)
-        self._latest.counted = counted
+        if self._latest.counted is None:  # else masks or labels for other uses would change the weight of the loss
+            self._latest.counted = counted
         return part, counted
 
     def backward_of(self, weight: float | Tensor | None) -> tuple[Any, AbstractContextManager[None]]:
@@ -250,8 +268,8 @@ def _alike(forward: _Forward | None, cut: Cut) -> bool:
 
 
 def _arguments_of(model: nn.Module) -> tuple[list[str], Rules, bool]:
-    """Return the names of positional parameters of the model's forward, what its arguments mean, and True for a model
-    of Hugging Face's."""
+    """Return the names of positional parameters of the model's forward, what its arguments mean, and True if it takes
+    Hugging Face's ``use_cache``."""
     parameters = inspect.signature(model.forward).parameters
     kinds = inspect.Parameter
     positional = [n for n, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.POSITIONAL_ONLY)]
@@ -262,7 +280,7 @@ def _arguments_of(model: nn.Module) -> tuple[list[str], Rules, bool]:
         whole_masks=huggingface,
         takes_positions="position_ids" in parameters or (huggingface and takes_any),
     )
-    return positional, rules, huggingface
+    return positional, rules, huggingface and (takes_any or "use_cache" in parameters)
 
 
 def _shifts(model: nn.Module) -> bool:
