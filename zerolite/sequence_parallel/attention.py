@@ -176,7 +176,7 @@ def install_attention() -> _Installed:
     def undo() -> None:
         global _users
         _users -= 1
-        if not _users and getattr(F, _NAME) is _attention:  # else somebody has replaced it since
+        if not _users and getattr(F, _NAME) is _attention:  # else it has been replaced since
             setattr(F, _NAME, _plain_attention)
 
     return _Installed(undo)
