@@ -87,6 +87,7 @@ class Way:
 
 
 SINGLE = (("gradient_accumulation_steps", 1),)
+UNMANAGED = (*SINGLE, ("managed_gradient_accumulation", False))
 DIVIDED = (("divide_plain_backward", True),)
 WAYS = {
     "counted": Way("eeee", "step"),
@@ -95,6 +96,8 @@ WAYS = {
     "boundary by hand": Way("eeee", "boundary"),
     "boundary by hand, accumulation undeclared": Way("EEEE", "boundary", config=SINGLE),
     "four backwards, one step": Way("EEEE", end="step", config=SINGLE),
+    "unmanaged": Way("EEEE", end="step", config=UNMANAGED),
+    "unmanaged, with torch's step": Way("TETE", end="torch", config=UNMANAGED),
     "plain": Way("TTTT", end="torch"),
     "plain, accumulation undeclared": Way("TTTT", end="torch", config=SINGLE),
     "plain, divided by the engine": Way("tttt", end="torch", config=DIVIDED),
@@ -145,6 +148,18 @@ def test_every_way_to_write_a_step_gives_the_same_update(stage: str, precision: 
             torch.testing.assert_close(
                 found[parameter].float(), value, rtol=tolerance, atol=tolerance / 8, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+@on_ranks(2)
+def test_unmanaged_backwards_of_stage_1_are_reduced_by_the_step_alone() -> None:
+    engine = make_engine(config(1, managed_gradient_accumulation=False))
+    with zerolite.comm.record() as recorder:
+        for micro in range(3):
+            engine.backward(loss_of(engine, 0, micro, "OddModel"))
+            assert not engine.is_gradient_accumulation_boundary()
+        assert not recorder.count("reduce_scatter")
+        assert engine.step()
+    assert recorder.count("reduce_scatter") == recorder.count("all_gather") > 0
 
 
 @pytest.mark.fast("2-3 moving")

@@ -102,6 +102,7 @@ def test_the_other_spelling_of_a_block() -> None:
 ON = {"enabled": True}
 LOW = {"initial_scale_power": 3, "min_loss_scale": 9}
 PIPE = {"stages": 2}
+ACCUMULATION, UNMANAGED = "gradient_accumulation_steps", "managed_gradient_accumulation"
 DTYPE, MASTERS = "data_types.grad_accum_dtype", "master_weights_and_grads"
 
 
@@ -135,6 +136,8 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("bf16.enabled", {"bf16": ON, "torch_autocast": ON}, "torch_autocast.enabled"),
     ("bf16.bf16_optimizer_states", {"bf16": {**ON, "bf16_optimizer_states": True}}, "master_weights"),
     ("gradient_predivide_factor", {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "prescale_gradients"),
+    (ACCUMULATION, {UNMANAGED: False, ACCUMULATION: 2}, "every engine.step() updates"),
+    (UNMANAGED, {UNMANAGED: False, "pipeline": PIPE}, "runs whole steps"),
     ("fp16.min_loss_scale", {"fp16": {**ON, **LOW}}, "power"),
     ("fp16.min_loss_scale", {"torch_autocast": {**ON, "dtype": "fp16"}, "fp16": LOW}, "power"),
     (DTYPE, grads("bf16"), "fp32"),

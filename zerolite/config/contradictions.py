@@ -62,6 +62,24 @@ def _communication(config: ZeroliteConfig) -> Found:
         )
 
 
+def _unmanaged(config: ZeroliteConfig) -> Found:
+    if config.managed_gradient_accumulation:
+        return
+    path, accumulation = "managed_gradient_accumulation", config.gradient_accumulation_steps
+    if accumulation not in (None, 1):
+        yield (
+            f"gradient_accumulation_steps {path}",
+            f"expected 1 with {path} = false, where every engine.step() updates and no loss is divided, got "
+            f"{accumulation}; leave it out and divide the losses yourself",
+        )
+    if config.pipeline.stages > 1:
+        yield (
+            f"{path} pipeline.stages",
+            f"expected true with a pipeline (pipeline.stages = {config.pipeline.stages}), whose train_batch runs whole "
+            "steps, got false; leave it out",
+        )
+
+
 def _offload(config: ZeroliteConfig) -> Found:
     """Require a path for a disk, unless nothing is offloaded at this stage."""
     zero = config.zero_optimization
@@ -241,6 +259,7 @@ def _sums_on_the_device(config: ZeroliteConfig) -> Found:
 _CHECKS: tuple[Callable[[ZeroliteConfig], Found], ...] = (
     _precision,
     _communication,
+    _unmanaged,
     _offload,
     _accumulation_dtype,
     _replicas,

@@ -109,6 +109,9 @@ class ZeroliteConfig(Block):
     """Samples in one forward and backward on one rank. null: the user's own loader decides."""
     gradient_accumulation_steps: BatchSize = None
     """Micro-batches in one optimizer step. null: derived from the other two sizes, or 1."""
+    managed_gradient_accumulation: Bool = True
+    """Count micro-batches, and let `engine.step()` update after `gradient_accumulation_steps` of them. false: every
+    `engine.step()` updates, with the sum of the gradients of all backwards since the last one."""
     dataloader_drop_last: Bool = False
     """Leave out the last samples of `training_data` if they do not fill a batch on every rank. false: use every sample.
     Some are then repeated to give all ranks equally many, and the last batch may be smaller."""
@@ -212,10 +215,9 @@ class ZeroliteConfig(Block):
         for path, block in (("optimizer.type", self.optimizer), ("scheduler.type", self.scheduler)):
             if block is not None and block.type == "auto":
                 errors.append((path, 'expected a name, got "auto", which has no default here; write the name'))
+        accumulation = self.gradient_accumulation_steps if self.managed_gradient_accumulation else 1
         try:
-            sizes = batch.solve(
-                self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, world_size
-            )
+            sizes = batch.solve(self.train_batch_size, self.train_micro_batch_size_per_gpu, accumulation, world_size)
         except ConfigError as error:
             raise ConfigError(errors + error.errors) from None
         solved = {batch.TRAIN: sizes.train, batch.MICRO: sizes.micro, batch.ACCUMULATION: sizes.accumulation}

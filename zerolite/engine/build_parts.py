@@ -32,7 +32,7 @@ from zerolite.offload.transfers import Transfers
 from zerolite.optim.kernels import kernel_chooser
 from zerolite.precision.dtypes import GraphBoundary, scales_of_quantized
 from zerolite.precision.fp32_modules import Fp32Modules
-from zerolite.zero.accumulation import GradAccumulation
+from zerolite.zero.accumulation import GradAccumulation, UnmanagedAccumulation
 from zerolite.zero.backward import Backward
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.compression import ErrorFeedback
@@ -239,8 +239,11 @@ class PartsBuilder:
         return buffer
 
     def _make_accumulation(self) -> GradAccumulation:
+        of_parts = self.topology.sequence.world_size > 1
+        if not self.config.managed_gradient_accumulation:
+            return UnmanagedAccumulation(of_parts)
         micro_batches = self.config.gradient_accumulation_steps or 1
-        return GradAccumulation(micro_batches * self._chunks, self.topology.sequence.world_size > 1)
+        return GradAccumulation(micro_batches * self._chunks, of_parts)
 
     def _make_collector(self, parallel: bool) -> StatsCollector:
         totals = None
@@ -257,7 +260,7 @@ class PartsBuilder:
             self.policy,
             self.precision,
             self._groups.mean.world_size,
-            accumulation.micro_batches,
+            accumulation.micro_batches > 1 or isinstance(accumulation, UnmanagedAccumulation),
             self._communication_dtype,
             keep_buckets=self.device_kind == "cpu",
             alone=self.topology.world.world_size == 1,

@@ -131,7 +131,7 @@ def reduction_options(
     policy: StagePolicy,
     precision: Precision,
     world_size: int,
-    accumulation: int,
+    several_expected: bool,
     communication: Callable[[torch.nn.Parameter], torch.dtype | None],
     keep_buckets: bool,
     alone: bool,
@@ -140,7 +140,7 @@ def reduction_options(
 
     Args:
         world_size: data-parallel ranks, over which the mean is taken.
-        accumulation: backwards of a step.
+        several_expected: a step may have several backwards.
         communication: the dtype in which a parameter's gradient is reduced.
         alone: there is only one process. A gradient that is not finite then need not be traced to its rank.
     """
@@ -159,7 +159,7 @@ def reduction_options(
         shard=policy.shard_optimizer,
         use_reduce_scatter=zero.reduce_scatter,
         accumulate_dtype=accumulate,
-        several_expected=accumulation > 1,
+        several_expected=several_expected,
         communication_dtype=communication,
         copy_factor=1.0 / world_size if free else 1.0,
         predivide_factor=predivide,

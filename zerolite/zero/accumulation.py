@@ -137,3 +137,19 @@ class GradAccumulation:
         self._stepped = self.backwards = self._backwards_since_step = 0
         self._scaled_backwards = self._divided_backwards = 0
         self.weighted, self.weight = None, 0.0
+
+
+class UnmanagedAccumulation(GradAccumulation):
+    """Counters of accumulations whose last backward is not known before: each ``engine.step()`` updates, after any
+    number of backwards. No loss is divided, so a gradient is the sum over these backwards."""
+
+    def __init__(self, of_parts: bool = False) -> None:
+        super().__init__(1, of_parts)
+
+    def is_boundary(self) -> bool:
+        """Return what was set by hand, and otherwise False: only the call of ``engine.step()`` tells."""
+        return bool(self.forced_boundary)
+
+    def next_backward_closes(self) -> bool:
+        """Return False unless it was set by hand: stages 0 and 1 then reduce once, in the step."""
+        return not self.sync_disabled and bool(self.forced_boundary)
