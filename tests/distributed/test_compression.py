@@ -163,3 +163,16 @@ def test_an_exchange_brings_every_rank_its_part_of_all(kind: str) -> None:
             sent = [values_of(rank, numel * comm.world_size, salt=5) for rank in range(comm.world_size)]
             received = comm.all_to_all(sent[comm.rank].clone(), "tokens").wait()
             assert torch.equal(received, torch.cat([comm.shard(one) for one in sent]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, 3, 4)
+def test_a_permutation_brings_every_rank_what_its_source_sends(kind: str) -> None:
+    with transport(kind):
+        comm = create_communicator(CPU)
+        rank, size = comm.rank, comm.world_size
+        for numel in (0, 1, 17, 30000):
+            sent = [values_of(peer, numel, salt=5) for peer in range(size)]
+            for target, source in (((rank + 1) % size, (rank - 1) % size), (size - 1 - rank, size - 1 - rank)):
+                received = comm.permute(sent[rank].clone(), target, source, "tokens").wait()
+                assert torch.equal(received, sent[source])

@@ -123,6 +123,11 @@ class LateTransport(ProcessGroupTransport):
         self._note("all_to_all", full)
         return _LateWork(super().all_to_all, [out], [full], (out, full))
 
+    def permute(self, out: Tensor, tensor: Tensor, target: int, source: int) -> Any:
+        self._note("permute", tensor)
+        started = super().permute
+        return _LateWork(lambda to, sent: started(to, sent, target, source), [out], [tensor], (out, tensor))
+
     def all_gather(self, full: Tensor, own: Tensor) -> Any:
         self._note("all_gather", full)
         return _LateWork(super().all_gather, [full], [own], (full, own))

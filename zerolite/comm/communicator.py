@@ -227,6 +227,16 @@ class Communicator:
         has sent here."""
         return self._launch("all_to_all", full, tag, key, self._all_to_all, full, tag)
 
+    def permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
+        """Send ``tensor`` to rank ``target``: ``wait()`` returns what rank ``source`` has sent here, as long a tensor.
+
+        Each rank has one target and one source, which may be itself.
+
+        Args:
+            tensor: flat and contiguous, unchanged until ``wait()`` has returned.
+        """
+        return self._launch("permute", tensor, tag, 0, self._permute, tensor, target, source, tag)
+
     def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
         """Gather in place: this rank's part of ``full`` is sent, the other parts are received."""
         return self._launch("all_gather", full, tag, key, self._all_gather, full, tag)
@@ -320,6 +330,9 @@ class Communicator:
     def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
         return done(full)
 
+    def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
+        return done(tensor)
+
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         return done(full)
 
@@ -354,6 +367,10 @@ class NativeCommunicator(Communicator):
     def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
         out = empty(full.numel(), full.dtype, full)
         return Pending((self.transport.all_to_all(out, full),), (full, out), lambda: out)
+
+    def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
+        out = empty(tensor.numel(), tensor.dtype, tensor)
+        return Pending((self.transport.permute(out, tensor, target, source),), (tensor, out), lambda: out)
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         return Pending((self.transport.all_gather(full, self.shard(full)),), (full,), lambda: full)

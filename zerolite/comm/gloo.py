@@ -92,6 +92,15 @@ class GlooCommunicator(Communicator):
         works += [self.transport.send(self.shard(sent, peer), peer, number) for peer in self._peers]
         return Pending(works, (full, sent, received), lambda: received.to(full.device))
 
+    def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
+        sent = tensor.cpu()
+        number = self._next_tag("permute", tag, tensor.numel() * tensor.element_size())
+        works, received = [], sent
+        if source != self.rank:
+            received = empty(tensor.numel(), tensor.dtype, sent)
+            works = [self.transport.receive(received, source, number), self.transport.send(sent, target, number)]
+        return Pending(works, (tensor, sent, received), lambda: received.to(tensor.device))
+
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         host = full.cpu()
         part = self.shard(host)

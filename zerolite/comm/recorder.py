@@ -20,7 +20,7 @@ class CollectiveCall:
     """One logical collective, or a message between two stages.
 
     Attributes:
-        op: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, send or receive.
+        op: all_reduce, reduce_scatter, all_gather, all_to_all, permute, broadcast, send or receive.
         numel: elements of the full tensors on one rank.
         dtype: dtype of the first tensor.
         nbytes: bytes of the full tensors on one rank.

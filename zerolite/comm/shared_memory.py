@@ -288,6 +288,17 @@ class SharedMemoryCommunicator(GlooCommunicator):
         pending = self._exchange(self._large, _Announcement("all_to_all", tag, _bytes(full)), (full,), copy_in, finish)
         return pending or super()._all_to_all(full, tag)
 
+    def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
+        def copy_in(region: torch.Tensor) -> None:
+            region.view(tensor.dtype).copy_(tensor)
+
+        def finish(regions: list[torch.Tensor]) -> torch.Tensor:
+            return tensor if source == self.rank else regions[source].view(tensor.dtype).clone()
+
+        launch = _Announcement("permute", tag, _bytes(tensor))
+        pending = self._exchange(self._large, launch, (tensor,), copy_in, finish)
+        return pending or super()._permute(tensor, target, source, tag)
+
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         def copy_in(region: torch.Tensor) -> None:
             self.shard(region.view(full.dtype)).copy_(self.shard(full))

@@ -78,6 +78,10 @@ class Transport(ABC):
         """Write part ``rank`` of every rank's ``full`` into ``out``, in the order of ranks; both are equally long."""
 
     @abstractmethod
+    def permute(self, out: torch.Tensor, tensor: torch.Tensor, target: int, source: int) -> Work:
+        """Send ``tensor`` to rank ``target`` and write what rank ``source`` sends into ``out``; all are equally long."""
+
+    @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """Write every rank's ``shard`` into ``full`` [world_size * numel of ``shard``]; ``shard`` may be this rank's
         part of it."""
@@ -152,6 +156,9 @@ class DryTransport(Transport):
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         return _Unsent()
 
+    def permute(self, out: torch.Tensor, tensor: torch.Tensor, target: int, source: int) -> Work:
+        return _Unsent()
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         return _Unsent()
 
@@ -209,6 +216,12 @@ class ProcessGroupTransport(Transport):
 
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         return dist.all_to_all_single(out, full, group=self.group, async_op=True)
+
+    def permute(self, out: torch.Tensor, tensor: torch.Tensor, target: int, source: int) -> Work:
+        # An all-to-all of unequal parts and not two messages: NCCL would make a communicator for each pair of ranks.
+        numel, ranks = tensor.numel(), range(self.world_size)
+        received, sent = ([numel * (rank == peer) for rank in ranks] for peer in (source, target))
+        return dist.all_to_all_single(out, tensor, received, sent, group=self.group, async_op=True)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         return _all_gather_single(full, shard, group=self.group, async_op=True)

@@ -72,7 +72,7 @@ class Traffic(_Frozen):
     """
 
     op: str = Field(
-        description="all_reduce, reduce_scatter, all_gather, all_to_all or broadcast; send or receive between stages"
+        description="all_reduce, reduce_scatter, all_gather, all_to_all, permute, broadcast; between stages send or receive"
     )
     tag: str = Field(description="its purpose: gradients, parameters, stats, ...")
     dimension: str = Field(

@@ -146,7 +146,7 @@ def _sent(op: str, nbytes: int, ranks: int) -> int:
     """Return the bytes that each rank of a ring sends (Patarasu and Yuan, 2009; nccl-tests, doc/PERFORMANCE.md)."""
     if op == "receive":
         return 0
-    if op in ("broadcast", "send"):
+    if op in ("broadcast", "send", "permute"):
         return nbytes
     part = nbytes * (ranks - 1) // ranks
     return 2 * part if op == "all_reduce" else part

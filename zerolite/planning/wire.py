@@ -68,7 +68,7 @@ class Wires:
         if nodes == ranks and not self.messages:
             ring = hop * math.ceil(math.log2(nodes))
         own_ring = not self.messages or op == "all_reduce" and (numel % ranks or ranks == 2 and not half)
-        if op in ("send", "receive", "broadcast"):
+        if op in ("send", "receive", "broadcast", "permute"):
             latency, transfer = ring if op == "broadcast" else max(hop if nodes > 1 else 0, within), float(nbytes)
         elif not own_ring:
             times = 2 if op == "all_reduce" else 1
