@@ -79,7 +79,7 @@ class Transport(ABC):
 
     @abstractmethod
     def permute(self, out: torch.Tensor, tensor: torch.Tensor, target: int, source: int) -> Work:
-        """Send ``tensor`` to rank ``target`` and write what rank ``source`` sends into ``out``; all are equally long."""
+        """Send ``tensor`` to rank ``target``, and write what rank ``source`` sends into ``out``, as long."""
 
     @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:

@@ -71,9 +71,7 @@ class Traffic(_Frozen):
             NCCL takes a slow path.
     """
 
-    op: str = Field(
-        description="all_reduce, reduce_scatter, all_gather, all_to_all, permute, broadcast; between stages send or receive"
-    )
+    op: str = Field(description="such as all_reduce, all_gather, all_to_all, permute; between stages send or receive")
     tag: str = Field(description="its purpose: gradients, parameters, stats, ...")
     dimension: str = Field(
         default="data",
