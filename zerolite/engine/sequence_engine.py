@@ -11,7 +11,12 @@ from zerolite.comm import collective
 from zerolite.data.micro_batch import LossFunction
 from zerolite.engine.engine import Engine
 from zerolite.engine.special_engines import EvaluationEngine
-from zerolite.sequence_parallel.attention import check_huggingface, install_attention, install_huggingface
+from zerolite.sequence_parallel.attention import (
+    AttentionRanks,
+    check_huggingface,
+    install_attention,
+    install_huggingface,
+)
 from zerolite.sequence_parallel.forward import SequenceForward, check_model
 from zerolite.zero.engine_parts import EngineParts
 
@@ -31,7 +36,8 @@ def divide_sequences(parts: EngineParts) -> tuple[SequenceForward, list[Any]]:
     """
     model, topology = parts.model, parts.topology
     notes = parts.note_inputs if topology.tensor.world_size == 1 else None  # tensor-parallel ranks note them already
-    forward = SequenceForward(parts.call.call_module, model, topology.sequence, topology.world, parts.device, notes)
+    ranks = AttentionRanks(topology.sequence)
+    forward = SequenceForward(parts.call.call_module, model, ranks, topology.world, parts.device, notes)
     handles = [*install_huggingface(model), install_attention()]
     parts.call.replace(forward)
     return forward, handles

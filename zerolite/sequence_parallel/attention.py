@@ -33,16 +33,32 @@ _PREFIX = "sequence_parallel_"
 
 
 @dataclass(frozen=True)
+class AttentionRanks:
+    """The ranks that have parts of the same sequences.
+
+    Attributes:
+        comm: all of them.
+    """
+
+    comm: Communicator
+
+
+@dataclass(frozen=True)
 class Parts:
     """The forward under way, as far as attention must know it.
 
     Attributes:
-        comm: the ranks that have the other parts of the sequences.
+        ranks: those that have the other parts of the sequences.
         cut: how they are divided.
     """
 
-    comm: Communicator
+    ranks: AttentionRanks
     cut: Cut
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks that have parts of the sequences."""
+        return self.ranks.comm
 
 
 _current: Parts | None = None  # of the process, because autograd recomputes in threads of its own on CUDA

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zerolite.comm import Communicator, HostMaximum, collective
 from zerolite.comm.initial_sync import content_hash
 from zerolite.sequence_parallel import trial
-from zerolite.sequence_parallel.attention import Parts, attending, chosen_attention
+from zerolite.sequence_parallel.attention import AttentionRanks, Parts, attending, chosen_attention
 from zerolite.sequence_parallel.cut import Cut, Inputs, Rules, cut_inputs, targets_of
 from zerolite.tensor_parallel.regions import fork_random_state
 from zerolite.utils.accelerator import host_value
@@ -78,7 +78,7 @@ class SequenceForward:
         self,
         call: Callable[..., Any],
         model: nn.Module,
-        sequence: Communicator,
+        ranks: AttentionRanks,
         world: Communicator,
         device: torch.device,
         note_inputs: Callable[[Iterable[Tensor]], None] | None,
@@ -87,13 +87,14 @@ class SequenceForward:
         Args:
             call: runs the model.
             model: the model.
-            sequence: ranks that have the other parts of the same sequences.
+            ranks: those that have the other parts of the same sequences.
             world: all ranks of the job.
             note_inputs: takes the inputs, which are compared with the step's statistics; None if others do so.
         """
-        self._call, self._model, self._sequence, self._world = call, model, sequence, world
+        self._call, self._model, self._ranks, self._world = call, model, ranks, world
+        self._sequence = ranks.comm
         self._device, self._note_inputs = device, note_inputs
-        self._same = HostMaximum(sequence)
+        self._same = HostMaximum(ranks.comm)
         self._tried = self._compared = False
         self._positional, self._rules, self._takes_cache = _arguments_of(model)
         self._latest: _Forward | None = None
@@ -137,7 +138,7 @@ class SequenceForward:
         return cut_inputs(values, self._sequence.world_size, self._sequence.rank, self._rules)
 
     def _part(self, inputs: Inputs, positional: int) -> Any:
-        with attending(Parts(self._sequence, inputs.cut)):
+        with attending(Parts(self._ranks, inputs.cut)):
             return self._run(inputs.values, positional)
 
     @collective
@@ -244,7 +245,7 @@ class SequenceForward:
                 "backward, which may repeat them, got different ones; call engine.backward once for each forward"
             )
         known = _counted_in(self._with_graph) if weight is None else weight
-        return known, attending(None if self._with_graph is None else Parts(self._sequence, self._with_graph.cut))
+        return known, attending(None if self._with_graph is None else Parts(self._ranks, self._with_graph.cut))
 
 
 def _counted_in(forward: _Forward | None) -> int:
