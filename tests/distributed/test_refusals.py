@@ -3,6 +3,7 @@ its optimizer refuses, and a backward that it has not ended."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,45 @@ def test_a_backward_that_one_rank_has_cut_short_is_told(stage: int) -> None:
     assert "is nothing on rank 0, but left incomplete by a backward that raised an error on rank 1" in said
     engine.zero_grad()
     train(engine, 1, 2)
+
+
+def run_out(engine: Any, name: str) -> None:
+    """Let a method of the second bucket's local sum raise once on the last rank, as an allocation may."""
+    local = engine._parts.reducer.order[1].local
+    method = getattr(local, name)
+
+    def fail(*args: Any) -> None:
+        setattr(local, name, method)
+        raise torch.OutOfMemoryError("no memory")
+
+    if is_last():
+        setattr(local, name, fail)
+
+
+@pytest.mark.fast("2-complete-1-step")
+@pytest.mark.parametrize("then", ["zero_grad", "step", "step again"])
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3 defaults"])
+@pytest.mark.parametrize("name", ["complete", "wait"])
+@on_ranks(2)
+def test_a_launch_or_a_wait_without_memory_leaves_nothing_unpaired(stage: str, name: str, then: str) -> None:
+    """At the end of a backward, or in a step that reduces what no backward has: the rank launches the rest later."""
+    made = at(stage, "bf16", optimizer=ADAMW, zero={"overlap_comm": False})
+    engine, twin = make_engine(made), make_engine(made)
+    train(engine, 2)
+    train(twin, 2)
+    with engine.no_sync() if then == "step again" else contextlib.nullcontext():
+        loss = loss_of(engine, 2, model="OddModel")
+        run_out(engine, name)
+        said = raised(engine.backward, loss)
+    if then == "step again" and stage in "01" and is_last():
+        said = raised(engine.step)
+    assert said == ("OutOfMemoryError: no memory" if is_last() else "")
+    if then != "zero_grad":
+        assert "left incomplete by a backward that raised an error on rank 1" in raised(engine.step)
+    engine.zero_grad()
+    train(engine, 1, 3)
+    train(twin, 1, 3)
+    assert_same_bits(snapshot(engine), snapshot(twin), then)
 
 
 class Held(nn.Linear):

@@ -51,7 +51,7 @@ class Backward:
         launched: number of buckets that it has launched, in launch order.
         unreduced: backwards since ``local`` was last reduced; equal on all ranks.
         accumulated: backwards since the last step.
-        lost_gradient: since the last step a gradient came too late on this rank, which raised an error.
+        lost_gradient: since the last step an error has lost a gradient on this rank, after its bucket was launched.
         early: buckets that were launched between backwards, before the one that reduces the others.
         peers_may_wait: a rank may wait in it for a collective of the program, or for a gather of another engine at
             stage 3. So nothing in it waits for a reduction: a rank that lacks a parameter launches that at the end.
@@ -122,12 +122,20 @@ class Backward:
         _open.discard(self)
 
     def on_gradient_lost(self) -> None:
-        """Note that everything is reduced but a gradient that came too late."""
-        self.on_all_reduced()
+        """Note that a gradient of this rank came too late, or that its reduction has failed here."""
         self.lost_gradient = True
 
+    def on_autograd_end(self) -> None:
+        """Note that autograd's backward is over, so that nothing waits inside it any more."""
+        self.takes_plain = self.peers_may_wait = False
+
+    def reopen(self) -> None:
+        """Open it again, to reduce what no backward has reduced."""
+        self.open = self.reducing = True
+        self.launched = 0
+
     def end(self) -> list[Callable[[], None]]:
-        """End the backward. Return ``waiting``, which the caller runs when this one has launched everything."""
+        """End the backward, when it has launched everything. Return ``waiting``, which the caller runs last."""
         self.open, self.takes_plain, self.outer = False, False, None
         _open.discard(self)
         waiting, self.waiting = self.waiting, []

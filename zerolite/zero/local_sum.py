@@ -323,38 +323,39 @@ class LocalSum:
         assert self.pending is None, "a bucket has one reduction under way"
         self.adds_to_mean = has_mean
         options, groups, dtypes = self._memory.options, self._memory.groups, self._dtypes
-        self.flat, key = None, self.layout.index + 1
+        key, sent = self.layout.index + 1, full.to(dtypes.sent)  # first: without memory for it nothing changes
+        self.flat = None
         self._written.clear()
-        if full.dtype != dtypes.sent:
-            own, full = full, full.to(dtypes.sent)
-            self._memory.release(own)
+        if sent is not full:
+            self._memory.release(full)
         if options.predivide_factor != 1.0:
-            full.div_(options.predivide_factor)
+            sent.div_(options.predivide_factor)
         # Kept, so that its memory can be reused after the reduction. Set before it is tagged and launched, so that no
         # report of the memory misses it.
         self._sent_category = GRADIENTS if dtypes.reduces_in_place else BUCKETS
-        self._sent = full
-        tag_memory(full, self._sent_category)
+        self._sent = sent
+        tag_memory(sent, self._sent_category)
         divisor = groups.mean.world_size * options.copy_factor / options.predivide_factor
         if options.shard and options.use_reduce_scatter:
-            self.pending = groups.reduce_scatter(full, "gradients", divisor, dtypes.mean[has_mean], key)
+            self.pending = groups.reduce_scatter(sent, "gradients", divisor, dtypes.mean[has_mean], key)
         else:
-            self.pending = groups.mean.all_reduce(full, "gradients", divisor, key)
+            self.pending = groups.mean.all_reduce(sent, "gradients", divisor, key)
         if self.state is BucketState.FILL:  # the second launch of a late bucket leaves it late
             self.state = BucketState.REDUCE
 
     def wait(self) -> torch.Tensor:
-        """Wait for the reduction and return its result, which may lie in the memory that was sent."""
+        """Wait for the reduction and return its result, which may lie in the memory that was sent. May be called again
+        until :meth:`release_sent`."""
         assert self.pending is not None
         total, options = self.pending.wait(), self._memory.options
-        self.pending = None
         if options.shard and not options.use_reduce_scatter:
             total = self._memory.groups.shard.shard(total).clone()
         return total
 
     def release_sent(self, mean: torch.Tensor) -> None:
-        """Release the memory that was sent, unless ``mean`` lies in it: at stage 0 an all-reduce leaves it there."""
-        sent, self._sent = self._sent, None
+        """End the reduction, and release the memory that was sent, unless ``mean`` lies in it: at stage 0 an all-reduce
+        leaves it there."""
+        sent, self._sent, self.pending = self._sent, None, None
         if sent is not None and address(mean) != address(sent):
             self._memory.release(sent)
 

@@ -164,30 +164,34 @@ class Reducer:
     def end_backward(self, complete: bool = True) -> None:
         """End a backward: launch the remaining buckets, so that all ranks have launched the same collectives.
 
+        It stays open if a launch raises (no memory): whoever ends it launches what this rank still owes the others.
+
         Args:
             complete: False if an exception has cut the backward short.
         """
-        if not self.current.open:
+        current = self.current
+        if not current.open:
             return
-        waiting = self.current.end()
+        current.on_autograd_end()
+        if complete:
+            self._contributions_known = True
+            for bucket in self.order:
+                if bucket.local.repeats:
+                    bucket.local.learn_contributions()
+        reducing = current.reducing  # decided before the backward, from counters that all ranks share
+        if reducing:
+            self._launch_all()
+        else:  # a later backward may have another factor
+            for bucket in self.order:
+                bucket.local.copy_in_held()
+        waiting = current.end()
         try:
-            if complete:
-                self._contributions_known = True
-                for bucket in self.order:
-                    if bucket.local.repeats:
-                        bucket.local.learn_contributions()
-            reducing = self.current.reducing  # decided before the backward, from counters that all ranks share
-            if reducing:
-                self._launch_all()
-            else:  # a later backward may have another factor
-                for bucket in self.order:
-                    bucket.local.copy_in_held()
             if complete or not self.shown.all_dropped():  # else the user has dropped all gradients
                 self._show()
             if reducing:
                 if self.by_group or self._learning or self._new_buckets:
                     self._reduce_late(complete)
-                self.current.on_all_reduced()
+                current.on_all_reduced()
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
@@ -289,7 +293,7 @@ class Reducer:
         for bucket in self.order:  # last, because the other ranks may have had no late gradient
             local = bucket.local
             if local.state is BucketState.LATE and not local.ended_again:
-                self.current.on_gradient_lost()
+                self._on_all_reduced_but_one()
                 raise _late_error(
                     local.late_name,
                     "A parameter that is used where no hook sees it, outside the module that owns it, does this: put "
@@ -303,13 +307,17 @@ class Reducer:
         """Raise RuntimeError if a bucket whose values no backward has gathered has got a gradient on this rank."""
         for slot in bucket.layout.slots:
             if slot.index in self.used:
-                self.current.on_gradient_lost()
+                self._on_all_reduced_but_one()
                 raise RuntimeError(
                     f"module '{bucket.local.groups[0].name}': expected the tensors that it computes in what its "
                     f"forward returns, got a gradient of parameter '{slot.name}' in a backward that reached none of "
                     "them, so its values were not there; return them, or put the module and the one that uses them in "
                     "one parameter group (zero_optimization.leaf_modules)"
                 )
+
+    def _on_all_reduced_but_one(self) -> None:
+        self.current.on_all_reduced()
+        self.current.on_gradient_lost()
 
     def _agree_on_late(self) -> None:
         mean, buckets = self.groups.mean, self.buffer.buckets
@@ -368,10 +376,10 @@ class Reducer:
         # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
         # first, because the bucket has one mean.
         unbound = bucket.dtypes.reduces_in_place and not bucket.is_offloaded
-        unbound |= self.current.peers_may_wait and self.current.open
+        unbound |= self.current.peers_may_wait
         most = len(self.order) if unbound else 1 if bucket.layout.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or local.pending is not None):
-            self._in_flight.pop(0).finish()
+            self._finish_first()
         local.launch(full, has_mean=bucket.reduced is not None)
         self._in_flight.append(bucket)
         if not options.overlap:
@@ -379,7 +387,15 @@ class Reducer:
 
     def _wait_for_all(self) -> None:
         while self._in_flight:
-            self._in_flight.pop(0).finish()
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        try:
+            self._in_flight[0].finish()
+        except BaseException:
+            self.current.on_gradient_lost()
+            raise
+        del self._in_flight[0]  # not before: what has raised is waited for again
 
     @collective
     @torch.no_grad()
@@ -389,13 +405,14 @@ class Reducer:
         if self.current.open:
             self.end_backward(complete=False)
         self._wait_for_all()
-        self.current.launched = 0
         # Both conditions depend on the backwards of the accumulation, which all ranks have begun alike. They do not
         # depend on gradients: a backward without any also opens and reduces every bucket.
         if self.current.unreduced or any(bucket.reduced is None for bucket in self.order):
             for bucket in self.order:
                 bucket.local.open(multiple_backwards=self.current.unreduced > 1)
+            self.current.reopen()  # as in a backward: if a launch raises, the rest is launched later
             self._launch_all()
+            self.current.end()
             # Another rank may have reduced in its backward, whose end exchanges late gradients with all ranks.
             if not self.by_group and (self._learning or self._new_buckets):
                 self._agree_on_late()
