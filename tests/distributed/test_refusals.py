@@ -81,6 +81,24 @@ def _variant(engine: Any) -> Undo:
     return lambda: group.update(amsgrad=False)
 
 
+def _no_lr(engine: Any) -> Undo:
+    group = engine.optimizer.param_groups[0]
+    before = group.pop("lr")
+    return lambda: group.update(lr=before)
+
+
+def _text(engine: Any) -> Undo:
+    group = engine.optimizer.param_groups[1]
+    before, group["weight_decay"] = group["weight_decay"], "0.1"
+    return lambda: group.update(weight_decay=before)
+
+
+def _unfused(engine: Any) -> Undo:
+    group = engine.optimizer.param_groups[1]
+    group["fused"] = False
+    return lambda: group.update(fused=True)
+
+
 def _other_shape(engine: Any) -> Undo:
     unused = engine.module.unused  # a forward that fails would say so itself
     before = unused.data
@@ -92,6 +110,8 @@ Damage = tuple[Callable[[Any], Undo], str]
 KERNELS: dict[str, Damage] = {
     "short": (_short, "ValueError: optimizer.state: expected 'exp_avg' of parameter"),
     "no group": (_no_group, "in the param group of the optimizer in which its training began"),
+    "no lr": (_no_lr, "ValueError: optimizer.param_groups[0]: expected 'lr' as a value like 0.001, got none at all"),
+    "text": (_text, "optimizer.param_groups[1]: expected 'weight_decay' as a value like 0.1, got '0.1'"),
     "variant": (_variant, "ValueError: optimizer.param_groups[0]['amsgrad'] is True"),
     "other shape": (_other_shape, "RuntimeError: parameter 'unused': expected (3,) of torch."),
 }
@@ -99,8 +119,9 @@ TORCH: dict[str, Damage] = {
     "short": (_short, "as the last update has left it on this rank, got (3,) in torch.float32"),
     "double": (_double, "in torch.float64; zerolite.set_full_optimizer_state takes the full state"),
     "lacks": (_lacks, "as the last update has left it on this rank, got None"),
-    "no group": (_no_group, "in the param group of the optimizer in which its training began"),
+    **{name: KERNELS[name] for name in ("no group", "no lr", "text")},
 }
+UNFUSED = "optimizer.param_groups: expected 'fused' to stay True, as it was in zerolite.initialize"
 
 
 def two_groups(made: dict[str, Any], unread: bool) -> Any:
@@ -149,7 +170,8 @@ def test_an_update_that_one_rank_refuses_is_made_on_none(stage: int, precision: 
     check_refusals(at(stage, precision, optimizer=ADAMW, **more), unread, damages)
     if dist.get_world_size() == 2:
         own = ("AdamW", {**ADAMW[1], "fused" if unread else "foreach": True})
-        check_refusals(at(stage, precision, optimizer=own, **more), unread, TORCH)
+        damages = TORCH | ({"unfused": (_unfused, UNFUSED)} if unread else {})
+        check_refusals(at(stage, precision, optimizer=own, **more), unread, damages)
 
 
 def refuse_in_a_grid(made: dict[str, Any], unread: bool) -> None:

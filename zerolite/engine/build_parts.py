@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.comm import Topology, collective, raise_together
+from zerolite.comm import Topology, collective, largest, raise_together
 from zerolite.config import ZeroliteConfig
 from zerolite.engine.arguments import OptimizerChoice, check_parameters
 from zerolite.engine.model_parallel import (
@@ -296,6 +296,10 @@ class PartsBuilder:
         # With many ranks, or with stage 3's small groups, shards are small. One update then takes several of them, so
         # that there are few large calls.
         numel, skips = min(self.rules.bucket_numel, AUTO_BUCKET), self.device_kind in SKIPS_ON_DEVICE
+        if skips:
+            # Torch's fused kernels decide for themselves, and one rank alone may have states that keep it from them.
+            (never,) = largest([int(not method.can_skip_on_device)], self.topology.world, self.device, "kernels")
+            method.can_skip_on_device = skips = not never
         options = step_options(self.config, numel, skips, self.topology)
         self._scaler = loss_scaler(self.config) if trains else None
         state = StepState(accumulation, self._scaler, buffer, method, self._observers, options)

@@ -68,6 +68,7 @@ def _prefer_fused(optimizer: Optimizer) -> None:
     if not any(unsupported(group) for group in optimizer.param_groups):
         for group in optimizer.param_groups:
             group["fused"] = True
+        optimizer.defaults["fused"] = True  # of groups that are added later
         # Torch's constructor sets this with fused=True; here the constructor has run already.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 

@@ -27,6 +27,9 @@ class StepUpdate:
     Attributes:
         failed_update: reason why some masters are a step ahead of others; "" if they are all of one step.
         params_outdated: masters are ahead of the parameters.
+        device_decides: the device decides whether a step is skipped, so that the host need not wait for its statistics.
+            This depends on config, optimizer and layout, and never on what differs between ranks. If the host skips a
+            step, no all-gather is launched; if the device does, all of them are.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class StepUpdate:
         self._order = self._reducer.order
         in_place: list[tuple[Bucket, int]] = []
         offloaded: dict[bool, list[tuple[Bucket, int]]] = {False: [], True: []}  # True: the host updates them
-        self._all_on_device = True
+        self.device_decides = self._options.skip_on_device
         for bucket in reversed(self._order):
             on_host = bucket.updates_on_host
             accessible = all(
@@ -64,21 +67,12 @@ class StepUpdate:
                 for placement in (bucket.master_placement, bucket.compute_placement, bucket.placement)
             )
             (in_place if accessible else offloaded[on_host]).append((bucket, bucket.master.numel()))
-            self._all_on_device &= accessible and not on_host
+            self.device_decides &= accessible and not on_host
         total = sum(numel for _, numel in in_place)
         self._in_place = sub_groups(in_place, total if self._method.one_launch else self._options.update_numel, 0)
         self._offload.plan(offloaded)
 
     # ---------------------------------------------------------------- one step
-
-    @property
-    def device_decides(self) -> bool:
-        """True if the device decides whether a step is skipped, so that the host need not wait for its statistics.
-
-        This depends on config, optimizer and layout, and never on gradients, which differ between ranks. If the host
-        skips a step, no all-gather is launched; if the device does, all of them are.
-        """
-        return self._options.skip_on_device and self._method.can_skip_on_device and self._all_on_device
 
     def used_somewhere(self, stats: StatsVector) -> tuple[frozenset[int] | None, frozenset[int]]:
         """Return the parameters that an update may use whose statistics the host has not read, None for all; and those

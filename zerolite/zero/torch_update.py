@@ -39,7 +39,10 @@ class TorchUpdate(UpdateMethod):
             buffer: buckets with the masters.
         """
         super().__init__(inner, buffer)
-        self._takes_found_inf = bool(getattr(inner, "_step_supports_amp_scaling", False))
+        # Every group runs a fused kernel that takes ``found_inf`` (torch's convention for GradScaler). A skipped first
+        # update would leave SGD's momentum buffer uninitialised.
+        takes_found_inf = getattr(inner, "_step_supports_amp_scaling", False) and not isinstance(inner, torch.optim.SGD)
+        self.can_skip_on_device = bool(takes_found_inf) and self._is_fused()
         self._new_states: set[int] = set()  # parameters that the device may leave out, without a state before
         self._known: dict[int, State] = {}  # what the last update has left in `inner.state`, by index of the parameter
         # Other libraries count steps in param groups: the numbers before this step, by id of the group.
@@ -60,8 +63,16 @@ class TorchUpdate(UpdateMethod):
         self._new_states.clear()
         self._counts.clear()
 
+    def _is_fused(self) -> bool:
+        return all(group.get("fused") for group in self._inner.param_groups)
+
     def take_over(self) -> None:
         self._check_groups()
+        if self.can_skip_on_device and not self._is_fused():
+            raise ValueError(
+                "optimizer.param_groups: expected 'fused' to stay True, as it was in zerolite.initialize, because the "
+                "device decides whether a step is skipped, got a group without it; make the optimizer with fused=False"
+            )
         replaced = [shard for shard in self.shards() if self._is_replaced(shard)]
         if replaced:
             self._buffer.placements.drop_reads(self._move_states(replaced))
@@ -78,6 +89,8 @@ class TorchUpdate(UpdateMethod):
             if value is before or not isinstance(before, torch.Tensor):
                 continue
             replaced, is_tensor = True, isinstance(value, torch.Tensor)
+            if value is None and name in state and isinstance(self._inner, torch.optim.SGD):
+                continue  # it begins with a new buffer
             if not is_tensor or value.shape != before.shape or (value.dtype != before.dtype and value.dim()):
                 got = f"{tuple(value.shape)} in {value.dtype}" if is_tensor else repr(value)
                 raise ValueError(
@@ -225,15 +238,6 @@ class TorchUpdate(UpdateMethod):
         """Drop states that the skipped update has made. Step counts need no correction: torch's fused kernels count on
         the device, where they see the skip."""
         self.on_left_out(tuple(self._new_states))
-
-    @property
-    def can_skip_on_device(self) -> bool:
-        """True if every group runs a fused kernel that takes ``found_inf`` (torch's convention for GradScaler)."""
-        if not self._takes_found_inf:
-            return False
-        if isinstance(self._inner, torch.optim.SGD):
-            return False  # a skipped first update would leave its momentum buffer uninitialised
-        return all(group.get("fused") for group in self._inner.param_groups)
 
     # ---------------------------------------------------------------- states
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -133,6 +134,7 @@ class UpdateMethod(ABC):
         syncs_masters: True: ``update`` itself takes over what the user has written into ``out``. False: call
             ``sync_master_from_param`` before the first update of a bucket, and never after it.
         splits_buckets: a span may be a part of a bucket.
+        can_skip_on_device: ``update`` takes ``found_inf``. The engine sets it to what holds on all ranks.
         most_maybe_unused: parameters of which ``update`` can leave to the device if they are updated; None: any number.
         state_names: names of the states with one value per element; None if they are known only from states that
             exist.
@@ -144,6 +146,7 @@ class UpdateMethod(ABC):
     one_launch = False
     syncs_masters = False
     splits_buckets = False
+    can_skip_on_device = True
     most_maybe_unused: int | None = None
     state_names: tuple[str, ...] | None = None
 
@@ -165,11 +168,6 @@ class UpdateMethod(ABC):
             flags = self.broken[device] = more if flags is None else torch.cat([flags, more])
         return flags
 
-    @property
-    def can_skip_on_device(self) -> bool:
-        """True if ``update`` takes ``found_inf``."""
-        return True
-
     def shards(self) -> Iterator[OptimParamShard]:
         """Yield the shards that this rank updates."""
         return (shard for bucket in self._buffer.buckets for shard in bucket.shards)
@@ -186,7 +184,20 @@ class UpdateMethod(ABC):
         """
 
     def _check_groups(self) -> None:
-        """Raise RuntimeError if the user has taken a parameter out of its param group since the last call."""
+        """Check the param groups: in its update one rank alone would find what is wrong with them.
+
+        Raises:
+            ValueError: a value is gone, or has become what its default is not.
+            RuntimeError: the user has taken a parameter out of its param group since the last call.
+        """
+        for number, group in enumerate(self._inner.param_groups):
+            for key, default in self._inner.defaults.items():
+                value = group.get(key, _GONE)
+                if type(value) is not type(default) and not _fits(key, value, default):
+                    raise ValueError(
+                        f"optimizer.param_groups[{number}]: expected '{key}' as a value like {default!r}, got "
+                        f"{'none at all' if value is _GONE else repr(value)}"
+                    )
         sizes = [len(group["params"]) for group in self._inner.param_groups]
         if sizes == self._group_sizes:
             return
@@ -253,6 +264,18 @@ class UpdateMethod(ABC):
     @abstractmethod
     def add_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Begin to update the shards of these buckets, which have them already."""
+
+
+_GONE = object()  # in place of a value that a param group has no more
+
+
+def _fits(key: str, value: object, default: object) -> bool:
+    """Return True if an optimizer with this default can use the value."""
+    if isinstance(default, bool) or value is _GONE:
+        return value is not _GONE
+    if isinstance(default, (Real, torch.Tensor)):
+        return isinstance(value, (Real, torch.Tensor)) or (value is None and key != "lr")
+    return not isinstance(default, (tuple, list)) or isinstance(value, (tuple, list))
 
 
 # -------------------------------------------------------------------- spans

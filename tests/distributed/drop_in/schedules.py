@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -189,16 +190,26 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "emptied": lambda optimizer, p: optimizer.state.clear(),
     "another dict": lambda optimizer, p: setattr(optimizer, "state", defaultdict(dict)),
 }
+MOMENTA: dict[str, Callable[[Any, Any], Any]] = {  # of torch's SGD, which begins anew without one
+    "no momentum": lambda optimizer, p: optimizer.state[p].pop("momentum_buffer", None),
+    "None as momentum": lambda optimizer, p: optimizer.state[p].update(momentum_buffer=None),
+}
 
 
-@case("changing `optimizer.state`", [(whose, way) for whose in ("engine's", "own") for way in CHANGES], close=KERNELS)
+@case(
+    "changing `optimizer.state`",
+    [(whose, way) for whose in ("engine's", "own") for way in (*CHANGES, *MOMENTA)],
+    close=KERNELS,
+)
 def states_changed(run: Run, variant: tuple[str, str]) -> None:
     whose, way = variant
-    run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+    sgd = functools.partial(torch.optim.SGD, lr=0.0625, momentum=0.5, foreach=True)
+    make: Any = sgd if way in MOMENTA else functools.partial(torch.optim.AdamW, lr=0.01)
+    run.start(own=lambda model: make(model.parameters()))
     run.train(2)
-    CHANGES[way](run.own if whose == "own" else run.optimizer, run.module.second.weight)
+    (CHANGES | MOMENTA)[way](run.own if whose == "own" else run.optimizer, run.module.second.weight)
     run.train(2, start=2)
-    counts = from_all_ranks({float(state["step"]) for state in run.own.state.values()})
+    counts = from_all_ranks({float(state.get("step", 0)) for state in run.own.state.values()})
     run.see(sorted(set().union(*counts)))
 
 
