@@ -139,10 +139,11 @@ class UsesHidden(nn.Module):
         return self.last(torch.tanh(_HIDDEN.pop()))
 
 
+@pytest.mark.parametrize("bucket_size", [10, 1000])
 @on_ranks(2)
-def test_an_output_that_no_hook_finds_raises() -> None:
-    """Its module's values are not there in the backward."""
-    engine = zerolite.initialize(models.build(UsesHidden), at("3 moving", zero={"reduce_bucket_size": 10}))
+def test_an_output_that_no_hook_finds_raises(bucket_size: int) -> None:
+    """Its module's values are not there in the backward; also where those of others in its bucket are."""
+    engine = zerolite.initialize(models.build(UsesHidden), at("3 moving", zero={"reduce_bucket_size": bucket_size}))
     loss = models.square_loss(engine, models.float_batch(0, 0, 0))
     with raises(RuntimeError, "module 'hides': expected the tensors that it computes in what its forward returns"):
         engine.backward(loss)

@@ -42,6 +42,7 @@ from zerolite.zero.layout import Slot
 from zerolite.zero.local_sum import BucketState
 from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.param_group import ParamGroup
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 
 class Reducer:
@@ -164,7 +165,7 @@ class Reducer:
     def end_backward(self, complete: bool = True) -> None:
         """End a backward: launch the remaining buckets, so that all ranks have launched the same collectives.
 
-        It stays open if a launch raises (no memory): whoever ends it launches what this rank still owes the others.
+        It stays open if a launch raises (no memory): the call that ends it launches what this rank owes the others.
 
         Args:
             complete: False if an exception has cut the backward short.
@@ -299,17 +300,20 @@ class Reducer:
                     "A parameter that is used where no hook sees it, outside the module that owns it, does this: put "
                     "that module and its users in one parameter group (zero_optimization.leaf_modules).",
                 )
-            entered = local.ends_last or any(group.is_entered for group in local.groups)
-            if complete and local.groups and not entered:
+            if complete and not (local.ends_last or all(group.is_entered for group in local.groups)):
                 self._check_unused(bucket)
 
     def _check_unused(self, bucket: Bucket) -> None:
-        """Raise RuntimeError if a bucket whose values no backward has gathered has got a gradient on this rank."""
-        for slot in bucket.layout.slots:
-            if slot.index in self.used:
+        """Raise RuntimeError if a parameter whose values no backward has gathered has got a gradient on this rank."""
+        groups = bucket.local.groups
+        entered = {id(known) for group in groups if group.is_entered for known in group.parameters}
+        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+            sharded_param = sharded_param_of(parameter)
+            if slot.index in self.used and id(sharded_param) not in entered:
                 self._on_all_reduced_but_one()
+                name = next((group.name for group in groups if sharded_param in group.parameters), groups[0].name)
                 raise RuntimeError(
-                    f"module '{bucket.local.groups[0].name}': expected the tensors that it computes in what its "
+                    f"module '{name}': expected the tensors that it computes in what its "
                     f"forward returns, got a gradient of parameter '{slot.name}' in a backward that reached none of "
                     "them, so its values were not there; return them, or put the module and the one that uses them in "
                     "one parameter group (zero_optimization.leaf_modules)"

@@ -442,6 +442,8 @@ class PartitionedParameterCoordinator:
         if self._forward and not self._tasks:
             self._add_parameter(self._forward[-1].group, sharded_param)
         if sharded_param not in self._pinned_for_step:
+            for group in self.groups:
+                group.is_entered |= sharded_param in group.parameters  # its values are there in every backward
             with self._observers.phase(GATHER):
                 self.context.pin([sharded_param])
             self._pinned_for_step.append(sharded_param)
