@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.recipes import BF16, FP16, RECIPES, Recipe, adapted, by, mlp_with, scheduler, three_groups
-from tests.checkpoint.runs import assert_equal, facts, into, loaded, saved_by, states, train, trained
+from tests.checkpoint.recipes import BF16, FP16, RECIPES, Recipe, by, mlp_with, three_groups
+from tests.checkpoint.runs import assert_equal, facts, loaded, saved_by, states, train, trained
 from tests.toolkit import models
 from tests.toolkit.configs import SGD
+from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import expect_words, raised
-from zerolite.checkpoint.matching import match_groups
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.matching import check_groups
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.state import GroupState
 
@@ -30,85 +30,55 @@ def reversed_groups(model: nn.Module) -> dict[str, Any]:
 
 
 DECAYING = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))
-WARMUP = scheduler("WarmupDecayLR", warmup_num_steps=3, total_num_steps=9)
-SCHEDULES: dict[str, tuple[int, dict[str, Any], Callable[[nn.Module], Any]]] = {  # stage, of the config, of the engine
-    "LambdaLR": (3, {}, DECAYING),
-    "SequentialLR": (1, {}, RECIPES["SequentialLR"].engine),
-    "WarmupDecayLR": (2, WARMUP, lambda model: {}),
-}
+
+
+OTHER_GROUPS: dict[str, Callable[[nn.Module], Any]] = {"order": reversed_groups, "number": lambda model: {}}
+
+PLACES = {"order": "first.weight (group 0 there, 2 here)", "number": "first.bias (group 1 there, 0 here)"}
 
 
 @on_ranks(2)
-@pytest.mark.fast("LambdaLR-*")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_param_groups_in_another_order(directory: str, schedule: str) -> None:
-    """Their hyperparameters and schedule follow their parameters."""
-    stage, config, extra = SCHEDULES[schedule]
-    straight, turned = (
-        Recipe(RECIPES["mixture"].model, config=config, engine=lambda model, of=of: {**of(model), **extra(model)})
-        for of in (three_groups, reversed_groups)
-    )
-    source = trained(straight, stage)
-    source.save_checkpoint(directory)
-    target = loaded(directory, turned, stage)
-    for _ in range(2):
-        one, other = facts(source), facts(target)
-        other["groups"].reverse()
-        del one["lr_scheduler"], other["lr_scheduler"]
-        assert_equal(one, other)
-        losses = [train(engine, recipe, 2, 4) for engine, recipe in ((source, straight), (target, turned))]
-        assert losses[0] == losses[1]
-
-
-@on_ranks(2)
-def test_param_groups_of_other_parameters(directory: str) -> None:
-    """Groups of other parameters keep what they have; a schedule with values for each is refused, if asked for."""
-    recipe, stage = Recipe(engine=three_groups), 1
-    own = saved_by(directory, recipe, stage)
-    one_group = replace(recipe, engine=lambda model: {}, optimizer=("AdamW", {"lr": 0.5}))
-    engine = loaded(directory, one_group, stage)
+@pytest.mark.parametrize("other", OTHER_GROUPS)
+def test_other_param_groups_are_refused(directory: str, other: str) -> None:
+    """Values and schedules belong to groups by their place, so they are loaded into the same groups alone."""
+    make = lambda of: Recipe(engine=lambda model: {**of(model), **DECAYING(model)}, optimizer=ADAM)  # noqa: E731
+    own = saved_by(directory, make(three_groups), 1)
+    engine = trained(make(OTHER_GROUPS[other]), 1, 1, seed=5)
+    before = copy.deepcopy(facts(engine))
+    for arguments in ({}, {"load_optimizer_states": False}, {"load_lr_scheduler_states": False}):
+        said = raised(engine.load_checkpoint, directory, **arguments)
+        expect_words(said, "CheckpointError", "expected the 3 param groups", PLACES[other])
+        expect_words(said, "Nothing was loaded", NEW_STATES, NEW_SCHEDULE)
+        assert_equal(before, facts(engine), f"{arguments}")
+    engine.load_checkpoint(directory, load_optimizer_states=False, load_lr_scheduler_states=False)
     found = facts(engine)
-    assert_equal(states(own), states(found))
-    assert engine.get_lr() == [0.5]
-    both = Recipe(engine=lambda model: {**three_groups(model), **DECAYING(model)})
-    saved_by(directory, both, stage, tag="schedule")
-    engine, said = into(directory, replace(both, engine=DECAYING), stage, tag="schedule")
-    expect_words(said, "CheckpointError", "3 param groups", "load_lr_scheduler_states=False")
-    assert raised(engine.load_checkpoint, directory, tag="schedule", load_lr_scheduler_states=False) == ""
+    assert_equal(own["masters"], found["masters"])
+    assert_equal(before["groups"], found["groups"])
 
 
-def wrapped() -> nn.Module:
-    """Wrapper with peft's names: ``base_model.model.…``."""
-    return nn.Sequential(OrderedDict(base_model=nn.Sequential(OrderedDict(model=adapted()))))
+ADAM = ("AdamW", {"lr": 1e-3})
+PLAIN = Recipe()
 
 
-PLAIN, ADAPTED, WRAPPED = Recipe(), Recipe(adapted), Recipe(wrapped)
-
-
-@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("how", ["added", "dropped", "around everything"])
-def test_an_adapter_is_added_or_dropped(directory: str, stage: int, how: str) -> None:
-    """Refused if not asked for. What the adapter is put around is found by its name without it."""
-    source, target, name, words = {
-        "added": (PLAIN, ADAPTED, "{}.base_layer.{}", ["first.base_layer.weight", "first.weight"]),
-        "dropped": (ADAPTED, PLAIN, "{}.{}", ["lora_A"]),
-        "around everything": (PLAIN, WRAPPED, "base_model.model.{}.base_layer.{}", ["base_model.model.first"]),
-    }[how]
-    own = saved_by(directory, source, stage)["parameters"]
-    engine, said = into(directory, target, stage)
-    expect_words(said, "CheckpointError", "load_module_strict=False", "Nothing was loaded", *words)
+@pytest.mark.parametrize("turned", [False, True], ids=["added", "dropped"])
+def test_what_both_have_is_loaded_on_request(directory: str, stage: int, turned: bool) -> None:
+    """The rest keeps its values and has no states; the log names it."""
+    source, target = (DEEPER, PLAIN) if turned else (PLAIN, DEEPER)
+    own = saved_by(directory, source, stage)
+    engine = trained(target, stage, 1, seed=5)
     before = facts(engine)
-    engine.load_checkpoint(directory, load_module_strict=False)
+    with Warnings() as warnings:
+        engine.load_checkpoint(directory, load_module_strict=False)
     after = facts(engine)
-    for layer, kind in itertools.product(("first", "second"), ("weight", "bias")):
-        there = f"{layer}.base_layer.{kind}" if how == "dropped" else f"{layer}.{kind}"
-        assert_equal(own[there], after["parameters"][name.format(layer, kind)])
-    lora = {name: tensor for name, tensor in before["masters"].items() if "lora" in name}
-    assert bool(lora) == (how != "dropped")
-    assert_equal(lora, {name: after["masters"][name] for name in lora})
-    assert after["counters"]["global_steps"] == 2 and not after["exp_avg"]
+    for kind in states(own):
+        for name, value in after[kind].items():
+            assert_equal(own[kind][name] if name in own[kind] else before[kind][name], value, f"{kind} {name}")
+    assert [(lost in said) for said in warnings.messages for lost in ("third.weight",)] == [True] * (engine.rank == 0)
+    assert after["counters"]["global_steps"] == 2 and set(after["exp_avg"]) == set(own["masters"]) & set(
+        after["masters"]
+    )
     train(engine, target, 2, 4)
 
 
@@ -259,7 +229,7 @@ MISFITS: list[tuple[str, Recipe, dict[str, Any], list[str]]] = [
     ("deeper", PLAIN, {}, ["model has no parameter third.weight, third.bias", "strict=False"]),
     ("mlp", Recipe(optimizer=SGD, states=()), {}, ["of AdamW", "SGD", NEW_STATES]),
     ("amsgrad", PLAIN, {}, ["max_exp_avg_sq", "of AdamW", NEW_STATES]),
-    ("AdamW", RECIPES["amsgrad"], {}, ["amsgrad=False", NEW_STATES]),
+    ("AdamW", RECIPES["amsgrad"], {}, ["expected the 3 param groups", NEW_STATES]),
     ("NAdam", RECIPES["RMSprop"], {}, ["of NAdam", "RMSprop", NEW_STATES]),
     ("LambdaLR", RECIPES["CosineAnnealingLR"], {}, ["LambdaLR", "CosineAnnealingLR", NEW_SCHEDULE]),
 ]
@@ -334,7 +304,10 @@ def test_states_go_into_another_implementation_and_back(directory: str) -> None:
 IMPLEMENTATIONS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
 
 
-def test_groups_of_frozen_parameters_match_by_place() -> None:
+def test_groups_are_compared_by_what_both_train() -> None:
     stored = [GroupState(names=names, values={}) for names in (["a"], ["frozen"], [])]
-    assert match_groups([["a"], ["frozen"], []], stored, {"a": "a"}) == [0, 1, 2]
-    assert match_groups([["frozen"], ["a"]], stored, {"a": "a"}) == [None, 0]
+    check_groups([["a"], ["frozen"], []], stored, {"a": "a"})
+    check_groups([["b"], [], ["frozen"]], stored, {"b": "a"})
+    for other in ([["frozen"], ["a"], []], [["a"], ["frozen"]]):
+        with pytest.raises(CheckpointError, match="expected the 3 param groups"):
+            check_groups(other, stored, {"a": "a"})

@@ -13,7 +13,7 @@ import torch
 
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.huggingface import INDEX, ModelWriter, exported_dtype, plan_files
+from zerolite.checkpoint.huggingface import INDEX, exported_dtype, plan_files, write_model
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.state import StoredModel
@@ -78,13 +78,7 @@ def export_checkpoint(
     entries, aliases = reader.trust(lambda: _contents(reader, dtype, exclude_frozen))
     plan = plan_files(entries.values(), max_shard_size, aliases)
     keys = {entry.name: key for key, entry in entries.items()}
-    with ModelWriter(out, plan) as writer:
-        for file in plan:
-            writer.begin(file)
-            for entry in file.entries:
-                writer.add(_read(reader, keys[entry.name], entry))
-            writer.finish()
-        files = writer.commit()
+    files = write_model(out, plan, (_read(reader, keys[entry.name], entry) for file in plan for entry in file.entries))
     return Exported(reader.path, files, len(entries), sum(file.nbytes for file in plan))
 
 

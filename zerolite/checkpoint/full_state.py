@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,15 @@ import torch
 
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.full_model import FullModel, FullTensor
-from zerolite.checkpoint.huggingface import ModelWriter, exported_dtype, plan_files
+from zerolite.checkpoint.huggingface import exported_dtype, plan_files, write_model
 from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.saving import directory_of
 from zerolite.checkpoint.state import clean
-from zerolite.comm import Communicator, HostGroup, Topology, collective, raise_together
+from zerolite.comm import HostGroup, Topology, collective, raise_together
+from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
@@ -194,7 +193,7 @@ class FullState:
     @torch.no_grad()
     def save_16bit(self, save_dir: str | os.PathLike[str], max_shard_size: str | int, exclude_frozen: bool) -> None:
         """See ``Engine.save_16bit_model``. All ranks gather one parameter after the other, and rank 0 writes it
-        (:class:`ModelWriter`).
+        (:func:`write_model`).
 
         Args:
             exclude_frozen: write only trained parameters, and the buffers of modules that have some.
@@ -208,7 +207,7 @@ class FullState:
         assert dtype is not None
         directory = Path(directory_of(save_dir, "save_dir"))
         self._check_readable()
-        full, world, device = self._full_model(), self._topology.world, self._device
+        full, world = self._full_model(), self._topology.world
         tensors = dict(full.tensors())
         left_out = sorted(full.entries.keys() - tensors.keys())
         if left_out and world.rank == 0:
@@ -222,21 +221,18 @@ class FullState:
         entries = [ToStore(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
         aliases = {clean(name): clean(first[k.owner]) for name, k in tensors.items() if name != first[k.owner]}
         plan = plan_files(entries, max_shard_size, aliases)
-        on_rank0 = _OnRank0(world, device)
-        with contextlib.ExitStack() as stack:
-            writer = ModelWriter(directory, plan)
-            on_rank0.run(functools.partial(stack.enter_context, writer))
-            on_rank0.check()
-            for file in plan:
-                on_rank0.run(functools.partial(writer.begin, file))
-                for entry in file.entries:
-                    value = full.get(written[entry.name], dtype, rank0_only=True)
-                    on_rank0.run(functools.partial(writer.add, value))  # type: ignore[arg-type]  # there on rank 0
-                    del value  # before the next one is gathered
-                on_rank0.run(writer.finish)
-                on_rank0.check()
-            on_rank0.run(writer.commit)
-            on_rank0.check()
+        values = (full.get(written[entry.name], dtype, rank0_only=True) for file in plan for entry in file.entries)
+        error: Exception | None = None
+        if world.rank == 0:
+            try:
+                write_model(directory, plan, values)  # type: ignore[arg-type]  # the values are there on rank 0
+            except NOTHING_MAY_FOLLOW:
+                raise
+            except Exception as failure:
+                error = failure
+        for _ in values:  # on the other ranks, and after an error: each is a collective, in which all ranks take part
+            pass
+        raise_together(world, self._device, "checkpoint", error, "engine.save_16bit_model", CheckpointError)
 
     def _full_model(self) -> FullModel:
         self._parts.param_gatherer.wait_all()
@@ -276,27 +272,6 @@ def _training(tensors: Mapping[str, FullTensor]) -> dict[str, FullTensor]:
         for name, known in tensors.items()
         if known.trained or (not known.parameter and name.rpartition(".")[0] in modules)
     }
-
-
-class _OnRank0:
-    """Work of rank 0 between collectives of all ranks. After its first error, rank 0 does no more, but takes part in
-    the collectives that follow, until all ranks raise."""
-
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
-        self._comm, self._device = comm, device
-        self._error: Exception | None = None
-
-    def run(self, work: Callable[[], object]) -> None:
-        if self._comm.rank == 0 and self._error is None:
-            try:
-                work()
-            except Exception as error:
-                self._error = error
-
-    @collective
-    def check(self) -> None:
-        """Raise on all ranks if rank 0 has failed: CheckpointError on the others."""
-        raise_together(self._comm, self._device, "checkpoint", self._error, "engine.save_16bit_model", CheckpointError)
 
 
 def _compare(

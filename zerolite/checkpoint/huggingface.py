@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -78,104 +77,90 @@ def plan_files(entries: Iterable[ToStore], max_shard_size: str | int, aliases: M
     ]
 
 
-class ModelWriter:
-    """Writes the files of :func:`plan_files` into ``directory``.
+def write_model(directory: Path, files: Sequence[ModelFile], values: Iterator[torch.Tensor]) -> list[Path]:
+    """Write the files of :func:`plan_files` into ``directory``, and return their paths.
 
-    It is a context. Within it, :meth:`begin`, :meth:`add` for each tensor and :meth:`finish` are called for each file,
-    in any order, and :meth:`commit` at the end. Before the commit nothing in the directory changes, and without it
-    nothing is left behind. Raises CheckpointError if the directory cannot be written.
+    They replace the model that is there: the files of the plan, the index, and the files that an earlier index names.
+    Other files stay. Until all are complete nothing in the directory changes, and after a failure nothing is left
+    behind. A process that is killed leaves the earlier model, the new one, or none that looks complete.
 
-    The commit replaces the files of the plan, the index, and the files that an earlier index names. Other files stay.
+    Args:
+        values: yields the tensors of all files in their order, on any device. None is kept until the next one.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
     """
-
-    def __init__(self, directory: Path, files: Sequence[ModelFile]) -> None:
-        self._directory, self._files = directory, files
-        self._path = directory
-        self._entries: Iterator[ToStore] = iter(())  # of the file that is being written
-        self._open = contextlib.ExitStack()
-        self._writer: FileWriter | None = None
-
-    def __enter__(self) -> ModelWriter:
-        if self._directory.exists() and not self._directory.is_dir():
-            raise CheckpointError(f"expected '{self._directory}' to be a directory or not to exist, found a file")
-        with _named(self._directory):
-            filesystem.make_directory(self._directory, exist_ok=True)
-            self._remove_incomplete()
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.close()
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"expected '{directory}' to be a directory or not to exist, found a file")
+    with _named(directory):
+        filesystem.make_directory(directory, exist_ok=True)
+        _remove_incomplete(directory)
+    try:
+        for file in files:
+            path = directory / file.name
+            with _named(path):
+                writer = FileWriter(_incomplete(path))
+            with writer:
+                _write(writer, path, memoryview(build_header(file.entries, file.metadata)[0]))
+                for entry in file.entries:
+                    _write(writer, path, _bytes_of(next(values), entry))
+                with _named(path):
+                    writer.finish()
+        with _named(directory):
+            _replace(directory, files)
+    finally:
         with contextlib.suppress(OSError):
-            self._remove_incomplete()
+            _remove_incomplete(directory)
+    return [directory / file.name for file in files]
 
-    def begin(self, file: ModelFile) -> None:
-        """Begin to write ``file``."""
-        header, _ = build_header(file.entries, file.metadata)
-        self._path, self._entries = self._directory / file.name, iter(file.entries)
-        with _named(self._path):
-            self._writer = self._open.enter_context(FileWriter(self._incomplete(file.name)))
-            self._writer.write(memoryview(header))
 
-    def add(self, value: torch.Tensor) -> None:
-        """Write the next tensor of the file, which may be on any device."""
-        entry = next(self._entries)
-        if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
-            raise ValueError(
-                f"tensor '{entry.name}': expected {entry.dtype} {entry.shape}, got {value.dtype} {tuple(value.shape)}"
-            )
-        assert self._writer is not None
-        with _named(self._path):
-            self._writer.write(bytes_of(value))
+def _write(writer: FileWriter, path: Path, content: memoryview) -> None:
+    with _named(path):
+        writer.write(content)
 
-    def finish(self) -> None:
-        """End the file, which is on the disk when this returns."""
-        assert self._writer is not None
-        with _named(self._path):
-            self._writer.finish()
-        self._open.close()
 
-    def commit(self) -> list[Path]:
-        """Rename the files to their names, and return their paths.
+def _bytes_of(value: torch.Tensor, entry: ToStore) -> memoryview:
+    if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
+        raise ValueError(
+            f"tensor '{entry.name}': expected {entry.dtype} {entry.shape}, got {value.dtype} {tuple(value.shape)}"
+        )
+    return bytes_of(value)
 
-        A process that is killed meanwhile leaves the earlier model, the new one, or none that looks complete.
-        """
-        names = [file.name for file in self._files]
-        index = self._directory / INDEX
-        with _named(self._directory):
-            stale = [name for name in self._earlier() if name not in names]
-            if names != [SINGLE]:
-                stale.append(SINGLE)  # readers prefer it to an index
-            filesystem.remove(index)  # first: without an index no reader takes a mixture of old and new files
-            for name in stale:
-                filesystem.remove(self._directory / name)
-            for name in names:
-                filesystem.rename(self._incomplete(name), self._directory / name)
-            if names != [SINGLE]:
-                filesystem.replace_file(index, self._index())
-        return [self._directory / name for name in names]
 
-    def _index(self) -> bytes:
-        weight_map = {entry.name: file.name for file in self._files for entry in file.entries}
-        total = sum(file.nbytes for file in self._files)
+def _replace(directory: Path, files: Sequence[ModelFile]) -> None:
+    """Remove the earlier model, and rename the complete files to their names."""
+    names, index = [file.name for file in files], directory / INDEX
+    stale = [name for name in _named_by(index) if name not in names]
+    if names != [SINGLE]:
+        stale.append(SINGLE)  # readers prefer it to an index
+    filesystem.remove(index)  # first: without an index no reader takes a mixture of old and new files
+    for name in stale:
+        filesystem.remove(directory / name)
+    for name in names:
+        filesystem.rename(_incomplete(directory / name), directory / name)
+    if names != [SINGLE]:
+        weight_map = {entry.name: file.name for file in files for entry in file.entries}
+        total = sum(file.nbytes for file in files)
         body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()
+        filesystem.replace_file(index, (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode())
 
-    def _earlier(self) -> list[str]:
-        """Return the numbered files that the existing index names; [] if it cannot be read."""
-        try:
-            names = set(json.loads((self._directory / INDEX).read_bytes())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return []
-        return sorted(name for name in names if isinstance(name, str) and _NUMBERED.fullmatch(name))
 
-    def _incomplete(self, name: str) -> Path:
-        return self._directory / f".{name}{_INCOMPLETE}"
+def _named_by(index: Path) -> list[str]:
+    """Return the numbered files that an existing index names; [] if it cannot be read."""
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return sorted(name for name in names if isinstance(name, str) and _NUMBERED.fullmatch(name))
 
-    def _remove_incomplete(self) -> None:
-        for path in sorted(self._directory.glob(f".model*.safetensors{_INCOMPLETE}")):
-            filesystem.remove(path)
+
+def _incomplete(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_INCOMPLETE}")
+
+
+def _remove_incomplete(directory: Path) -> None:
+    for path in sorted(directory.glob(f".model*.safetensors{_INCOMPLETE}")):
+        filesystem.remove(path)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,16 @@ from zerolite.checkpoint.manifest import INDEX, SavedGrid
 from zerolite.checkpoint.matching import (
     NameMatch,
     check_complete,
+    check_groups,
     check_shapes,
     listed,
-    match_groups,
     match_parameters,
-    reordered,
 )
 from zerolite.checkpoint.model_state import OPTIMIZER, RANKS, Kinds, ModelState
 from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.saving import barrier, one_request, undisturbed
 from zerolite.checkpoint.state import (
-    GroupState,
     ModelFacts,
     OptimizerState,
     ParameterFacts,
@@ -47,7 +45,6 @@ from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
 logger = logging.getLogger("zerolite")
 _CALL = "engine.load_checkpoint"
 _SCHEDULED = ("lr", "initial_lr", "min_lr", "max_lr", "momentum", "betas", "base_momentum", "max_momentum")
-_FLAGS = ("amsgrad", "centered", "momentum")  # hyperparameters that decide which states torch's optimizers keep
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,6 @@ class _Plan:
 
     Attributes:
         kinds: stored optimizer states; None to leave the engine's states alone.
-        groups: see :func:`match_groups`.
         untrained: parameters whose stored states are not loaded, because they are frozen here.
         schedule_begins: the engine's schedule is not loaded and begins anew.
     """
@@ -79,7 +75,6 @@ class _Plan:
     match: NameMatch
     buffers: list[str]
     kinds: Kinds | None
-    groups: list[int | None]
     untrained: list[str]
     scheduler_state: dict[str, Any] | None
     schedule_begins: bool
@@ -149,21 +144,21 @@ class Loader:
         match = self._match(reader, state, model, request.load_module_strict)
         buffers = self._buffers(state.buffers, model, request.load_module_strict)
         trains = _trained_in_both(model.parameters, state.parameters, match)
-        groups = self._match_groups(reader, state, model, trains)
         if request.load_module_only:
-            return _Plan(reader, state, match, buffers, None, groups, [], None, False)
-        kinds = None
-        if request.load_optimizer_states:
-            kinds = self._kinds(reader, state.optimizer)
-            if kinds and self._parts.optimizer.method.state_names is None:
-                self._check_flags(model, groups, trains, state.optimizer.groups)
-        schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
+            return _Plan(reader, state, match, buffers, None, [], None, False)
+        kinds = self._kinds(reader, state.optimizer) if request.load_optimizer_states else None
+        schedule = _schedule(state, scheduler) if request.load_lr_scheduler_states else None
+        if kinds is not None or schedule is not None:
+            groups = state.optimizer.groups
+            check_groups(model.groups, groups, trains)
+            for group, saved in zip(self._parts.optimizer.param_groups, groups, strict=True):
+                reader.trust(functools.partial(check_hyperparameters, group, saved.values))
         if state.loaders:
             self._loaders.check_state_dict(state.loaders)
         begins = scheduler is not None and schedule is None
         updated = {name for names in (kinds or {}).values() for name in names}
         untrained = [name for name, stored in match.names.items() if stored in updated and name not in trains]
-        return _Plan(reader, state, match, buffers, kinds, groups, untrained, schedule, begins)
+        return _Plan(reader, state, match, buffers, kinds, untrained, schedule, begins)
 
     def _open(self, path: Path) -> CheckpointReader:
         if not path.is_dir():
@@ -179,7 +174,7 @@ class Loader:
 
     def _match(self, reader: CheckpointReader, state: SavedState, model: ModelFacts, strict: bool) -> NameMatch:
         parameters, stored = model.parameters, state.parameters
-        match = match_parameters(parameters, stored, loose=not strict)
+        match = match_parameters(parameters, stored)
         if not reader.manifest.about.exclude_frozen_parameters:
             if strict:
                 check_complete("parameter", match.missing, match.unexpected)
@@ -188,17 +183,6 @@ class Loader:
             missing = [name for name in match.missing if parameters[name].trained]
             check_complete("parameter", missing, [name for name in match.unexpected if stored[name].trained])
         return match.without({name for name in stored if f"parameters/{name}" not in reader.tensors})
-
-    def _match_groups(
-        self, reader: CheckpointReader, state: SavedState, model: ModelFacts, trains: Mapping[str, str]
-    ) -> list[int | None]:
-        """Match the param groups. Raises CheckpointError for values of other types."""
-        saved = state.optimizer.groups
-        groups = match_groups(model.groups, saved, trains)
-        for group, index in zip(self._parts.optimizer.param_groups, groups, strict=True):
-            if index is not None:
-                reader.trust(functools.partial(check_hyperparameters, group, saved[index].values))
-        return groups
 
     def _buffers(self, stored: Mapping[str, TensorFacts], model: ModelFacts, strict: bool) -> list[str]:
         local, everywhere = self._model_state.named_buffers(), model.buffers
@@ -246,24 +230,6 @@ class Loader:
                 )
         return kinds
 
-    def _check_flags(
-        self, model: ModelFacts, matched: Sequence[int | None], trains: Mapping[str, str], stored: Sequence[GroupState]
-    ) -> None:
-        """Raise CheckpointError if groups that keep their own values need other states than the stored ones.
-
-        A stored group is compared if one of its parameters' states would be loaded into the group here.
-        """
-        for group, names, index in zip(self._parts.optimizer.param_groups, model.groups, matched, strict=True):
-            members = {trains[name] for name in names if name in trains}
-            for number, of in enumerate(stored if index is None else ()):
-                flag = next((flag for flag in _FLAGS if bool(of.values.get(flag)) != bool(group.get(flag))), None)
-                if flag is not None and not members.isdisjoint(of.names):
-                    raise CheckpointError(
-                        f"param group {number} in the checkpoint was saved with {flag}={of.values.get(flag)!r}, and "
-                        f"here it is {group.get(flag)!r}, so that the states are others. Nothing was loaded; pass "
-                        "load_optimizer_states=False to begin with new ones"
-                    )
-
     # ---------------------------------------------------------------- reading
 
     @collective
@@ -310,16 +276,14 @@ class Loader:
 
     def _update_groups(self, plan: _Plan) -> None:
         """Load hyperparameters. If only the schedule is loaded, load the learning rates that it continues from."""
-        saved = plan.state.optimizer.groups
-        for group, index in zip(self._parts.optimizer.param_groups, plan.groups, strict=True):
-            if index is None:
-                continue
-            values = saved[index].values
+        if plan.kinds is None and plan.scheduler_state is None:
+            return
+        for group, saved in zip(self._parts.optimizer.param_groups, plan.state.optimizer.groups, strict=True):
             if plan.kinds is not None:
-                scheduled = _SCHEDULED if plan.schedule_begins else ()
-                _update_group(group, {key: value for key, value in values.items() if key not in scheduled})
-            elif plan.scheduler_state is not None:
-                _update_group(group, {key: values[key] for key in ("lr", "initial_lr") if key in values})
+                left_out = _SCHEDULED if plan.schedule_begins else ()
+                _update_group(group, {key: value for key, value in saved.values.items() if key not in left_out})
+            else:
+                _update_group(group, {key: saved.values[key] for key in ("lr", "initial_lr") if key in saved.values})
 
     def _buffer_shards(self, plan: _Plan) -> Iterator[Shard]:
         """Yield the buffers: this rank's own values if they differed between ranks and the grid is the same."""
@@ -368,13 +332,6 @@ class Loader:
                 *(_CALL, len(match.missing), plan.reader.path, listed(match.missing)),
                 *(len(match.unexpected), listed(match.unexpected)),
             )
-        unmatched = [str(index) for index, stored in enumerate(plan.groups) if stored is None]
-        if unmatched and plan.kinds is not None:
-            logger.warning(
-                "%s: no param group in the checkpoint has the parameters of group %s, which keeps its learning rate "
-                "and other values",
-                *(_CALL, ", ".join(unmatched)),
-            )
         if plan.untrained:
             logger.warning(
                 "%s: %d parameters are frozen here and have optimizer states in the checkpoint, which are not loaded "
@@ -403,7 +360,7 @@ def _trained_in_both(
     }
 
 
-def _schedule(state: SavedState, scheduler: object, groups: list[int | None]) -> dict[str, object] | None:
+def _schedule(state: SavedState, scheduler: object) -> dict[str, Any] | None:
     saved = state.lr_scheduler
     if saved is None or scheduler is None:
         if saved is not None or scheduler is not None:
@@ -417,7 +374,7 @@ def _schedule(state: SavedState, scheduler: object, groups: list[int | None]) ->
             f"the schedule in the checkpoint is a {saved.type}, and the engine's is a {type(scheduler).__name__}. "
             "Nothing was loaded; pass load_lr_scheduler_states=False"
         )
-    return reordered(saved.state, groups, len(state.optimizer.groups))
+    return dict(saved.state)
 
 
 def _family(optimizer: str) -> str:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.state import GroupState, ParameterFacts
 
 _SHOWN = 8  # names in a message
-_ADAPTER_PARTS = re.compile(r"^base_model\.model\.|(?<=\.)base_layer\.")  # what adapters put into names
-_BY_GROUP = frozenset(  # lists with an entry for each param group, in torch's schedulers
-    ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "lmbdas", "base_momentums", "max_momentums")
-)
 
 
 @dataclass(frozen=True)
@@ -38,18 +32,10 @@ class NameMatch:
         return NameMatch(names, missing, [name for name in self.unexpected if name not in left_out])
 
 
-def match_parameters(
-    parameters: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], loose: bool
-) -> NameMatch:
-    """Match parameters by name, or by any of the names of tied parameters.
+def match_parameters(parameters: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts]) -> NameMatch:
+    """Match parameters of the model with those in the checkpoint by name, or by any of the names of tied parameters.
 
     Raises CheckpointError for different shapes.
-
-    Args:
-        parameters: parameters of the model.
-        stored: parameters in the checkpoint.
-        loose: match also if an adapter was put around a module or removed (``q_proj.weight`` is
-            ``base_model.model.q_proj.base_layer.weight``).
     """
     canonical = {alias: name for name, entry in stored.items() for alias in (*entry.aliases, name)}
     names: dict[str, str] = {}
@@ -57,21 +43,9 @@ def match_parameters(
         stored_name = next((canonical[spelling] for spelling in (name, *entry.aliases) if spelling in canonical), None)
         if stored_name is not None:
             names[name] = stored_name
-    if loose:
-        names |= _match_adapted(
-            [n for n in parameters if n not in names], [n for n in stored if n not in names.values()]
-        )
     check_shapes("", {name: (parameters[name].shape, stored[other].shape) for name, other in names.items()})
     used = set(names.values())
     return NameMatch(names, [n for n in parameters if n not in names], [n for n in stored if n not in used])
-
-
-def _match_adapted(model_names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    by_plain: dict[str, list[str]] = {}
-    for name in stored:
-        by_plain.setdefault(_ADAPTER_PARTS.sub("", name), []).append(name)
-    candidates = {name: by_plain.get(_ADAPTER_PARTS.sub("", name), []) for name in model_names}
-    return {name: names[0] for name, names in candidates.items() if len(names) == 1}
 
 
 def check_complete(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -107,56 +81,26 @@ def listed(names: Sequence[str]) -> str:
 # -------------------------------------------------------------------- param groups
 
 
-def match_groups(
-    groups: Sequence[Sequence[str]], stored: Sequence[GroupState], names: Mapping[str, str]
-) -> list[int | None]:
-    """Return for each param group the index of the stored group with the same parameters, or None.
+def check_groups(groups: Sequence[Sequence[str]], stored: Sequence[GroupState], names: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the param groups are the stored ones, in the same order.
 
-    Only parameters that both models train are compared. A group without any (an empty one, or one of frozen parameters)
-    matches such a group of the same index.
+    Only parameters that both models train are compared.
 
     Args:
         groups: names of the parameters in each group.
         stored: the stored groups.
         names: stored names of parameters that are trained on both sides, by the name in the model.
     """
-    known = set(names.values())
-    by_members = {frozenset(group.names) & known: index for index, group in enumerate(stored)}
-    result: list[int | None] = []
-    for place, group in enumerate(groups):
-        members = frozenset(names[name] for name in group if name in names)
-        both_untrained = place < len(stored) and known.isdisjoint(stored[place].names)
-        result.append(by_members.get(members) if members else place if both_untrained else None)
-    return result
-
-
-def reordered(state: Mapping[str, object], order: Sequence[int | None], stored: int) -> dict[str, Any]:
-    """Return a torch scheduler's state with its lists by param group in the order of the groups here.
-
-    Raises CheckpointError if the groups do not match.
-
-    Args:
-        state: the scheduler's state.
-        order: result of :func:`match_groups`.
-        stored: number of stored groups.
-    """
-    if list(order) == list(range(stored)) or len(order) == stored == 1:
-        return dict(state)
-
-    def of_groups(key: str, value: list[object]) -> list[object]:
-        if len(value) != stored or any(index is None for index in order):
-            raise CheckpointError(
-                f"the schedule was saved for {stored} param groups, and those here are others ('{key}' has a value for "
-                "each); pass load_lr_scheduler_states=False"
-            )
-        return [value[index] for index in order if index is not None]
-
-    changed: dict[str, Any] = {}
-    for key, value in state.items():
-        if key in _BY_GROUP and isinstance(value, list):
-            changed[key] = of_groups(key, value)
-        elif key == "_schedulers" and isinstance(value, list):
-            changed[key] = [reordered(one, order, stored) for one in value]
-        else:
-            changed[key] = value
-    return changed
+    there = {name: index for index, group in enumerate(stored) for name in group.names}
+    moved = [
+        f"{name} (group {there.get(names[name])} there, {index} here)"
+        for index, group in enumerate(groups)
+        for name in group
+        if name in names and there.get(names[name]) != index
+    ]
+    if moved or len(groups) != len(stored):
+        raise CheckpointError(
+            f"expected the {len(stored)} param groups of the checkpoint, in their order, got {len(groups)}"
+            f"{' with others in them: ' * bool(moved)}{listed(moved)}. Nothing was loaded; pass "
+            "load_optimizer_states=False and load_lr_scheduler_states=False to begin with new states"
+        )

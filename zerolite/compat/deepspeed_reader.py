@@ -259,7 +259,10 @@ class _Importer:
                 _set_number(scalars, "step", group, as_count("step", settings["step"]))
         if self.settings is None:
             self.left_out.append("the settings of the parameter groups, which an elastic checkpoint does not contain")
-        return {"type": self._optimizer_type(), "groups": list(groups.values()), "scalars": scalars}
+        # A group without parameters has no flat tensor; groups are loaded by their number.
+        count = max(len(self.settings or ()), len(groups))
+        numbered = [groups.get(number, {"names": [], "values": {}}) for number in range(count)]
+        return {"type": self._optimizer_type(), "groups": numbered, "scalars": scalars}
 
     def _optimizer_type(self) -> str:
         """Return the torch class with the same states, inferred from the config, the settings or the states."""

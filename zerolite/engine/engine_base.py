@@ -164,9 +164,8 @@ class EngineBase:
         Args:
             load_dir: the ``save_dir`` of :meth:`save_checkpoint`.
             tag: default: the tag in ``load_dir/latest``, or without that file the newest complete checkpoint.
-            load_module_strict: require exactly the model's parameters and buffers. False loads those that both have,
-                also if an adapter has been put around a module or taken away.
-            load_optimizer_states: also load the hyperparameters of param groups that have the same parameters.
+            load_module_strict: require exactly the model's parameters and buffers. False loads those that both have.
+            load_optimizer_states: also load the hyperparameters of the param groups, which must be the same.
             load_lr_scheduler_states: False lets ``lr_scheduler`` begin again, from the engine's own lr, momentum and
                 betas.
             load_module_only: load parameters and buffers, but no counters and no random states.
