@@ -106,6 +106,51 @@ def partitioned_gpt() -> nn.Module:
         return gpt(10)
 
 
+class LongBlock(nn.Module):
+    """A block of a Llama without rotations: causal attention with few heads of keys, and an MLP of three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mlp = LongMlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.qkv(self.before(x)).split([WIDTH, WIDTH // 2, WIDTH // 2], -1)
+        query, key, value = (part.unflatten(-1, (-1, 12)).transpose(1, 2) for part in split)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.after(x))
+
+
+class LongMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LongDecoder(nn.Module):
+    """``tokens`` and ``targets`` [1, length] -> the loss."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, WIDTH), nn.Linear(WIDTH, 512, bias=False)
+        self.blocks = nn.Sequential(*(LongBlock() for _ in range(layers)))
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.blocks(self.embed(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def long_batch(length: int = 2048) -> dict[str, Tensor]:
+    return dict.fromkeys(("tokens", "targets"), torch.arange(length)[None] % 512)
+
+
 def wide() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(8)))
 
@@ -133,6 +178,7 @@ KINDS = {
     "odd": Kind(OddMlp, rows_and_values),
     "moe": Kind(experts, lambda: torch.randn(4 * BATCH, WIDTH), lambda output: output.float().square().sum()),
     "even gpt": Kind(lambda: gpt(4, 4), tokens),  # two ranks can share its heads and layers
+    "long": Kind(LongDecoder, long_batch),
     "layers": Kind(layers, lambda: (torch.randn(64, WIDTH), torch.randn(64, WIDTH))),
     # What 16-bit matrix products on the CPU take inside themselves is little beside all of these.
     "deep gpt": Kind(lambda: gpt(10), tokens),

@@ -134,14 +134,7 @@ def with_replicas(topology: Topology, device: torch.device, shard: int, host: in
         )
     if shard == data.world_size:
         return topology
-    shard_rank, replica = data.rank % shard, data.rank // shard
-    if data.group is None:
-        backend = _kind_of(data)
-        within = dry_communicator(backend, shard_rank, shard)
-        across = dry_communicator(backend, replica, data.world_size // shard)
-    else:
-        groups = _groups_of_sets(data.group, shard, "shards and replicas")
-        within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
+    within, across = _sets(data, device, shard, "shards and replicas")
     within.serve("shard", data.is_rank0)
     return replace(topology, shard=within, replicate=across.serve("replicate", data.is_rank0))
 
@@ -165,13 +158,11 @@ def with_sequence(topology: Topology, device: torch.device, size: int) -> Topolo
         )
     if size == 1:
         return topology
-    assert data.group is not None, "a plan divides no sequences"
-    groups = _groups_of_sets(data.group, size, "parts of sequences")
-    within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
+    within, across = _sets(data, device, size, "parts of sequences")
     within.serve("sequence", data.is_rank0)
     # Named as data parallelism is elsewhere, which it is: these ranks have other samples.
     across.serve("data", data.is_rank0)
-    mesh = _mesh_with_sequence(topology, device, within, across)
+    mesh = None if data.group is None else _mesh_with_sequence(topology, device, within, across)
     return replace(topology, sequence=within, batch=across, mesh=mesh)
 
 
@@ -217,6 +208,17 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
     mesh, groups = made_once(group, key, lambda: _make_grid(group, device, pipe, tensor))
     made = {name: create_communicator(device, each) if each else Communicator() for name, each in groups.items()}
     return _named(world, made, pipe, mesh)
+
+
+def _sets(data: Communicator, device: torch.device, size: int, purpose: str) -> tuple[Communicator, Communicator]:
+    """Return the communicators of this rank's set of ``size`` neighbours, and of the ranks at its place in all sets."""
+    if data.group is None:
+        places = (data.rank % size, size), (data.rank // size, data.world_size // size)
+        within, across = (dry_communicator(_kind_of(data), *place) for place in places)
+    else:
+        groups = _groups_of_sets(data.group, size, purpose)
+        within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
+    return within, across
 
 
 def _groups_of_sets(

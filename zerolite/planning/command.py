@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
 from zerolite.planning.result import Machine, PlanError
-from zerolite.planning.traffic import grid_of
+from zerolite.planning.traffic import resolve
 from zerolite.utils.text import parse_size
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def run(options: argparse.Namespace) -> int:
     from zerolite.planning.result import Plan
 
     config = load_config(options.config)
-    config.resolve(grid_of(config, options.world_size).data)
+    resolve(config, options.world_size)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     with contextlib.redirect_stdout(sys.stderr):  # output of the user's modules is not part of the plan
         made = make(options, config)

@@ -25,6 +25,7 @@ from zerolite.comm import (
     unrecorded,
     use_communicator,
     with_replicas,
+    with_sequence,
 )
 from zerolite.config import ZeroliteConfig
 from zerolite.data.micro_batch import MicroBatch
@@ -38,7 +39,7 @@ from zerolite.monitor.flops import Flops
 from zerolite.pipe.dependencies import Skeleton
 from zerolite.planning.clock import Event, Trace
 from zerolite.planning.failures import as_plan_error, as_refusal
-from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
+from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu, one_document_each
 from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker, PeakMoment
 from zerolite.planning.traffic import Grid
 from zerolite.planning.training_step import (
@@ -124,9 +125,10 @@ class Job:
         return "shared_memory" if self.shared_memory else "gloo"
 
     def topology(self) -> Topology:
-        grid = dry_topology(self.communicator, self.rank, self.world_size, self.grid.pipe, self.grid.tensor)
-        shard = self.config.zero_optimization.ranks_of_shards
-        return grid if shard is None else with_replicas(grid, torch.device(self.device), shard)
+        device, shard = torch.device(self.device), self.config.zero_optimization.ranks_of_shards
+        made = dry_topology(self.communicator, self.rank, self.world_size, self.grid.pipe, self.grid.tensor)
+        made = with_sequence(made, device, self.config.sequence_parallel.size)
+        return made if shard is None else with_replicas(made, device, shard)
 
 
 @dataclass
@@ -390,7 +392,8 @@ class _DryRun:
 
     def _step(self, engine: Engine) -> None:
         """Train one step: all micro-batches of an accumulation, and the update."""
-        with as_plan_error("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
+        named = as_plan_error("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext()
+        with one_document_each(), named:
             train_one_step(engine, self.batch, self._job.loss, self._phase)
         self._tracker.modules.forget()
         self._platform.end_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -132,6 +133,24 @@ def move_meta_to_fake_cpu(model: torch.nn.Module) -> None:
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:  # the constant of torch.tensor(0.5) has its old dtype even after a conversion
         tensor.constant = None
+
+
+@contextlib.contextmanager
+def one_document_each() -> Iterator[None]:
+    """Context in which Hugging Face's models take each sequence for one document.
+
+    They find packed documents by the values of positions. Without values they would make a mask for every pair of
+    tokens, and attention with a mask takes other memory.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masks, "find_packed_sequence_indices", None)
+    if find is not None:
+        masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        if find is not None:
+            masks.find_packed_sequence_indices = find
 
 
 def as_fake(tensor: torch.Tensor) -> torch.Tensor:

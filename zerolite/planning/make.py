@@ -14,7 +14,7 @@ from zerolite.planning.clock import step_time
 from zerolite.planning.dry_run import Job, Outcome, run_stages
 from zerolite.planning.result import Items, Machine, Peak, Plan, PlanError, Stage, StepTime, TimePoint
 from zerolite.planning.tracker import PeakMoment
-from zerolite.planning.traffic import grid_of, summarize
+from zerolite.planning.traffic import grid_of, resolve, summarize
 from zerolite.planning.training_step import required_parameters
 from zerolite.planning.wire import Wires
 from zerolite.utils.memory_tags import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
@@ -76,8 +76,7 @@ def plan(
         raise ValueError(f"plan: the time of a step of {world_size} ranks needs {lacking}")
     memory = _memory("device_memory", device_memory), _memory("host_memory", host_memory)
     loaded = load_config(config)
-    grid = grid_of(loaded, world_size)
-    resolved = silent(loaded).resolve(grid.data)
+    grid, resolved = grid_of(loaded, world_size), resolve(silent(loaded), world_size)
     job = Job(
         make_model=model_fn,
         config=resolved,

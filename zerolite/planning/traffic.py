@@ -36,13 +36,17 @@ class Grid(NamedTuple):
         return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
 
     def groups(self, dimension: str, size: int) -> Iterator[list[int]]:
-        """Yield the ranks of each group of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", in order; with
-        replicas of shards also of "shard" and "replicate", whose groups have ``size`` ranks."""
-        if dimension in ("shard", "replicate"):
-            shard = size if dimension == "shard" else self.data // size
+        """Yield the ranks of each group of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", in order.
+
+        The data ranks may be in sets: neighbours are "shard" or "sequence", ranks of several sets "replicate" or, of
+        other sequences, "data". Groups of these have ``size`` ranks.
+        """
+        neighbours = dimension in ("shard", "sequence")
+        if neighbours or dimension == "replicate" or (dimension == "data" and 0 < size < self.data):
+            of_set = size if neighbours else self.data // size
             for data in self.groups("data", self.data):
-                sets = [data[first : first + shard] for first in range(0, self.data, shard)]
-                yield from sets if dimension == "shard" else map(list, zip(*sets, strict=True))
+                sets = [data[first : first + of_set] for first in range(0, self.data, of_set)]
+                yield from sets if neighbours else map(list, zip(*sets, strict=True))
             return
         inside = {"model": ("pipe", "tensor"), "world": self._fields}.get(dimension, (dimension,))
         found: dict[tuple[int, ...], list[int]] = {}  # by the coordinates in the other dimensions
@@ -57,13 +61,7 @@ class Grid(NamedTuple):
 
 def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
     """Return the grid of ``config``. Raises ConfigError if ``world_size`` ranks cannot form it."""
-    pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
-    if config.sequence_parallel.size > 1:
-        sentence = (
-            f"expected 1 in a plan, which does not divide sequences yet, got {config.sequence_parallel.size}; leave it "
-            "out, and plan with batches as long as one part"
-        )
-        raise ConfigError([("sequence_parallel.size", sentence)])
+    pipe, tensor, sequence = config.pipeline.stages, config.tensor_parallel.ranks, config.sequence_parallel.size
     if world_size % (pipe * tensor):
         path = "pipeline.stages" if pipe > 1 else "tensor_parallel.size"
         sentence = (
@@ -72,10 +70,19 @@ def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
         )
         raise ConfigError([(path, sentence)])
     grid, shard = Grid(pipe, world_size // (pipe * tensor), tensor), config.zero_optimization.ranks_of_shards
-    if shard is not None and grid.data % shard:
-        sentence = f"expected a divisor of the {grid.data} data-parallel ranks, got {shard}"
-        raise ConfigError([(config.zero_optimization.key_of_sets, sentence)])
+    sets = {config.zero_optimization.key_of_sets: shard or 1, "sequence_parallel.size": sequence}
+    for key, size in sets.items():
+        if grid.data % size:
+            raise ConfigError([(key, f"expected a divisor of the {grid.data} data-parallel ranks, got {size}")])
     return grid
+
+
+def resolve(config: ZeroliteConfig, world_size: int) -> ZeroliteConfig:
+    """Return ``config`` with its batch sizes resolved for the ranks that have samples of their own.
+
+    Raises ConfigError if ``world_size`` ranks cannot form its grid.
+    """
+    return config.resolve(grid_of(config, world_size).data // config.sequence_parallel.size)
 
 
 def ring_between_nodes(grid: Grid, nodes: int, dimension: str, size: int) -> Fraction:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerolite.utils.accelerator import HostRead
+from zerolite.utils.accelerator import host_value
 from zerolite.utils.nested import find_tensors
 
 IGNORED = -100
@@ -114,7 +114,8 @@ def targets_of(labels: Tensor, cut: Cut) -> Targets:
             )
         return Targets(cut.own(labels), labels.shape[0] * cut.part)
     part = cut.own(cut.pad(labels, IGNORED))
-    counted = int(HostRead((part != IGNORED).sum()).get())
+    # A plan reads zeros, and counts all labels.
+    counted = part.numel() - int(host_value((part == IGNORED).sum()))
     if not counted:
         part = part.clone(memory_format=torch.contiguous_format)
         part.view(-1)[:1] = 0
@@ -209,7 +210,7 @@ def _cut_of(values: dict[str, Any], ranks: int, rank: int, rules: Rules) -> Cut:
 def documents_of(positions: Tensor) -> Tensor | None:
     """Return the document of each token, where positions begin anew; None if each sequence is one document."""
     begins = positions[:, 1:] - positions[:, :-1] != 1
-    if not bool(HostRead(begins.any()).get()):
+    if not host_value(begins.any()):
         return None
     first = begins.new_zeros(begins.shape[0], 1, dtype=torch.int64)
     return torch.cat([first, begins.cumsum(1)], 1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zerolite.tensor_parallel.shard_spec import is_partial
-from zerolite.utils.accelerator import is_fake
+from zerolite.utils.accelerator import host_value, is_fake
 from zerolite.utils.torch_private import as_plain_tensors
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: neighbouring ranks get distant seeds
@@ -138,7 +138,7 @@ def fork_random_state(device: torch.device, rank: int) -> Callable[[], object]:
     if device.type == "cuda":
         return _fork_on_cuda(torch.cuda.default_generators[device.index or 0], rank)
     generator = torch.default_generator
-    number = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+    number = int(host_value(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)))
     state = generator.get_state()
     generator.manual_seed(_seed(number, rank))
     return functools.partial(generator.set_state, state)
