@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.planning.jobs import planned
+from tests.planning.jobs import LongDecoder, long_batch, planned, settings
 from tests.planning.test_plan_is_right import MEASURED, assert_right
 from tests.toolkit.pool import Pools
+from zerolite.planning import PlanError, longest, plan
+from zerolite.planning.report import Screen, render
 
 TILES = {"tiled_loss": 64, "tiled_mlp": 64}
 ON_HOST = {"activation_checkpointing": {"modules": ["LongBlock"], "cpu_checkpointing": True}}
@@ -40,3 +43,56 @@ def test_a_plan_of_long_sequences_is_right(
         exchanged = rows["all_to_all", "sequence", "sequence"]
         assert exchanged.count == 3 * (6 if "activation_checkpointing" in more else 4)
         assert exchanged.ranks == size
+
+
+# -------------------------------------------------------------------- the longest that fit
+
+
+class _Made(SimpleNamespace):
+    def model_copy(self, update: dict[str, Any]) -> _Made:
+        return _Made(**{**vars(self), **update})
+
+
+@pytest.mark.parametrize(
+    ("states", "per_unit", "expected"),
+    [(1000, 100, 988), (0, 99_000, 1), (50_000, 10_000, 4), (1000, 10, 9_880), (10, 2.5, 39_916)],
+)
+def test_the_search_ends_at_the_limit(
+    monkeypatch: pytest.MonkeyPatch, states: int, per_unit: float, expected: int
+) -> None:
+    """Within 1 %, in few plans: of a device of 100,000 bytes ``states`` are taken, and more by each unit of tokens."""
+    planned: list[float] = []
+
+    def linear(*args: Any, batch: Any, device_memory: int, **options: Any) -> _Made:
+        units = batch / 2048
+        planned.append(units)
+        peak = SimpleNamespace(bytes=int(states + per_unit * units + 5 * min(units, 40)))
+        fits = peak.bytes <= device_memory
+        return _Made(peak=peak, fits=fits, device_memory=device_memory, host_spare=None, notes=["own"])
+
+    monkeypatch.setattr("zerolite.planning.length_search.plan", linear)
+    config = settings(3, "auto", sequence_parallel={"size": 2})
+    made: Any = longest(LongDecoder, config, 2, batch=lambda n: n, device_memory=100_000)  # type: ignore[arg-type,return-value]
+    assert expected * 0.99 - 1 <= made.longest / 2048 <= expected
+    assert made.notes[1:] == ["own"] and "to 1 %" in made.notes[0]
+    assert len(planned) == len(set(planned)) <= 6
+
+
+def test_no_sequence_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _Made(peak=SimpleNamespace(bytes=2 * 10**9), fits=False, device_memory=10**9, host_spare=None)
+    monkeypatch.setattr("zerolite.planning.length_search.plan", lambda *args, **options: made)
+    config = settings(3, "auto", sequence_parallel={"size": 4})
+    with pytest.raises(PlanError, match=r"room for sequences of 4,096 tokens, got a peak of 2.00 GB; take more ranks"):
+        longest(LongDecoder, config, 4, batch=lambda n: lambda: long_batch(n), device_memory=1)
+
+
+@pytest.mark.slow
+def test_the_longest_sequences_of_a_real_plan() -> None:
+    config = settings(3, "auto", sequence_parallel={"size": 2}, train_micro_batch_size_per_gpu=1, **TILES)
+    options: dict[str, Any] = {"device": "cpu", "nodes": 1, "device_memory": "200MB"}
+    made = longest(LongDecoder, config, 2, batch=lambda n: lambda: long_batch(n), **options)
+    length = made.longest
+    assert length is not None and made.fits and made.peak.bytes > 0.97 * 200 * 10**6
+    assert f"The longest sequences that fit: {length:,} tokens." in render(made, Screen(100))
+    same = plan(LongDecoder, config, 2, batch=lambda: long_batch(length), **options)
+    assert (same.peak, same.traffic) == (made.peak, made.traffic)

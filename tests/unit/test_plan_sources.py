@@ -106,7 +106,7 @@ def test_the_micro_batch_size_stands_in_a_shape() -> None:
      ("x:int64", "got 'x:int64'"), ("x:int64[3", "got 'x:int64[3'"), ("x:int64[3] y", "got 'y'"),
      ("x:long[3]", "int8, uint8, bool, got 'long'"), ("x:int46[3]", "got 'int46'; did you mean 'int64'?"),
      ("x:int64[3,-1]", "got 'x:int64[3,-1]'"), ("x:int64[3,]", "got 'x:int64[3,]'"), ("[3]", "got '['"),
-     ("x:int64[3,n]", "(sizes are whole numbers, or B for the micro-batch size), got 'x:int64[3,n]'"),
+     ("x:int64[3,n]", "(sizes are whole numbers, B for the micro-batch size, or S for --seq-len), got 'x:int64[3,n]'"),
      ("x:int64[3] int64[3]", "for every tensor or for none"), ("x:int64[3] x:bool[3]", "a name of its own")],
 )  # fmt: skip
 def test_inputs_that_cannot_be_read(text: str, sentence: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from zerolite.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from zerolite.planning.length_search import longest
     from zerolite.planning.make import plan
     from zerolite.planning.result import Comparison, Machine, Peak, Plan, PlanError, StepTime, TimePoint, Traffic
     from zerolite.planning.settings import compare
@@ -29,12 +30,13 @@ __all__ = [
     "Traffic",
     "compare",
     "load_model_fn",
+    "longest",
     "plan",
 ]
 
 _MODULES = dict.fromkeys(
     ("Comparison", "Machine", "Peak", "Plan", "PlanError", "StepTime", "TimePoint", "Traffic"), "result"
 )
-_MODULES |= {"load_model_fn": "sources", "compare": "settings", "plan": "make"}
+_MODULES |= {"load_model_fn": "sources", "compare": "settings", "longest": "length_search", "plan": "make"}
 
 __getattr__ = lazy_names(__name__, {name: f"zerolite.planning.{module}" for name, module in _MODULES.items()})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import traceback
@@ -49,6 +51,7 @@ exit status:
   130  after Ctrl-C
   141  the reader of the output, such as head, has ended"""
 
+AUTO = "auto"
 _GONE = {
     "--grids": "plan the grids that you consider one by one, by the config's pipeline.stages and tensor_parallel.size",
     "--speeds": "see --grids",
@@ -71,6 +74,10 @@ def _rank(text: str, least: int = 0) -> int:
 
 def _count(text: str) -> int:
     return _rank(text, 1)
+
+
+def _length(text: str) -> int | str:
+    return text if text == AUTO else _count(text)
 
 
 def _speed(text: str) -> float:
@@ -127,6 +134,8 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
     )
     batch("--batch", metavar="FUNCTION", help=makes)
     batch("--input-spec", metavar="SPEC", help='the tensors of a batch, as in "input_ids:int64[B,1024]"')
+    length = 'tokens of a sequence, S in --input-spec; "auto": as many as fit in --device-memory, which is searched for'
+    group.add_argument("--seq-len", type=_length, metavar="N", help=length)
     loss = (
         "package.module:function of forward's output that returns the loss (default: the output itself, its .loss, or "
         "the mean of its first floating tensor)"
@@ -188,6 +197,11 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return f"the time of a step of {size} ranks needs --{lacking.replace('_', '-')}"
     if options.loss and not (options.batch or options.input_spec):
         return "--loss needs --batch or --input-spec: without a batch no forward is run"
+    has_length = re.search(r"\[[^\]]*\bS\b", options.input_spec or "") is not None
+    if has_length != (options.seq_len is not None):
+        return "--seq-len and S in --input-spec go together, as in --seq-len auto --input-spec 'input_ids:int64[B,S]'"
+    if options.seq_len == AUTO and (options.device_memory is None or options.compare):
+        return "--seq-len auto needs --device-memory, and searches for one setting: leave --compare out"
     if options.png and importlib.util.find_spec("matplotlib") is None:
         return "--png needs matplotlib: pip install 'zerolite[plot]'"
     return None
@@ -206,20 +220,22 @@ def machine_of(options: argparse.Namespace) -> Machine | None:
 
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
     """Return the plan, or all of them with --compare. Raises PlanError and ConfigError."""
-    from zerolite.planning import compare, plan  # imports torch, with the collector off
+    from zerolite.planning import compare, longest, plan  # imports torch, with the collector off
     from zerolite.planning.sources import load_function, load_model_fn, parse_input_spec
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # PlanError reports what fails
     names = ("nodes", "rank", "device", "device_memory", "host_memory")
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
     given["machine"] = machine_of(options)
-    if options.batch or options.input_spec:
-        given["batch"] = (
-            load_function(options.batch, "--batch") if options.batch else parse_input_spec(options.input_spec)
-        )
+    make = compare if options.compare else longest if options.seq_len == AUTO else plan
+    if options.batch:
+        given["batch"] = load_function(options.batch, "--batch")
+    elif options.input_spec:
+        spec = functools.partial(parse_input_spec, options.input_spec)
+        given["batch"] = spec if make is longest else spec(options.seq_len)
     if options.loss:
         given["loss"] = load_function(options.loss, "--loss")
-    return (compare if options.compare else plan)(load_model_fn(options.model), config, options.world_size, **given)
+    return make(load_model_fn(options.model), config, options.world_size, **given)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -80,6 +80,7 @@ def _one_plan(plan: Plan, screen: Screen) -> Iterator[list[str]]:
         *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters{trained}"),
         *screen.paragraph(", ".join([stage + _on_nodes(plan), *grid, plan.precision, plan.device])),
         *screen.paragraph(_batch(plan)),
+        *screen.paragraph("" if plan.longest is None else f"The longest sequences that fit: {plan.longest:,} tokens."),
     ]
     if plan.stages:
         yield from _stages(plan, screen)

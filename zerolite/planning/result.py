@@ -219,6 +219,7 @@ class Plan(_Frozen):
     checkpoint: int
     flops: int | None
     recomputed_flops: int = 0
+    longest: int | None = Field(default=None, description="tokens of the longest sequences that fit, if searched for")
     time: StepTime | None = Field(default=None, description="of a step; None where no speeds were given")
     device_memory: int | None
     host_memory: int | None

@@ -22,10 +22,13 @@ Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 MICRO_BATCH = "B"
 """Placeholder of the config's micro-batch size in the shape of an input."""
 
+LENGTH = "S"
+"""Placeholder of the number of tokens of a sequence."""
+
 _FUNCTION = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)*:(?!\d)\w+(\.(?!\d)\w+)*")
 _WORD = re.compile(r"[^\s,;\[]+(?:\[[^\]]*\]?)?|\[")
 _INPUT = re.compile(
-    r"(?:(?P<name>[^\s:\[\],]+):)?(?P<dtype>[^\s:\[\],]+)\[\s*(?P<shape>(?:([0-9]+|B)(\s*,\s*([0-9]+|B))*)?)\s*\]"
+    r"(?:(?P<name>[^\s:\[\],]+):)?(?P<dtype>[^\s:\[\],]+)\[\s*(?P<shape>(?:([0-9]+|[BS])(\s*,\s*([0-9]+|[BS]))*)?)\s*\]"
 )
 _FLOATING = ("float32", "float16", "bfloat16", "float64", "complex64")
 _DTYPES: dict[str, torch.dtype] = {
@@ -120,12 +123,13 @@ def _load_hugging_face(path: Path) -> Callable[[], torch.nn.Module]:
     return lambda: transformers.AutoModelForCausalLM.from_config(config)
 
 
-def parse_input_spec(text: str) -> Callable[..., Batch]:
+def parse_input_spec(text: str, length: int | None = None) -> Callable[..., Batch]:
     """Return a function that makes the batch that ``text`` describes.
 
     Args:
         text: ``name:dtype[sizes]`` for each tensor, or ``dtype[sizes]`` for each, separated by spaces, as in
             "input_ids:int64[B,1024] labels:int64[B,1024]".
+        length: size of "S", the tokens of a sequence; None if there is none.
 
     Returns:
         A function that returns a dict by name, or a tuple without names. It takes the micro-batch size if a size is
@@ -140,14 +144,15 @@ def parse_input_spec(text: str) -> Callable[..., Batch]:
         if found is None:
             raise PlanError(
                 f"--input-spec {text!r}: expected name:dtype[sizes] for each tensor, as in 'input_ids:int64[4,1024]' "
-                f"(sizes are whole numbers, or {MICRO_BATCH} for the micro-batch size), got {word!r}"
+                f"(sizes are whole numbers, {MICRO_BATCH} for the micro-batch size, or S for --seq-len), got {word!r}"
             )
         if found["dtype"] not in _DTYPES:
             near = difflib.get_close_matches(found["dtype"], _DTYPES, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             expected = f"expected a dtype, one of {', '.join(_DTYPES)}"
             raise PlanError(f"--input-spec {text!r}: {expected}, got {found['dtype']!r}{meant}")
-        inputs.append((found["name"], _DTYPES[found["dtype"]], re.findall(r"\w+", found["shape"])))
+        shape = [str(length) if size == LENGTH else size for size in re.findall(r"\w+", found["shape"])]
+        inputs.append((found["name"], _DTYPES[found["dtype"]], shape))
     names = [name for name, _, _ in inputs if name is not None]
     if not inputs or len(names) not in (0, len(inputs)) or len(set(names)) < len(names):
         raise PlanError(
