@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import signal
@@ -86,7 +87,7 @@ class Job:
     def agent(self) -> int:
         """The process id of the job's agent."""
         children = output_of("ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid))
-        (line,) = [line for line in children.splitlines() if "zerolite.launcher.agent" in line]
+        (line,) = [line for line in children.splitlines() if "bin/zerolite" in line]  # a fork of the command
         return int(line.split()[0])
 
 
@@ -360,3 +361,42 @@ def test_the_other_node_ends_when_the_first_one_is_gone(start, tmp_path: Path) -
     assert max(part.ended_at for part in parts) - since < LIMIT_S
     assert [part.left() for part in parts] == [[], []]
     assert "zerolite: the first node, 127.0.0.1, has gone" in parts[1].stderr
+
+
+# -------------------------------------------------------------------- ssh, in whose place a shell runs the command here
+
+TWO_HOSTS = PRELUDE + "if RANK == '1' and sys.argv[1:]: wait_for('up.0'); failing(); raise ValueError('there')\n"
+TWO_HOSTS += (
+    "print('rank', RANK, flush=True)\ntry:\n    up(); wait()\nfinally:\n    print('end of', RANK, flush=True)\n"
+)
+
+
+@pytest.mark.fast("rank")
+@pytest.mark.parametrize("how", ["rank", "interrupt", "terminate", "launcher killed", "connection"])
+def test_a_job_with_another_host_ends(start, tmp_path: Path, how: str) -> None:
+    """As on one machine. The launcher notices a connection that is lost, and the host that its launcher has gone."""
+    (tmp_path / "ssh").write_text('#!/bin/sh\nfor last; do :; done\nsh -c "$last"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("localhost slots=1\nelsewhere slots=1\n")
+    options = ("--hostfile", "hosts", "--tee", "all", "--master-addr", "127.0.0.1")
+    through = ["env", f"PATH={tmp_path}:{os.environ['PATH']}"]
+    job = start(f"HOW = {how!r}\n{TWO_HOSTS}", *options, through=through)
+    if how != "rank":
+        job.wait_up(0, 1)
+    since = time.time()
+    if how == "connection":
+        (client,) = output_of("pgrep", "-P", str(job.process.pid), "-f", f"{tmp_path}/ssh").split()
+        os.kill(int(client), signal.SIGKILL)
+    elif how != "rank":
+        numbers = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "launcher killed": signal.SIGKILL}
+        job.process.send_signal(numbers[how])
+    statuses = {"interrupt": 130, "terminate": 143, "launcher killed": -9}
+    assert job.finish() == statuses.get(how, 1), job.stderr
+    if how == "rank":
+        since = float((tmp_path / "failed_at").read_text())
+        assert "rank 1 of 2 on host" in headline(job.stderr) and "ValueError: there" in headline(job.stderr)
+    if how == "interrupt":
+        assert {"rank 0", "[rank 1] rank 1", "end of 0", "[rank 1] end of 1"} == set(job.stdout.splitlines())
+    if how == "connection":
+        assert "zerolite: the connection to elsewhere is lost" in job.stderr
+    wait_until_none(job.left, since + LIMIT_S - time.time())

@@ -229,7 +229,6 @@ def test_a_marker_finds_what_is_no_descendant() -> None:
     try:
         mine = JobProcesses("feed-0")
         assert any(pids[0] in mine.find() for _ in range(200)) and pids[1] not in mine.find()
-        assert pids[0] not in JobProcesses("feed-0", spare=[pids[0]]).find()
     finally:
         subprocess.run(["kill", "-9", *map(str, pids)], check=True)
 

@@ -11,27 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.launcher import node, remote
-from zerolite.launcher.hosts import Host, HostsError
+from zerolite.launcher import node, ssh
+from zerolite.launcher.hosts import HostsError
 from zerolite.launcher.job import NodeJob
-from zerolite.launcher.node_process import NODE, node_commands
 from zerolite.launcher.options import LaunchRequest
-from zerolite.launcher.plan import JobPlan, first_addresses, job_variables, make_plan, own_versions
+from zerolite.launcher.plan import first_address, job_variables, make_plan, own_versions
+from zerolite.launcher.ssh import NODE, SshPart, node_command
 from zerolite.utils import network
 from zerolite.utils.network import SECRET_VARIABLE
 
 
-def test_the_first_part_runs_here_and_the_others_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_host_is_reached_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    hosts = [Host("host1", 1), Host("host2", 1), Host("fd00::3", 1, user="ann")]
     request = LaunchRequest(["t.py"], launcher_args=["-F", "my config"], ssh_port=2222)
-    environ = {"PYTHONPATH": "/a b:/c", "PATH": "/bin", "NCCL_DEBUG": "INFO"}
-    first, second, third = node_commands(request, JobPlan(hosts, [], 0, True), environ)
-    assert first == [sys.executable, *NODE]
-    assert second[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in second
-    assert second[-4:-1] == ["-p", "2222", "host2"] and third[-2] == "ann@fd00::3", "ssh gets the user"
-    start = f"{sys.executable} {shlex.join(NODE)} ssh"
-    assert second[-1] == f"cd {tmp_path}; exec env 'PYTHONPATH=/a b:/c' {start}"
+    command = node_command(request, "ann@fd00::3", {"PYTHONPATH": "/a b:/c", "PATH": "/bin", "NCCL_DEBUG": "INFO"})
+    assert command[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in command
+    assert command[-4:-1] == ["-p", "2222", "ann@fd00::3"]
+    start = f"{sys.executable} {shlex.join(NODE)}"
+    assert command[-1] == f"cd {tmp_path}; exec env 'PYTHONPATH=/a b:/c' {start}"
 
 
 def test_a_host_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,33 +46,33 @@ def test_a_host_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Monke
     assert "has 2 CUDA devices and 4 devices up to the last" in node.check(last)["problems"][0]
 
 
-class Answered:
+def answered(name: str, devices: int, *problems: str, status: int | None = None, errors: bytes = b"") -> SshPart:
     """A part whose host has answered, or has not."""
-
-    def __init__(self, name: str, devices: int, *problems: str, status: int | None = None, errors: bytes = b"") -> None:
-        self.name, self.status, self.errors = name, status, errors
-        self.answer = None if status else {"problems": problems, "devices": devices}
+    part = object.__new__(SshPart)
+    part.name, part.status, part.errors = name, status, errors
+    part.answer = None if status else {"problems": problems, "devices": devices}
+    return part
 
 
 def test_the_problems_of_all_hosts_are_told_at_once(hostfile: str) -> None:
     request = LaunchRequest(["t.py"], hostfile=hostfile)
-    plan = dataclasses.replace(make_plan(request), local_node=None)
-    names = [host.name for host in plan.hosts]
+    plan = make_plan(request)
 
-    def told(*parts: Answered) -> str:
-        with pytest.raises(remote.CannotStart) as caught:
-            remote.check_answers(request, plan, {part.name: part for part in parts})  # type: ignore[misc]
+    def told(*parts: SshPart) -> str:
+        with pytest.raises(ssh.CannotStart) as caught:
+            ssh.check_answers(request, plan, parts)
         return str(caught.value)
 
-    first = Answered(names[0], 2)
-    remote.check_answers(request, plan, {n: Answered(n, 0) for n in names})  # type: ignore[misc]
-    refused = Answered("host2", 0, status=255, errors=b"Hello\nssh: No route to host\n")
-    text = told(first, refused, Answered("host3", 0))
+    names = [host.name for host in plan.hosts]
+    first = answered(names[0], 2)
+    ssh.check_answers(request, plan, [answered(name, 0) for name in names])
+    refused = answered("host2", 0, status=255, errors=b"Hello\nssh: No route to host\n")
+    text = told(first, refused, answered("host3", 0))
     assert "host2: cannot be reached by ssh (ssh: No route to host)" in text
     assert "host3: has 0 CUDA devices and 4 slots in the hostfile" in text, "the others have some"
     assert text.endswith("--exclude host2@host3")
-    missing = Answered("host2", 4, status=127, errors=b"exec: python: not found")
-    assert "host2: cannot run " in told(first, missing, Answered("host3", 4, "has a problem"))
+    missing = answered("host2", 4, status=127, errors=b"exec: python: not found")
+    assert "host2: cannot run " in told(first, missing, answered("host3", 4, "has a problem"))
 
 
 @pytest.fixture
@@ -99,17 +96,13 @@ def test_each_node_gets_its_part(hostfile: str, monkeypatch: pytest.MonkeyPatch)
     secret = first.env[SECRET_VARIABLE]
     assert len(secret) == 32 and secret == second.env[SECRET_VARIABLE] == third.env[SECRET_VARIABLE]
     assert first.env == {"NCCL_X": "1", "K": "v", SECRET_VARIABLE: secret}
-    assert first.job_id == third.job_id and first.watch_stdin
+    assert first.job_id == third.job_id
 
 
-def test_addresses_of_the_first_host_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "own_addresses", lambda: ["10.0.0.5", "10.1.0.5"])
-    monkeypatch.setattr(network, "resolve", lambda name: {"here": ["127.0.1.1"], "there": ["10.0.0.9"]}.get(name, []))
-    assert first_addresses(None, "here", True) == ["here", "10.0.0.5", "10.1.0.5"], "as Debian names a machine"
-    assert first_addresses(None, "there", True) == ["there", "10.0.0.9"]
-    assert first_addresses(None, "localhost", True) == ["10.0.0.5", "10.1.0.5"]
-    assert first_addresses(None, "alias", False) == ["alias"]
-    assert first_addresses("10.9.9.9", "here", True) == ["10.9.9.9"]
+    assert first_address("there", True) == "there"
+    assert first_address("localhost", True) == "10.0.0.5" and first_address("127.0.1.1", False) == "127.0.1.1"
 
 
 def test_several_nodes_need_a_hostfile() -> None:
@@ -136,10 +129,10 @@ def test_a_node_with_a_command_of_its_own_finds_its_place(hostfile: str) -> None
 def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
     request = LaunchRequest(["t.py"], ["a b"], hostfile=hostfile, launcher_args=["-F", "x y"], dry_run=True)
     plan = make_plan(request)
-    assert remote.run(request, plan) == 0
+    assert ssh.run(request, plan) == 0
     lines = capsys.readouterr().out.splitlines()
     commands = [shlex.split(line) for line in lines if not line.startswith("#")]
-    assert commands == node_commands(request, plan, os.environ)
+    assert commands == [node_command(request, name, os.environ) for name in ("host2", "host3")]
     jobs = [NodeJob.from_json(line.removeprefix("#   ")) for line in lines if line.startswith("#   ")]
     assert [(job.node_rank, job.nproc) for job in jobs] == [(0, 2), (1, 4), (2, 4)]
     assert all(job.script_args == ["a b"] and SECRET_VARIABLE not in job.env for job in jobs)

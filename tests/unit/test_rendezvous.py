@@ -17,8 +17,10 @@ from tests.cli.helpers import free_port
 from zerolite.comm import store
 from zerolite.comm.rendezvous import first_barrier
 from zerolite.comm.store import Patience
+from zerolite.launcher.board import Judge, NodeRendezvous, NodeRendezvousError, NodeState
+from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob
-from zerolite.launcher.rendezvous import NodeRendezvous, NodeRendezvousError
+from zerolite.utils.failure_record import FailureRecord
 
 WORLD = 24
 
@@ -118,7 +120,6 @@ def test_two_nodes_with_one_number(nodes: list[NodeJob]) -> None:
     (refused,), (waiting,) = futures.wait(both, 30, futures.FIRST_COMPLETED)
     assert "two nodes were started as number 1: " in str(refused.exception())
     join(nodes[2])
-    assert first.result(30).board.hosts == waiting.result(30).board.hosts
     assert first.result(30).get_run_id() == waiting.result(30).get_run_id() == "abc"
 
 
@@ -129,7 +130,34 @@ def test_nodes_that_do_not_join(nodes: list[NodeJob]) -> None:
 
 
 def test_the_first_node_is_not_reached(nodes: list[NodeJob]) -> None:
-    job = dataclasses.replace(nodes[1], master_addr="127.0.0.1", other_addresses=["127.0.0.2"], join_s=0.5)
-    words = r"cannot reach .*127\.0\.0\.1:\d+: Connection refused; 127\.0\.0\.2:"
+    job = dataclasses.replace(nodes[1], join_s=0.5)
+    words = r"cannot reach the first .* at 127\.0\.0\.1:\d+ within 0 s \(Connection refused\)"
     with pytest.raises(NodeRendezvousError, match=words):
         join(job)
+
+
+# -------------------------------------------------------------------- the verdict
+
+
+def failure_of(rank: int, *, consequence: bool = False, **fields: Any) -> Failure:
+    return Failure(rank=rank, world_size=2, record=FailureRecord("x", "", float(rank + 1), "", consequence), **fields)
+
+
+def test_the_first_node_waits_for_the_cause() -> None:
+    """An error that only tells of another rank's end is not the verdict while a cause may come."""
+    judge, going, well = Judge(["a", "b"]), NodeState(), NodeState(succeeded=True)
+    assert judge.decide([well, going], [1, 1], 0.0) is None and judge.decide([well, well], [1, 1], 0.0) == []
+    effect, cause = failure_of(0, consequence=True), failure_of(1)
+    told = NodeState([effect], failed=True)
+    assert judge.decide([told, going], [2, 2], 1.0) is None
+    assert judge.decide([told, NodeState([cause], failed=True, pending=True)], [3, 3], 1.5) is None
+    assert judge.decide([told, NodeState([cause], failed=True)], [3, 3], 1.6) == [cause, effect]
+    gone = Failure(rank=1, exitcode=0)
+    assert judge.decide([told, NodeState(finished=[gone])], [4, 4], 3.1) == [effect, gone]
+
+
+def test_a_node_without_a_sign_of_life_is_lost() -> None:
+    judge, going = Judge(["a", "b"]), NodeState()
+    assert judge.decide([going, going], [1, 1], 0.0) is judge.decide([going, going], [2, 1], 19.0) is None
+    (lost,) = judge.decide([going, going], [3, 1], 21.0) or []
+    assert lost.node_failure.startswith("host b gave no sign of life for 20 s")

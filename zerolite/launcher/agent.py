@@ -1,45 +1,30 @@
-"""Node agent: torch's elastic agent, in a process that the supervisor starts.
-
-`main([LIFELINE, PROGRESS, LOG_DIR, quiet?])` gets two file descriptors and a directory. From LIFELINE the agent reads
-one line, the job, and then single letters: the supervisor's `INTERRUPT` and `STAND_BACK`. If LIFELINE closes, the
-supervisor has died, and the agent ends everything. To PROGRESS it writes `READY` once the ranks run, and `DONE` when
-they have ended and it has printed why.
-"""
+"""Node agent: torch's elastic agent that ends ranks within seconds and knows which of them failed first."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from zerolite.launcher.failures import Failure, MemoryKills, causes_first, count, describe, exit_status, headline
-from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
+from zerolite.launcher.board import LEAVE_S, SILENCE_S, Board, NodeRendezvous, NodeRendezvousError, NodeState
+from zerolite.launcher.failures import Failure, MemoryKills, count, describe, exit_status, headline
+from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
 from zerolite.launcher.logs import RankLogs
 from zerolite.launcher.processes import JobProcesses, send
 from zerolite.launcher.rank import BIND_VARIABLE, PARENT_VARIABLE
-from zerolite.launcher.rendezvous import REACHED_KEY, SILENCE_S, FailureBoard, NodeRendezvous, NodeRendezvousError
-from zerolite.launcher.supervisor import CPP_LOG_VARIABLE, DONE, INTERRUPT, QUIET, READY, say, write
+from zerolite.launcher.supervisor import INTERRUPT_GRACE_S, SIGNALS, say, write
 from zerolite.utils import failure_record
-from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT, FailureRecord
-from zerolite.utils.network import GLOO_VARIABLE, interface_of, interface_towards
+from zerolite.utils.failure_record import FailureRecord
 
 MONITOR_INTERVAL_S = 0.05
-
-CAUSE_WAIT_S = 2.0
-"""Time to wait for a first failure if every failed rank only reports the loss of another rank."""
-
-REPORTED_WAIT_S = 1.0
-"""Time in which a rank may end by itself after it has reported an error."""
 
 HANG_TIMEOUT_S = 3.0
 """Time after which a rank that has reported an error and still runs counts as failed."""
@@ -50,135 +35,104 @@ class JobEnded(Exception):
 
 
 class NodeAgent(LocalElasticAgent):
-    """torch's elastic agent that ends ranks within seconds and knows which of them failed first.
+    """torch's elastic agent with our end of a job.
 
     Args:
         job: this node's part.
         log_dir: an existing directory for the ranks' output.
-        progress: file descriptor from which the supervisor reads.
+
+    Attributes:
+        failures: why the job ends, causes first.
     """
 
-    def __init__(self, job: NodeJob, log_dir: str, progress: int) -> None:
+    def __init__(self, job: NodeJob, log_dir: str) -> None:
         self.job = job
-        self.host = socket.gethostname()
-        self.rendezvous = NodeRendezvous(job, self.host)
-        self.logs = RankLogs(log_dir, job.log_dir is not None, job.tee, rank_variables(job))
-        self.processes = JobProcesses(os.environ[JOB_ID_VARIABLE], spare=[os.getppid()])
-        self.failures: list[Failure] = []  # of this node and its ranks in the current attempt
-        self.pids: dict[int, int] = {}  # by local rank; each leads a process group of its own
-        self._progress = progress
-        self._stopping = False
+        self.failures: list[Failure] = []
+        self._host = socket.gethostname()
+        self._rendezvous_handler = NodeRendezvous(job, self._host)
+        self._logs = RankLogs(log_dir, job.log_dir is not None, job.tee, rank_variables(job))
+        self._processes = JobProcesses(os.environ[JOB_ID_VARIABLE])
+        self._pids: dict[int, int] = {}  # by local rank; each leads a process group of its own
+        self._signals: list[int] = []
+        self._interrupted_at: float | None = None
         self._restart_reason = ""
         self._memory_kills = MemoryKills()
         self._ended_at: dict[int, float] = {}
         self._reported_at: dict[int, float] = {}
-        self._announced: set[int] = set()
-        super().__init__(make_spec(job, self.rendezvous), self.logs, exit_barrier_timeout=5)
+        super().__init__(make_spec(job, self._rendezvous_handler), self._logs, exit_barrier_timeout=5)
 
     @property
-    def board(self) -> FailureBoard:
-        """Failures and successes of the nodes in the current attempt."""
-        assert self.rendezvous.board is not None
-        return self.rendezvous.board
-
-    def obey_supervisor(self, lifeline: int) -> None:
-        """Obey the supervisor's letters, and end everything if it or the first node has gone. Runs in a thread.
-
-        Args:
-            lifeline: file descriptor of a pipe whose other end the supervisor holds.
-        """
-        while True:
-            if select.select([lifeline], [], [], 0.5)[0]:
-                letter = os.read(lifeline, 1)
-                if not letter or not self.pids:
-                    self._end_everything()
-                self._stopping = True
-                if letter == INTERRUPT:
-                    send(self.pids.values(), signal.SIGINT, os.killpg)
-            if self.pids and self.board.silence_s > SILENCE_S:  # no other node can be told
-                sentence = f"host {self.host} had no answer from the first node, {self.rendezvous.address}, for "
-                self.board.disconnect()
-                self._report([Failure(host=self.host, node_failure=f"{sentence}{SILENCE_S:.0f} s")])
-                self._end_everything()
-
-    def fail(self, error: Exception) -> None:
-        """Make the error of this agent, which is being handled, the failure of its node."""
-        sentence = f"the agent on host {self.host} failed: {type(error).__name__}: {error}"
-        record = FailureRecord("", traceback.format_exc() if not isinstance(error, NodeRendezvousError) else "")
-        self.failures = [Failure(host=self.host, node_failure=sentence, record=record)]
-
-    def _end_everything(self) -> NoReturn:
-        self._stopping = True
-        self.processes.end()
-        os._exit(1)
+    def _board(self) -> Board:
+        assert self._rendezvous_handler.board is not None
+        return self._rendezvous_handler.board
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        attempt = self.rendezvous.attempt
+        attempt = self._rendezvous_handler.attempt
         if attempt and self.job.node_rank == 0:
             ranks = count(worker_group.workers[0].world_size, "rank")
             nodes = count(self.job.num_nodes, "node")
             say(f"attempt {attempt} starts: {ranks} on {nodes}, because {self._restart_reason}")
-        self.failures, self._ended_at, self._reported_at, self._announced = [], {}, {}, set()
-        self._choose_interface()
-        if self._stopping:
-            os._exit(1)
-        self.pids = super()._start_workers(worker_group)
-        os.write(self._progress, READY)
-        # torch's handlers would raise an exception. SIGTERM ends this process, and with it the ranks; the other signals
-        # are for the supervisor, which tells the agent by a letter.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else lambda *_: None)
-        self.logs.start_tee()
-        return self.pids
-
-    def _choose_interface(self) -> None:
-        """Set gloo's network interface to the one that leads to the first node, unless the user has chosen one."""
-        if GLOO_VARIABLE in os.environ or self.job.num_nodes == 1:
-            return
-        first = self.job.node_rank == 0
-        interface = interface_of(self.rendezvous.store.get(REACHED_KEY).decode()) if first else None
-        interface = interface or interface_towards(self.rendezvous.address)
-        if interface is not None:
-            os.environ[GLOO_VARIABLE] = interface
-        if interface is not None and first:
-            say(
-                f"{GLOO_VARIABLE}={interface} here, and on each other host the interface that leads to this one; gloo "
-                "would look for the host's own name, which often means 127.0.1.1; set it yourself to choose another"
-            )
+        self._ended_at, self._reported_at = {}, {}
+        self._pids = super()._start_workers(worker_group)
+        for number in SIGNALS:  # torch's handlers would raise an exception
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        self._logs.start_tee()
+        return self._pids
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         """End the ranks and every process that they started. After success, the supervisor ends what is left."""
-        if self.pids:
-            if self.get_worker_group().state != WorkerState.SUCCEEDED:
-                self.processes.end()
+        if self._pids:
+            if self.failures or self._signals:
+                self._processes.end()
             super()._shutdown(*args, **kwargs)
-            self.pids = {}
-            self.logs.stop_tee()
+            self._pids = {}
+            self._logs.stop_tee()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        board, codes = self.board, self._exit_codes()
-        board.poll()
-        self._announce_exits(codes)
-        if self._stopping:
-            if None not in codes.values():
-                raise JobEnded
+        """Report how the ranks are, and obey a signal or the verdict.
+
+        Raises:
+            JobEnded: they do not start again.
+        """
+        codes = self._exit_codes()
+        if self._signals:
+            self._obey_signal(codes)
+        board, state = self._board, self._state(codes)
+        board.state = state
+        verdict = board.verdict
+        if verdict is None and self.job.node_rank and (board.disconnected or board.silence_s > SILENCE_S):
+            why = "has gone: its agent has ended or cannot be reached"
+            why = why if board.disconnected else f"has not answered for {SILENCE_S:.0f} s"
+            sentence = f"the first node, {self.job.master_addr}, {why}"
+            verdict = [*state.failures, Failure(host=self._host, seen=time.time(), node_failure=sentence)]
+        if verdict is None or self._interrupted_at is not None:
             return RunResult(WorkerState.HEALTHY)
-        others_failed = (board.failures or board.disconnected) and not board.all_succeeded
-        if others_failed or any(codes.values()) or self._hanging(codes):
-            self._fail()
-            return RunResult(WorkerState.FAILED)
-        if None not in codes.values():
-            board.note_success()
-            # Until all nodes have succeeded this one waits: if a rank fails elsewhere, all ranks may start again.
-            if board.all_succeeded:
-                ranks = [worker.global_rank for worker in worker_group.workers]
-                return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
-        return RunResult(WorkerState.HEALTHY)
+        self.failures = verdict
+        may_restart = verdict and not any(failure.node_failure for failure in verdict)
+        if not may_restart or self._rendezvous_handler.attempt >= self.job.max_restarts:
+            raise JobEnded
+        self._restart_reason = headline(verdict[0])
+        return RunResult(WorkerState.FAILED)
+
+    def _obey_signal(self, codes: dict[int, int | None]) -> None:
+        """Let the ranks finish after Ctrl-C, and end them after any other signal. The command ends all after two."""
+        now = time.monotonic()
+        if self._signals[0] != signal.SIGINT:
+            raise JobEnded
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+            say(f"Ctrl-C: the ranks have {INTERRUPT_GRACE_S:.0f} s to finish; press it again to end them at once")
+            send(self._pids.values(), signal.SIGINT, os.killpg)
+        elif None not in codes.values():
+            raise JobEnded
+        elif now - self._interrupted_at > INTERRUPT_GRACE_S:
+            say(f"the ranks did not finish within {INTERRUPT_GRACE_S:.0f} s of Ctrl-C and are ended")
+            raise JobEnded
 
     def _exit_codes(self) -> dict[int, int | None]:
         """Return the exit status of each local rank as `Popen.returncode` has it; None while it runs."""
         codes: dict[int, int | None] = {}
-        for local_rank, pid in self.pids.items():
+        for local_rank, pid in self._pids.items():
             # WNOWAIT leaves the process to torch.
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             codes[local_rank] = None
@@ -187,109 +141,52 @@ class NodeAgent(LocalElasticAgent):
                 self._ended_at.setdefault(local_rank, time.time())
         return codes
 
-    def _announce_exits(self, codes: dict[int, int | None]) -> None:
-        """Tell all ranks which of them have exited with status 0, so that the others stop waiting for these."""
-        store = self.rendezvous.rank_store
+    def _state(self, codes: dict[int, int | None]) -> NodeState:
+        """Return how the ranks are. One that has reported an error a while ago and still runs counts as failed."""
+        state, now = NodeState(), time.monotonic()
         for worker in self.get_worker_group().workers:
-            if codes[worker.local_rank] == 0 and worker.local_rank not in self._announced:
-                self._announced.add(worker.local_rank)
-                with contextlib.suppress(RuntimeError):  # the first node has gone
-                    store.set(NUMBERED_EXIT.format(store.add(EXIT_COUNT, 1)), str(worker.global_rank))
-
-    def _hanging(self, codes: dict[int, int | None]) -> list[int]:
-        """Return the local ranks that have reported an error a while ago and still run."""
-        now = time.monotonic()
-        for worker in self.get_worker_group().workers:
-            if os.path.exists(self.logs.error_files[worker.global_rank]):
-                self._reported_at.setdefault(worker.local_rank, now)
-        return [rank for rank, at in self._reported_at.items() if codes[rank] is None and now - at > HANG_TIMEOUT_S]
-
-    def _fail(self) -> None:
-        """Find out what has failed, here or on another node, tell the others, and end the ranks.
-
-        Raises:
-            JobEnded: they do not start again.
-        """
-        board = self.board
-        self._wait_for_cause()
-        self.failures = local_failures = self._rank_failures()
-        if board.disconnected and not board.failures:
-            sentence = f"the first node, {self.rendezvous.address}, has gone: its agent has ended or cannot be reached"
-            local_failures.append(Failure(host=self.host, seen=time.time(), node_failure=sentence))
-        # All failures only say that another rank has gone: it may be one that exited with status 0.
-        if all(failure.consequence for failure in [*local_failures, *board.failures]):
-            codes = self._exit_codes()
-            local_failures += [
-                self._failure(w, 0, None) for w in self.get_worker_group().workers if codes[w.local_rank] == 0
-            ]
-        if local_failures:
-            board.post(local_failures)
-        self.processes.end()
-        board.poll(at_once=True)
-        known = causes_first([*local_failures, *board.failures])
-        if self.rendezvous.attempt >= self.job.max_restarts or any(failure.node_failure for failure in known):
-            raise JobEnded
-        self._restart_reason = headline(known[0])
-
-    def _wait_for_cause(self) -> None:
-        """Wait a little for the cause, and for ranks that have reported an error and are about to end."""
-        start = time.monotonic()
-        while True:
-            codes = self._exit_codes()
-            records = {worker.local_rank: self._record(worker) for worker in self.get_worker_group().workers}
-            failed = [records[rank] for rank, code in codes.items() if code]
-            about_to_end = {rank for rank, record in records.items() if record and codes[rank] is None}
-            limit = REPORTED_WAIT_S if about_to_end.difference(self._hanging(codes)) else 0.0
-            if failed and not self.board.failures and all(record and record.consequence for record in failed):
-                limit = CAUSE_WAIT_S
-            if time.monotonic() - start >= limit:
-                return
-            time.sleep(MONITOR_INTERVAL_S)
-            self.board.poll()
-
-    def _rank_failures(self) -> list[Failure]:
-        """Return the failures of this node's ranks: those that have ended with an error, or have reported one."""
-        codes = self._exit_codes()
-        workers = self.get_worker_group().workers
-        ends = [(worker, codes[worker.local_rank], self._record(worker)) for worker in workers]
-        return [self._failure(worker, code or None, record) for worker, code, record in ends if code or record]
-
-    def _record(self, worker: Worker) -> FailureRecord | None:
-        return failure_record.read(self.logs.error_files[worker.global_rank])
+            code, record = codes[worker.local_rank], failure_record.read(self._logs.error_files[worker.global_rank])
+            if code == 0:
+                state.finished.append(self._failure(worker, 0, None))
+            elif code or record is not None:
+                state.failures.append(self._failure(worker, code, record))
+                hangs = now - self._reported_at.setdefault(worker.local_rank, now) > HANG_TIMEOUT_S
+                state.pending |= code is None and not hangs
+                state.failed |= code is not None or hangs
+        state.succeeded = len(state.finished) == len(codes)
+        return state
 
     def _failure(self, worker: Worker, code: int | None, record: FailureRecord | None) -> Failure:
         return Failure(
             rank=worker.global_rank,
             world_size=worker.world_size,
-            host=self.host,
-            pid=self.pids[worker.local_rank],
+            host=self._host,
+            pid=self._pids[worker.local_rank],
             exitcode=1 if code is None else code,
             seen=self._ended_at.get(worker.local_rank, time.time()),
             record=record,
             killed_for_memory=code == -signal.SIGKILL and self._memory_kills.happened(),
-            output=self.logs.outputs[worker.global_rank],
-            tail=self.logs.tail(worker.global_rank),
+            output=self._logs.outputs[worker.global_rank],
+            tail="" if code == 0 else self._logs.tail(worker.global_rank),
             by_itself=code is not None,
         )
 
+    def fail(self, error: Exception) -> None:
+        """Make the error of this agent, which is being handled, the failure of its node."""
+        sentence = f"the agent on host {self._host} failed: {type(error).__name__}: {error}"
+        record = FailureRecord("", traceback.format_exc() if not isinstance(error, NodeRendezvousError) else "")
+        self.failures = [Failure(host=self._host, node_failure=sentence, record=record)]
+
     def leave(self) -> int:
         """Leave the job: print its last lines on one node, and return its exit status."""
-        failures, board = list(self.failures), self.rendezvous.board
-        if board is not None:
-            board.leave()
-            failures = causes_first([*failures, *board.failures])
-        if self._stopping:
-            failures = []  # of no interest: the supervisor has ended the ranks
-        self._report(failures)
-        return exit_status(failures)
-
-    def _report(self, failures: list[Failure]) -> None:
-        board = self.rendezvous.board
-        if failures and (self.job.node_rank == 0 or board is None or board.disconnected):
-            for line in describe(failures, self.rendezvous.attempt, self.host):
+        board = self._rendezvous_handler.board
+        if board is not None and board.verdict is not None:
+            board.join(LEAVE_S + 1.0)
+        failures = [] if self._signals else self.failures
+        if failures and (self.job.node_rank == 0 or board is None or board.verdict is None):
+            for line in describe(failures, self._rendezvous_handler.attempt, self._host):
                 write(line)
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._progress, DONE)
+        return exit_status(failures)
 
 
 def make_spec(job: NodeJob, rendezvous: NodeRendezvous) -> WorkerSpec:
@@ -312,18 +209,9 @@ def rank_variables(job: NodeJob) -> dict[int, dict[str, str]]:
     return {rank: {PARENT_VARIABLE: str(os.getpid()), **cpus.get(rank, {})} for rank in range(job.nproc)}
 
 
-def main(argv: list[str]) -> NoReturn:
-    """Run this node's part of the job, and end the process with its exit status."""
-    lifeline, progress, log_dir = int(argv[0]), int(argv[1]), argv[2]
-    if QUIET in argv[3:]:
-        del os.environ[CPP_LOG_VARIABLE]  # torch has read it at import; the ranks are not to inherit it
-    os.set_inheritable(lifeline, False)
-    os.set_inheritable(progress, False)
-    line = read_line(lifeline)
-    if not line:
-        os._exit(1)
-    agent = NodeAgent(NodeJob.from_json(line), log_dir, progress)
-    threading.Thread(target=agent.obey_supervisor, args=(lifeline,), daemon=True).start()
+def run_agent(job: NodeJob, log_dir: str) -> int:
+    """Run this node's part of the job in this process and return its exit status."""
+    agent = NodeAgent(job, log_dir)
     try:
         with contextlib.suppress(JobEnded):
             agent.run()
@@ -332,4 +220,4 @@ def main(argv: list[str]) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(agent.leave())
+    return agent.leave()

@@ -27,7 +27,7 @@ COMMANDS = {
 
 def run_job(request: LaunchRequest, parser: argparse.ArgumentParser) -> int:
     """Run a job, or this node's part of it, and return its exit status. Mistakes end the process with status 2."""
-    from zerolite.launcher import plan, remote, supervisor  # not needed for --help
+    from zerolite.launcher import plan, ssh, supervisor  # not needed for --help
     from zerolite.launcher.hosts import HostsError
 
     try:
@@ -37,12 +37,12 @@ def run_job(request: LaunchRequest, parser: argparse.ArgumentParser) -> int:
     if job.local_node == 0 and (problem := find_port_problem(request.master_port)) is not None:
         parser.error(problem)
     if job.by_ssh:
-        return remote.run(request, job)
+        return ssh.run(request, job)
     assert job.local_node is not None
     if request.dry_run:
         supervisor.print_dry_run(job.nodes[job.local_node])
         return 0
-    return supervisor.run_node(job.nodes[job.local_node])
+    return supervisor.run_node(job.nodes[job.local_node], supervisor.record_signals())
 
 
 def open_closed_streams() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import signal
 from collections.abc import Sequence
@@ -61,9 +60,6 @@ class Failure:
     def consequence(self) -> bool:
         """True if the rank failed only because it lost another one."""
         return self.record is not None and self.record.consequence
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Failure:

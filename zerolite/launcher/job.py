@@ -67,11 +67,9 @@ class NodeJob(JobSpec):
         num_nodes: number of nodes.
         node_rank: number of this node, 0 or more.
         master_addr: host name or address at which the others reach the first node.
-        other_addresses: addresses to try if ``master_addr`` does not work.
         master_port: TCP port on the first node; 0 for a free one, possible with one node.
         join_s: seconds within which all nodes must come.
         devices: indices of the CUDA devices to use on this node; None for all visible ones.
-        watch_stdin: signals come through standard input, and the node's part ends if it closes.
         cwd: the working directory; None if the node was started by a command of its own.
         versions: versions of Python, torch and zerolite, which must be the same on all hosts.
     """
@@ -81,11 +79,9 @@ class NodeJob(JobSpec):
     num_nodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
-    other_addresses: list[str] = field(default_factory=list)
     master_port: int = 0
     join_s: float = 300.0
     devices: list[int] | None = None
-    watch_stdin: bool = False
     cwd: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -179,17 +175,3 @@ def find_port_problem(port: int | None) -> str | None:
     except OSError as error:
         return f"--master-port {port} cannot be used ({error.strerror}); leave it out to have a free one chosen"
     return None
-
-
-def read_line(descriptor: int) -> str:
-    """Return the first line of a file, with its end if there is one.
-
-    It reads byte by byte, because what follows the line is for another reader of the descriptor.
-    """
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
-        if not byte:
-            break
-        line += byte
-    return line.decode()

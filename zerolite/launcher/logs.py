@@ -7,8 +7,7 @@ import os
 import shutil
 import sys
 import threading
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -17,7 +16,6 @@ from zerolite.launcher.failures import TAIL_LINES
 
 _TAIL_BYTES = 16384
 _POLL_INTERVAL_S = 0.05
-_PROMPT_S = 0.3
 _CHUNK = 1 << 20  # bytes read at once
 
 
@@ -68,13 +66,13 @@ class RankLogs(LogsSpecs):
     def start_tee(self) -> None:
         """Start to copy lines to the terminal. Called once the ranks have been started."""
         for stream, place in ((sys.stdout, 0), (sys.stderr, 1)):
-            files = [
-                _TailedFile(paths[place], f"[rank {rank}] " if rank else "")
+            shown = {
+                rank: paths[place]
                 for rank, paths in self.outputs.items()
                 if paths and (rank == 0 or self._tee_ranks is None or rank in self._tee_ranks)
-            ]
-            if stream is not None and files:  # it may have been closed when the job was started
-                self._tails.append(LogTail(files, stream.buffer))
+            }
+            if stream is not None and shown:  # it may have been closed when the job was started
+                self._tails.append(LogTail(shown, stream.buffer))
 
     def stop_tee(self) -> None:
         """Copy the rest, and stop. Called when the ranks have ended."""
@@ -97,44 +95,21 @@ class RankLogs(LogsSpecs):
         return last.decode(errors="replace").strip()
 
 
-class _TailedFile:
-    """One file whose lines are copied to the terminal behind a prefix."""
-
-    def __init__(self, path: str, prefix: str) -> None:
-        self._file, self._prefix = open(path, "rb"), prefix.encode()
-        self._partial_line = b""  # a line without an end so far
-        self._read_at = 0.0
-
-    def read_lines(self, last: bool = False) -> bytes:
-        """Return the new whole lines. ``last``: the file is complete, so a partial last line counts too."""
-        data = self._file.read(_CHUNK)
-        if data:
-            self._read_at = time.monotonic()
-        text = self._partial_line + data
-        complete, end, rest = text.rpartition(b"\n")
-        # Without a prefix, a partial line may be a prompt or a row of dots: show it if nothing follows for a moment.
-        alone = not self._prefix and time.monotonic() - self._read_at > _PROMPT_S
-        if rest and (last or len(rest) > _CHUNK or alone):
-            complete, end, rest = text, b"", b""
-        self._partial_line = rest
-        if not self._prefix or not complete + end:
-            return complete + end
-        return b"".join(self._prefix + line + b"\n" for line in complete.split(b"\n"))
-
-
 class LogTail:
-    """Thread that copies lines of several files to the terminal until :meth:`stop`.
+    """Thread that copies the output of several ranks to the terminal until :meth:`stop`.
 
     torch's TailLog is not used. It writes half a line if a write crosses a page of the file, and takes the `\\r` of a
     progress bar for the end of a line.
 
     Args:
-        files: what is copied.
+        paths: files of the ranks. Those of rank 0 are copied as they come, those of others line by line behind
+            `[rank 3] `.
         stream: the terminal.
     """
 
-    def __init__(self, files: Sequence[_TailedFile], stream: BinaryIO) -> None:
-        self._files = files
+    def __init__(self, paths: dict[int, str], stream: BinaryIO) -> None:
+        self._files = {rank: open(path, "rb") for rank, path in paths.items()}
+        self._partial_lines = dict.fromkeys(paths, b"")  # lines without an end so far
         self._stream = stream
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zerolite output", daemon=True)
@@ -153,10 +128,20 @@ class LogTail:
         self._copy(last=True)
 
     def _copy(self, last: bool = False) -> bool:
-        """Copy new lines, and return whether there were any."""
-        text = b"".join([file.read_lines(last) for file in self._files])
+        """Copy what is new, and return whether there was anything. ``last``: partial lines too."""
+        text = b"".join([self._read(rank, last) for rank in self._files])
         if text:
             with contextlib.suppress(OSError):  # the terminal has gone
                 self._stream.write(text)
                 self._stream.flush()
         return bool(text)
+
+    def _read(self, rank: int, last: bool) -> bytes:
+        data = self._files[rank].read(_CHUNK)
+        if rank == 0:
+            return data
+        *lines, rest = (self._partial_lines[rank] + data).split(b"\n")
+        if rest and (last or len(rest) > _CHUNK):
+            lines, rest = [*lines, rest], b""
+        self._partial_lines[rank] = rest
+        return b"".join(b"[rank %d] %s\n" % (rank, line) for line in lines)

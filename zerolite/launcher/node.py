@@ -1,22 +1,26 @@
-"""Entry point of a node that another host's command has started: check this host and run its part of a job.
+"""Entry point of another host's part of a job, started through ssh: check this host and run its part.
 
-The job is the first line of the standard input, which then carries signals, as bytes with their numbers. With the
-argument `ssh` this host first reports on stderr whether it can take part, and waits for the byte `GO`.
+The job is the first line of the standard input, which then carries signals, as bytes with their numbers. This host
+first reports on stderr whether it can take part, and waits for the byte `GO`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import select
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from zerolite.launcher.job import NodeJob, find_target_problem, read_line
+from zerolite.launcher.job import NodeJob, find_target_problem
 from zerolite.launcher.plan import own_versions
 from zerolite.launcher.resources import count_cuda_devices
-from zerolite.launcher.supervisor import run_node, say
+from zerolite.launcher.supervisor import SIGNALS, WAIT_S, record_signals, run_node, say
 
 MARK = b"zerolite-node "
 """Start of the lines on stderr that are for the launcher: whether this host can take part, and that its part has ended.
@@ -78,17 +82,38 @@ def send_to_launcher(**content: Any) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run this node's part and return its exit status, 2 if this host cannot take part."""
-    try:
-        job = NodeJob.from_json(read_line(0))
-    except (ValueError, TypeError) as error:
-        say(f"this node's part of the job cannot be read ({error}): install the same version of zerolite on all hosts")
-        return 2
-    if list(argv) != ["ssh"]:
-        return run_node(job)
+    control = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the ranks
+    with open(control, "rb", buffering=0, closefd=False) as given:
+        try:
+            job = NodeJob.from_json(given.readline().decode())
+        except (ValueError, TypeError) as error:
+            say(f"this part of the job cannot be read ({error}): install the same version of zerolite on all hosts")
+            return 2
     send_to_launcher(**check(job))
-    if os.read(0, 1) != GO:
+    if os.read(control, 1) != GO:
         return 2
+    signals = record_signals()
     try:
-        return run_node(job)
+        return run_node(job, signals, functools.partial(wait_for_signals, control, signals))
     finally:
         send_to_launcher(ended=True)
+
+
+def wait_for_signals(control: int, signals: list[int]) -> None:
+    """Wait a moment for signals. The end of the connection counts as SIGHUP.
+
+    Args:
+        control: file descriptor from which they come.
+        signals: they are appended to it.
+    """
+    if signals[-1:] == [signal.SIGHUP]:
+        time.sleep(WAIT_S)
+    elif select.select([control], [], [], WAIT_S)[0]:
+        numbers = b""
+        with suppress(OSError):
+            numbers = os.read(control, 4096)
+        signals.extend(number for number in numbers if number in SIGNALS)
+        if not numbers:
+            say(f"host {os.uname().nodename}: the connection to the launcher has closed; the ranks here are ended")
+            signals.append(signal.SIGHUP)

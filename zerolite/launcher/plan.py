@@ -73,10 +73,10 @@ def make_plan(request: LaunchRequest) -> JobPlan:
     elif not by_ssh:
         fields.update(master_addr=request.master_addr or first, master_port=port or DEFAULT_PORT)
     else:
-        address, *others = first_addresses(request.master_addr, first, local_node == 0)
-        fields.update(master_addr=address, other_addresses=others, master_port=port or network.free_port())
+        address = request.master_addr or first_address(first, local_node == 0)
+        fields.update(master_addr=address, master_port=port or network.free_port())
         fields.update(env=job_variables(request, os.environ), versions=own_versions())
-        fields.update(join_s=JOIN_S, watch_stdin=True, cwd=os.getcwd())
+        fields.update(join_s=JOIN_S, cwd=os.getcwd())
     devices = [None if host.devices is None else list(host.devices) for host in hosts]
     nodes = [
         NodeJob.of(request, **{"node_rank": i, "nproc": host.slots, "devices": devices[i], **fields})
@@ -130,21 +130,15 @@ def check_own_number(request: LaunchRequest, node_rank: int | None, hosts: list[
     return node_rank or 0
 
 
-def first_addresses(master_addr: str | None, name: str, is_local: bool) -> list[str]:
-    """Return the addresses at which the others may reach the first host, the likeliest first.
-
-    Its name alone is not enough: only the ssh configuration may know it.
+def first_address(name: str, is_local: bool) -> str:
+    """Return the address at which the others may reach the first host: its name, unless that means every host itself.
 
     Args:
-        master_addr: the address of `--master-addr`, which is then the only one.
         name: name of the first host in the hostfile.
         is_local: the first host is this one, so its own addresses are known.
     """
-    if master_addr is not None:
-        return [master_addr]
-    names = [] if name in ("localhost", "::1") or name.startswith("127.") else [name]
-    known = [address for address in network.resolve(name) if not is_loopback(address)]
-    return [*names, *(known or (network.own_addresses() if is_local else []))] or [name]
+    own = network.own_addresses() if is_local and is_loopback(name) else []
+    return own[0] if own else name
 
 
 def job_variables(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:

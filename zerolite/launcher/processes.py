@@ -31,12 +31,12 @@ class JobProcesses:
 
     Args:
         job_id: the marker, the value of :data:`JOB_ID_VARIABLE`.
-        spare: process ids that do not count; this process never does.
+        spare: children of this process that do not belong to the job, nor do their descendants.
     """
 
-    def __init__(self, job_id: str, spare: Collection[int] = ()) -> None:
+    def __init__(self, job_id: str, spare: Collection[int] | None = None) -> None:
         self._job_id = job_id
-        self._spare = {os.getpid(), *spare}
+        self._spare = () if spare is None else spare
         self._sessions: set[int] = set()
 
     def find(self) -> dict[int, str]:
@@ -45,7 +45,11 @@ class JobProcesses:
 
         names: dict[int, str] = {}
         sessions: dict[int, int] = {}
-        pids = {child.pid for child in psutil.Process().children(recursive=True)}
+        pids: set[int] = set()
+        for child in psutil.Process().children():
+            if child.pid not in self._spare:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    pids.update({child.pid}, (below.pid for below in child.children(recursive=True)))
         for process in psutil.process_iter(["name", "status", "environ"]):
             if process.info["status"] in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 continue
@@ -57,15 +61,10 @@ class JobProcesses:
         self._sessions.update(sessions[pid] for pid in pids if pid in sessions)
         self._sessions.discard(os.getsid(0))
         pids.update(pid for pid, session in sessions.items() if session in self._sessions)
-        return {pid: names[pid] for pid in pids - self._spare if pid in names}
+        return {pid: names[pid] for pid in pids - {os.getpid()} if pid in names}
 
-    def end(self, grace_s: float = GRACE_S, stop_waiting: Callable[[], bool] = lambda: False) -> dict[int, str]:
+    def end(self, grace_s: float = GRACE_S) -> dict[int, str]:
         """Send SIGTERM to all, also to those that appear meanwhile, and SIGKILL to those left after ``grace_s``.
-
-        Args:
-            grace_s: seconds between the two signals.
-            stop_waiting: called before each search, and may collect children that have ended; once it returns True,
-                SIGKILL is sent at once.
 
         Returns:
             Names of the processes that even SIGKILL could not end, by process id; normally none.
@@ -74,8 +73,6 @@ class JobProcesses:
         signalled: set[int] = set()
         while True:
             waited = time.monotonic() - start
-            if stop_waiting():
-                grace_s = min(grace_s, waited)
             left = self.find()
             if not left or waited > grace_s + KILL_WAIT_S:
                 return left
@@ -86,6 +83,20 @@ class JobProcesses:
                 send(left.keys() - signalled, signal.SIGCONT)  # a stopped process takes no SIGTERM
                 signalled.update(left)
             time.sleep(SCAN_INTERVAL_S)
+
+
+_exit_codes: dict[int, int] = {}
+
+
+def exit_code(pid: int) -> int | None:
+    """Return how a child of this process has ended, as `Popen.returncode` has it; None while it runs.
+
+    All children are collected, adopted orphans too.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            _exit_codes[found[0]] = os.waitstatus_to_exitcode(found[1])
+    return _exit_codes.get(pid)
 
 
 def send(pids: Iterable[int], number: signal.Signals, to: Callable[[int, int], None] = os.kill) -> None:
@@ -100,11 +111,11 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, which started it, ends. Kill it now if that has ended."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when ``parent``, which started it, ends. Send it now if that has."""
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before prctl was called
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,4 +1,4 @@
-"""Supervisor of one node: starts the agent, forwards signals, ends every process, prints the summary.
+"""The command's view of a job: its parts, one on each host, their signals, their end, and what they leave behind.
 
 It does not import torch, so it starts at once, stays small, and outlives any failure of the agent and the ranks.
 """
@@ -8,18 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from zerolite.launcher.failures import count, signal_name
-from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, module_arguments
-from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
+from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
+from zerolite.launcher.processes import JobProcesses, adopt_orphans, die_with_parent, exit_code, send
 from zerolite.launcher.rank import BIND_VARIABLE
 from zerolite.utils.network import SECRET_VARIABLE
 
@@ -27,228 +28,269 @@ INTERRUPT_GRACE_S = 20.0
 """Seconds that the ranks get to finish after Ctrl-C."""
 
 WAIT_S = 0.05
-"""A signal, or the end of the agent, is noticed after so many seconds."""
+"""A signal, or the end of a part, is noticed after so many seconds."""
 
 LATE_GRACE_S = 2.0
-"""Seconds between SIGTERM and SIGKILL for processes that are left after the agent has given the ranks `GRACE_S`."""
+"""Seconds between SIGTERM and SIGKILL for processes that are left after the agent has given the ranks time to end."""
 
 LEFTOVER_TIMEOUT_S = 10.0
 """Seconds that processes left behind by the ranks get to end after success."""
 
-INTERRUPT, STAND_BACK = b"I", b"P"
-"""Letters to the agent: pass Ctrl-C on to the ranks; start no more ranks, since the supervisor ends them."""
+OWN_END_S = 7.0
+"""After a signal or a failure parts end by themselves; after so many seconds they are ended."""
 
-READY, DONE = b"R", b"D"
-"""Letters of the agent: it has started the ranks; they have ended, and it has printed why."""
+LOST_END_S = 1.0
+"""The same after a lost connection, which the other hosts do not notice so soon."""
 
-CPP_LOG_VARIABLE, QUIET = "TORCH_CPP_LOG_LEVEL", "quiet"
-"""The variable silences torch's warnings about lost connections in the agent. With the agent's last argument, the agent
-drops it, so that the ranks are not silenced."""
+CLOSED_END_S = 8.0
+"""A part that still runs so many seconds after it was ended is killed."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+CPP_LOG_VARIABLE = "TORCH_CPP_LOG_LEVEL"
+"""The variable silences torch's warnings about lost connections in the agent, which reads it when it imports torch."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Supervisor:
-    """One node's part of a job, from its start to its end.
+class Part:
+    """One host's part of a job: a :class:`LocalPart`, or an :class:`~zerolite.launcher.ssh.SshPart`.
+
+    Attributes:
+        name: name of the host.
+        status: exit status, 128 + n if signal n ended it; None while it runs.
+        ended_from_here: it did not end by itself, so its status does not say why.
+        lost: it has failed because the connection to its host was lost.
+    """
+
+    lost = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.status: int | None = None
+        self.ended_from_here = False
+
+    def poll(self) -> bool:
+        """Return True if the part has ended, and set its status."""
+        raise NotImplementedError
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on: the first one asks for the end, another one brings it at once."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """End the part, which may take a few seconds."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End the part at once."""
+        raise NotImplementedError
+
+
+class LocalPart(Part):
+    """The part of this host: an agent, forked from this process, and all processes below it.
+
+    Make it before this process has threads. The agent waits until :meth:`start`.
 
     Args:
         job: this node's part.
         log_dir: an existing directory for the ranks' output.
-
-    Attributes:
-        keeps_logs: the user has been told where the output is, so it must stay.
+        spare: children of this process that do not belong to the part.
     """
 
-    def __init__(self, job: NodeJob, log_dir: str) -> None:
-        self.keeps_logs = False
+    def __init__(self, job: NodeJob, log_dir: str, spare: set[int] | None = None) -> None:
+        super().__init__(os.uname().nodename)
         self._job = job
         self._log_dir = log_dir
-        self._marker = f"{job.job_id}-{job.node_rank}"
-        self._processes = JobProcesses(self._marker)
         self._signals: list[int] = []
-        self._progress = b""
-        self._stdin_open = job.watch_stdin
-        self._interrupted_at: float | None = None
-        self._agent = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
+        self._marker = f"{job.job_id}-{job.node_rank}"
+        self._processes = JobProcesses(self._marker, spare)
         adopt_orphans()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel forgets how children have ended
-        for number in _SIGNALS:
-            # A signal that is ignored from the start stays ignored: SIGHUP under nohup, for instance.
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda number, _: self._signals.append(number))
-        lifeline, self._lifeline = os.pipe()
-        self._news, news = os.pipe()
-        environ = {**os.environ, **self._job.environment(os.environ), JOB_ID_VARIABLE: self._marker}
-        if self._job.num_nodes == 1:
-            environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
-        quiet = [] if CPP_LOG_VARIABLE in environ else [QUIET]
-        command = [sys.executable, *module_arguments("zerolite.launcher.agent")]
-        agent = subprocess.Popen(
-            [*command, str(lifeline), str(news), self._log_dir, *quiet],
-            env={CPP_LOG_VARIABLE: "ERROR", **environ},
-            stdin=subprocess.DEVNULL if self._job.watch_stdin else None,
-            pass_fds=(lifeline, news),
-            start_new_session=True,
-        )
-        os.close(lifeline)
-        os.close(news)
-        os.set_blocking(self._news, False)
-        self._send_to_agent(self._job.to_json().encode() + b"\n")
-        return agent
+        go, self._go = os.pipe()
+        sys.stdout.flush()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._go)
+            self._become_agent(parent, go)
+        os.close(go)
 
-    def _send_to_agent(self, text: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._lifeline, text)
+    def _become_agent(self, parent: int, go: int) -> NoReturn:
+        """Run the agent in this process, the fork, and end it with the agent's exit status."""
+        status = 1
+        try:
+            os.setsid()  # Ctrl-C at the terminal is for the command alone
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            die_with_parent(parent, signal.SIGTERM)
+            if os.read(go, 1):
+                os.environ.update(self._job.environment(os.environ))
+                os.environ[JOB_ID_VARIABLE] = self._marker
+                if self._job.num_nodes == 1:
+                    os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
+                quiet = CPP_LOG_VARIABLE not in os.environ
+                os.environ.setdefault(CPP_LOG_VARIABLE, "ERROR")
+                from zerolite.launcher.agent import run_agent
 
-    def run(self) -> int:
-        """Wait for the end of the job and return its exit status."""
-        while self._agent.returncode is None:
-            self._wait()
-            status = self._react()
-            if status is not None:
-                return status
-        with contextlib.suppress(BlockingIOError):
-            while news := os.read(self._news, 4096):
-                self._progress += news
-        if self._interrupted_at is not None:
-            self._end_all()
-            self._print_log_dir(only_if_filled=True)
-            return 128 + signal.SIGINT
-        if not self._progress.endswith(DONE):
-            return self._agent_died()
-        if self._agent.returncode == 0:
-            self._end_leftovers()
-        else:
-            self._end_all(LATE_GRACE_S)
-            self._print_log_dir()
-        return self._agent.returncode
+                if quiet:  # the ranks are not to inherit it
+                    del os.environ[CPP_LOG_VARIABLE]
+                status = run_agent(self._job, self._log_dir)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
 
-    def _wait(self) -> None:
-        """Wait a moment, and take what has come: letters of the agent, signals through standard input, ends."""
-        readable = select.select([self._news, *([0] if self._stdin_open else [])], [], [], WAIT_S)[0]
-        if self._news in readable:
-            self._progress += os.read(self._news, 4096)
-        if 0 in readable:
-            numbers = b""
-            with contextlib.suppress(OSError):
-                numbers = os.read(0, 4096)
-            self._stdin_open = bool(numbers)
-            self._signals.extend(number for number in numbers if number in _SIGNALS)
-        self._reap()
+    def start(self) -> None:
+        """Let the agent start its ranks."""
+        print_threads_per_rank(self._job)
+        with contextlib.suppress(OSError):
+            os.write(self._go, b"g")
 
-    def _reap(self) -> None:
-        """Collect children that have ended: the agent, and orphans of the ranks."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid == self._agent.pid:
-                    self._agent.returncode = os.waitstatus_to_exitcode(status)
+    def poll(self) -> bool:
+        if self.status is None and (code := exit_code(self.pid)) is not None:
+            self.status = code if code >= 0 else 128 - code
+            if code < 0 and not self._signals:
+                how = f"by signal {-code} ({signal_name(-code)})"
+                say(f"the agent (process {self.pid}), which runs the ranks, ended {how}; the ranks are ended too")
+            if self.status or self._signals:
+                self._end_processes(LATE_GRACE_S)
+        return self.status is not None
 
-    def _react(self) -> int | None:
-        """React to signals and to a closed connection. Return the exit status if this ends the job, else None."""
-        if self._agent.returncode is not None:
-            return None
-        if self._signals:
-            return self._take_signal(self._signals.pop(0))
-        if self._interrupted_at is not None and time.monotonic() - self._interrupted_at > INTERRUPT_GRACE_S:
-            say(f"the ranks did not finish within {INTERRUPT_GRACE_S:.0f} s of Ctrl-C and are ended")
-            self._end_all()
-            return 128 + signal.SIGINT
-        if self._job.watch_stdin and not self._stdin_open:
-            say(f"host {os.uname().nodename}: the connection to the launcher has closed; the ranks here are ended")
-            self._end_all()
-            return 128 + signal.SIGTERM
-        return None
+    def send_signal(self, number: int) -> None:
+        self._signals.append(number)
+        if len(self._signals) > 1:
+            self.kill()
+        elif self.status is None:
+            send([self.pid], signal.Signals(number))
 
-    def _take_signal(self, number: int) -> int | None:
-        if number == signal.SIGINT and self._interrupted_at is None and self._progress.startswith(READY):
-            say(f"Ctrl-C: the ranks have {INTERRUPT_GRACE_S:.0f} s to finish; press it again to end them at once")
-            self._interrupted_at = time.monotonic()
-            self._send_to_agent(INTERRUPT)
-            return None
-        self._end_all(0.0 if self._interrupted_at is not None else GRACE_S)
-        say(f"received {signal_name(number)} and ended {count(self._job.nproc, 'rank')}")
-        self._print_log_dir(only_if_filled=True)
-        return 128 + (signal.SIGINT if self._interrupted_at is not None else number)
+    def end(self) -> None:
+        self.ended_from_here = True
+        self._end_processes(0.0)
 
-    def _agent_died(self) -> int:
-        code = self._agent.returncode
-        how = f"by signal {-code} ({signal_name(-code)})" if code < 0 else f"with exit status {code}"
-        say(f"the agent (process {self._agent.pid}), which runs the ranks, ended {how}; the ranks are ended too")
-        self._end_all()
-        self._print_log_dir()
-        return 128 - code if code < 0 else code or 1
+    def kill(self) -> None:
+        self._end_processes(0.0)
 
-    def _end_all(self, grace_s: float = GRACE_S) -> None:
-        """End every process of the job on this host, with SIGKILL at once if another signal comes."""
-        self._send_to_agent(STAND_BACK)
-        self._signals.clear()
-        agent = set() if self._agent.returncode is not None else {self._agent.pid}
-        # The agent goes last: when it ends, the kernel kills the ranks at once, without their time of grace.
-        ranks = JobProcesses(self._marker, spare=agent) if agent else self._processes
-        stuck = ranks.end(grace_s, self._signal_came) | self._processes.end(0.0, self._signal_came)
-        self._reap()  # the agent may have ended before it has collected the ranks
-        for pid, name in stuck.items():
+    def _end_processes(self, grace_s: float) -> None:
+        for pid, name in self._processes.end(grace_s).items():
             say(f"process {pid} ({name}) does not end, not even by SIGKILL: it is stuck in the kernel")
 
-    def _signal_came(self) -> bool:
-        self._reap()
-        return bool(self._signals)
+    def finish(self, signals: Sequence[int]) -> None:
+        """Wait for processes that the ranks have left behind, then say where their output is, or remove it.
 
-    def _end_leftovers(self) -> None:
-        """After success, wait for processes that the ranks have left behind, and end those that stay."""
+        Args:
+            signals: those that have come, and may still come.
+        """
+        if not self.status and not signals:
+            self._end_leftovers(signals)
+        if signals and (signals[0] != signal.SIGINT or len(signals) > 1):
+            say(f"received {signal_name(signals[-1])} and ended {count(self._job.nproc, 'rank')}")
+        if (self.status and not signals) or (signals and has_output(self._log_dir)):
+            on_host = "" if self._job.node_rank == 0 else f" on host {self.name}"
+            say(f"output of the ranks{on_host}: {self._log_dir}")
+        elif self._job.log_dir is None:
+            shutil.rmtree(self._log_dir, ignore_errors=True)
+
+    def _end_leftovers(self, signals: Sequence[int]) -> None:
         deadline = time.monotonic() + LEFTOVER_TIMEOUT_S
         while left := self._processes.find():
-            if time.monotonic() > deadline or self._signals:
+            if time.monotonic() > deadline or signals:
                 names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
                 say(f"the ranks left {count(len(left), 'process')} behind, ended now: {names}")
-                self._end_all()
+                self._end_processes(LATE_GRACE_S)
                 return
             time.sleep(0.1)
-            self._reap()
-
-    def _print_log_dir(self, only_if_filled: bool = False) -> None:
-        """Print where the output is, and keep it."""
-        if not only_if_filled or has_output(self._log_dir):
-            self.keeps_logs = True
-            on_host = "" if self._job.node_rank == 0 else f" on host {os.uname().nodename}"
-            say(f"output of the ranks{on_host}: {self._log_dir}")
+            self.poll()
 
 
-def run_node(job: NodeJob) -> int:
-    """Run one node's part of a job and return its exit status.
+def record_signals() -> list[int]:
+    """Collect the signals of this process. Returns the list to which handlers append their numbers."""
+    signals: list[int] = []
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel forgets how children have ended
+    for number in SIGNALS:
+        # A signal that is ignored from the start stays ignored: SIGHUP under nohup, for instance.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: signals.append(number))
+    return signals
 
-    Call it once, in the main thread of a process without other children: it waits for all children, adopts orphans and
-    handles signals.
+
+def wait_for(parts: Sequence[Part], signals: Sequence[int], pause: Callable[[], None]) -> int:
+    """Wait for all parts, end all if one fails or a signal comes, and return the job's exit status.
+
+    Parts first get time to end by themselves. Then they are ended, and at last they are killed.
+
+    Args:
+        parts: they have been started.
+        signals: those that have come; more may be appended by handlers and by ``pause``.
+        pause: waits a moment.
 
     Returns:
-        0 if every rank succeeded. 2 if the directory for the output cannot be made. 128 + n if signal n ended the job
-        or the rank that failed first. Otherwise the exit status of that rank.
+        128 + the number of the first signal; else the status of the first part that failed by itself, 1 if others
+        failed, 0 if none did.
     """
-    try:
-        log_dir = make_log_dir(job)
-    except OSError as error:
-        where = "a temporary directory" if job.log_dir is None else f"--log-dir {job.log_dir!r}"
-        say(f"nothing was started: {where} cannot be made ({error.strerror}: {error.filename!r})")
+    passed = 0
+    end_at = kill_at = float("inf")
+    failed: set[str] = set()
+    while sum(part.poll() for part in parts) < len(parts):  # all() would not poll every one
+        now = time.monotonic()
+        for number in signals[passed:]:
+            passed += 1
+            for part in parts:
+                part.send_signal(number)
+            gently = number == signal.SIGINT and passed == 1
+            end_at = min(end_at, now + OWN_END_S + (INTERRUPT_GRACE_S if gently else 0.0))
+        for part in parts:
+            if part.status and part.name not in failed and not signals:
+                failed.add(part.name)
+                end_at = min(end_at, now + (LOST_END_S if part.lost else OWN_END_S))
+                if part.lost:
+                    how = f"ssh ended with status {part.status}"
+                    say(f"the connection to {part.name} is lost ({how}); the job ends on all hosts")
+        for limit, how_to_end in ((end_at, "end"), (kill_at, "kill")):
+            if now >= limit:
+                for part in parts:
+                    if part.status is None:
+                        getattr(part, how_to_end)()
+        if now >= end_at:
+            end_at, kill_at = float("inf"), min(kill_at, now + CLOSED_END_S)
+        pause()
+    if signals:
+        return 128 + signals[0]
+    own = [part.status for part in parts if part.status and not part.lost and not part.ended_from_here]
+    return own[0] if own else int(any(part.status for part in parts))
+
+
+def pause() -> None:
+    time.sleep(WAIT_S)
+
+
+def run_node(job: NodeJob, signals: list[int], pause: Callable[[], None] = pause) -> int:
+    """Run one node's part of a job and return its exit status, 2 if the directory for the output cannot be made.
+
+    Call it once, in the main thread of a process without other children.
+    """
+    log_dir = make_log_dir(job)
+    if log_dir is None:
         return 2
-    print_threads_per_rank(job)
-    supervisor = Supervisor(job, log_dir)
-    status = supervisor.run()
-    if job.log_dir is None and not supervisor.keeps_logs:
-        shutil.rmtree(log_dir, ignore_errors=True)
+    part = LocalPart(job, log_dir)
+    part.start()
+    status = wait_for([part], signals, pause)
+    part.finish(signals)
     return status
 
 
-def make_log_dir(job: NodeJob) -> str:
-    """Make the directory for the ranks' output: one per job below ``--log-dir``, or a temporary one."""
-    if job.log_dir is None:
-        return tempfile.mkdtemp(prefix="zerolite_")
-    path = os.path.join(job.log_dir, f"job_{job.job_id[:8]}")
-    os.makedirs(path, exist_ok=True)
+def make_log_dir(job: NodeJob) -> str | None:
+    """Make the directory for the ranks' output: one per job below ``--log-dir``, or a temporary one.
+
+    Returns None after a sentence if it cannot be made.
+    """
+    try:
+        if job.log_dir is None:
+            path = tempfile.mkdtemp(prefix="zerolite_")
+        else:
+            path = os.path.join(job.log_dir, f"job_{job.job_id[:8]}")
+            os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        where = "a temporary directory" if job.log_dir is None else f"--log-dir {job.log_dir!r}"
+        say(f"nothing was started: {where} cannot be made ({error.strerror}: {error.filename!r})")
+        return None
     return path
 
 

@@ -1,0 +1,246 @@
+"""A job on several hosts: the other hosts' parts, reached by ssh, the checks of all hosts, and the start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from zerolite.launcher.job import module_arguments
+from zerolite.launcher.node import GO, MARK, check, find_device_problems
+from zerolite.launcher.options import LaunchRequest
+from zerolite.launcher.plan import JobPlan
+from zerolite.launcher.processes import exit_code
+from zerolite.launcher.supervisor import WAIT_S, LocalPart, Part, make_log_dir, pause, record_signals, say, wait_for
+
+NODE = module_arguments("zerolite.launcher.node")
+
+CHECK_S = 45.0
+"""Seconds within which a host must report that it can take part."""
+
+SSH_OPTIONS = {
+    "BatchMode": "yes",  # no question for a password, which would wait for ever
+    "ConnectTimeout": "10",
+    "ServerAliveInterval": "5",  # without an answer to four of these requests the connection is lost
+    "ServerAliveCountMax": "4",
+}
+
+_terminal = threading.Lock()
+
+
+class CannotStart(Exception):
+    """Some hosts cannot take part; the message names them and says what to do."""
+
+
+def node_command(request: LaunchRequest, login: str, environ: Mapping[str, str]) -> list[str]:
+    """Return the command that starts the part of another host.
+
+    It starts in this working directory, by the same Python, with this process's ``PYTHON*`` variables.
+    `cd` and Python are joined by `;`, not `&&`: if the directory is missing, the part starts elsewhere and reports it.
+    """
+    settings = [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith("PYTHON")]
+    words = [*(["env", *settings] if settings else []), sys.executable, *NODE]
+    options = [word for key, value in SSH_OPTIONS.items() for word in ("-o", f"{key}={value}")]
+    if request.ssh_port is not None:
+        options += ["-p", str(request.ssh_port)]
+    line = f"cd {shlex.quote(os.getcwd())}; exec {shlex.join(words)}"
+    return ["ssh", *request.launcher_args, *options, login, line]
+
+
+class SshPart(Part):
+    """The part of another host: a client of ssh, whose input carries the job, a byte to start, and signals.
+
+    Attributes:
+        answer: report of the host before the start; None until it has come.
+        errors: output on stderr until then.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], job_line: str) -> None:
+        """Start the client of ssh.
+
+        Args:
+            name: name of the host.
+            command: the command to start.
+            job_line: the part, as the first line of its input.
+        """
+        super().__init__(name)
+        self.answer: dict[str, Any] | None = None
+        self.errors = b""
+        self._ended_by_itself = False
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        self.pid = self._process.pid
+        self._forwarders = [
+            threading.Thread(target=self._forward, args=(source, target.buffer), daemon=True)
+            for source, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        ]
+        for thread in self._forwarders:
+            thread.start()
+        self._write(job_line.encode() + b"\n")
+
+    def poll(self) -> bool:
+        if self.status is None and (code := exit_code(self.pid)) is not None:
+            self._process.returncode = code
+            for thread in self._forwarders:
+                thread.join(2)
+            self.status = code if code >= 0 else 128 - code
+            self.lost = self.status != 0 and not self._ended_by_itself
+        return self.status is not None
+
+    def start(self) -> None:
+        """Tell the host to start its ranks."""
+        self._write(GO)
+
+    def send_signal(self, number: int) -> None:
+        self._write(bytes([number]))
+
+    def end(self) -> None:
+        """End the part by closing its input."""
+        self.ended_from_here = True
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """Kill the client of ssh; the host then notices that its connection has closed."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended, or its input is closed
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def _forward(self, source: BinaryIO, target: BinaryIO) -> None:
+        for line in iter(source.readline, b""):
+            if line.startswith(MARK):
+                message = json.loads(line[len(MARK) :])
+                if "ended" in message:
+                    self._ended_by_itself = True
+                else:
+                    self.answer = message
+            elif self.answer is None:
+                self.errors += line  # a greeting of the login shell, or the reason why no answer comes
+            elif not (self.ended_from_here and line.startswith(b"zerolite: ")):  # reports of an end from here
+                with _terminal, suppress(OSError, ValueError):
+                    target.write(line)
+                    target.flush()
+        source.close()
+
+
+def run(request: LaunchRequest, job: JobPlan) -> int:
+    """Run a job on several hosts and return its exit status, 2 if it cannot be started."""
+    commands = [node_command(request, host.login, os.environ) for host in job.hosts]
+    if request.dry_run:
+        print_commands(job, commands)
+        return 0
+    signals = record_signals()
+    ssh_clients: set[int] = set()
+    local: LocalPart | None = None
+    parts: list[LocalPart | SshPart] = []
+    if job.local_node is not None:
+        log_dir = make_log_dir(job.nodes[job.local_node])
+        if log_dir is None:
+            return 2
+        local = LocalPart(job.nodes[job.local_node], log_dir, ssh_clients)
+    try:
+        for i, command in enumerate(commands):
+            if local is not None and i == job.local_node:
+                parts.append(local)
+            else:
+                parts.append(SshPart(job.hosts[i].name, command, job.nodes[i].to_json()))
+                ssh_clients.add(parts[-1].pid)
+        await_answers([part for part in parts if isinstance(part, SshPart)], signals)
+        if not signals:
+            check_answers(request, job, parts)
+            for part in parts:
+                part.start()
+        return wait_for(parts, signals, pause)
+    except OSError as error:
+        say(
+            f"nothing was started: 'ssh' cannot be run ({error.strerror}): install it, or start each node by a "
+            "command of its own, with --no-ssh"
+        )
+    except CannotStart as error:
+        say(str(error))
+    finally:
+        for part in parts:
+            if part.status is None:
+                part.kill()
+        if local is not None:
+            local.finish(signals)
+    return 2
+
+
+def await_answers(parts: Sequence[SshPart], signals: Sequence[int]) -> None:
+    """Wait until all hosts have reported or failed to, a signal comes, or the time is over."""
+    deadline = time.monotonic() + CHECK_S
+    while any(part.answer is None and not part.poll() for part in parts) and not signals:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(WAIT_S)
+
+
+def check_answers(request: LaunchRequest, job: JobPlan, parts: Sequence[LocalPart | SshPart]) -> None:
+    """Raise CannotStart with the problems of all hosts, if any."""
+    answers = [part.answer if isinstance(part, SshPart) else check(job.nodes[i]) for i, part in enumerate(parts)]
+    devices_found = any(answer["devices"] for answer in answers if answer is not None)
+    problems: dict[str, list[str]] = {}
+    for host, node, part, answer in zip(job.hosts, job.nodes, parts, answers, strict=True):
+        if answer is None:
+            assert isinstance(part, SshPart)
+            of_host = [describe_no_answer(request, part, host.login)]
+        else:
+            of_host = list(answer["problems"])
+            if devices_found and not answer["devices"]:  # a host without devices is wrong only if others have some
+                of_host += find_device_problems(node, 0)
+        if of_host:
+            problems[host.name] = of_host
+    if not problems:
+        return
+    lines = ["nothing was started, since not all hosts can take part:"]
+    lines += [f"  {name}: {problem}" for name, of_host in problems.items() for problem in of_host]
+    if job.hosts[0].name not in problems:
+        lines.append(f"put that right, or leave out what cannot take part: --exclude {'@'.join(problems)}")
+    raise CannotStart("\nzerolite: ".join(lines))
+
+
+def describe_no_answer(request: LaunchRequest, part: SshPart, login: str) -> str:
+    """Say why a host has not answered."""
+    if part.status is None:
+        return f"has not answered within {CHECK_S:.0f} s: check that it is up, and what its login shell does"
+    errors = part.errors.decode(errors="replace").strip()
+    last = errors.splitlines()[-1] if errors else "no message"
+    if part.status == 255:
+        by_hand = shlex.join(["ssh", *request.launcher_args, login])
+        return (
+            f"cannot be reached by ssh ({last}): check its name and the network, and that {by_hand!r} works without a "
+            "password"
+        )
+    if "No module named 'zerolite" in errors or "No module named zerolite" in errors:
+        return f"has no zerolite for {sys.executable!r}: install it there as here, or share the directory it is in"
+    if part.status in (126, 127):
+        return (
+            f"cannot run {sys.executable!r}, the Python of this job ({last}): install the same environment at the same "
+            "path, or share it"
+        )
+    return f"has not reported; ssh ended with status {part.status} ({last})"
+
+
+def print_commands(job: JobPlan, commands: Sequence[Sequence[str]]) -> None:
+    """Print the commands and the hosts on which they would run, and run nothing."""
+    for i, command in enumerate(commands):
+        if i == job.local_node:
+            print(f"# {job.hosts[i].name}, this host, runs its part without ssh:\n#   {job.nodes[i].to_json()}")
+        else:
+            print(f"# {job.hosts[i].name}; to its standard input this line, then 'g':\n#   {job.nodes[i].to_json()}")
+            print(shlex.join(command))
