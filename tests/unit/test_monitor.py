@@ -23,7 +23,7 @@ from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
 from zerolite.monitor.monitoring import Monitoring
-from zerolite.monitor.writers import AppendFile, CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
+from zerolite.monitor.writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer, append_lines
 from zerolite.zero.observers import Observers
 
 CPU = torch.device("cpu")
@@ -56,9 +56,7 @@ def rows(path: Path) -> list[list[str]]:
 
 def test_a_file_holds_whole_lines_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lines"
-    file = AppendFile(path)
-    assert file.empty
-    file.append("one\n")
+    append_lines(path, "one\n")
     real, room = os.pwrite, iter([2])
 
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
@@ -69,11 +67,9 @@ def test_a_file_holds_whole_lines_only(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", pwrite)
         with pytest.raises(OSError, match="No space"):
-            file.append("two\nthree\n")
+            append_lines(path, "two\nthree\n")
     assert path.read_text() == "one\n", "half a line would be taken for a value"
-    file.append("four\n")
-    file.close()
-    file.close()
+    append_lines(path, "four\n")
     assert path.read_text() == "one\nfour\n"
 
 
@@ -83,11 +79,8 @@ def test_a_file_holds_whole_lines_only(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_line_that_was_cut_off_is_removed(tmp_path: Path, before: str, after: str) -> None:
     path = tmp_path / "lines"
     path.write_text(before)
-    file = AppendFile(path)
-    assert file.empty == (not after)
-    file.append("new\n")
-    file.close()
-    assert path.read_text() == after + "new\n"
+    append_lines(path, "new\n", "header\n")
+    assert path.read_text() == (after or "header\n") + "new\n"
 
 
 def test_csv_files_are_deepspeeds(tmp_path: Path) -> None:

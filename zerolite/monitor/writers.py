@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import importlib
 import io
@@ -17,8 +16,7 @@ from types import ModuleType
 Event = tuple[str, float, int]
 """(name, value, step): one point of the curve ``name``; ``step`` is its position on the x axis."""
 
-_BLOCK = 1 << 16  # bytes that are read at once
-MAX_OPEN = 64  # open CSV files; one more closes the oldest, so that many names do not use up all file descriptors
+_BLOCK = 1 << 12  # bytes that are read at once
 _STEP = "step"
 
 
@@ -32,9 +30,8 @@ class Writer(ABC):
     def write(self, events: Sequence[Event]) -> None:
         """Write ``events``. When this returns, they survive the end of the process, also if it is killed."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Close the writer. May be called twice."""
+    def close(self) -> None:  # noqa: B027
+        """Close the writer, if it keeps anything open. May be called twice."""
 
 
 def group_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
@@ -45,48 +42,33 @@ def group_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     return steps
 
 
-class AppendFile:
-    """File that keeps every complete line, even if the process is killed.
+def append_lines(path: Path, lines: str, header: str = "") -> None:
+    """Append ``lines``, which end with a newline, to a file: all of them, or none if this raises.
 
-    Lines are not buffered: when :meth:`append` returns, the operating system has them. A line that was cut off is
-    removed: when the file is opened again after a crash of the machine, or at once if the disk is full.
+    The operating system has them when this returns. A last line that a crash of the machine has cut off is removed.
+
+    Args:
+        path: the file, which is made if it is not there.
+        lines: what to append.
+        header: first line of a file that has none.
 
     Raises:
-        OSError: the file cannot be opened or written. A later :meth:`append` tries again.
+        OSError: the file cannot be opened or written. A later call tries again.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            self._size = _end_of_last_line(self._descriptor)
-            os.ftruncate(self._descriptor, self._size)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def empty(self) -> bool:
-        return self._size == 0
-
-    def append(self, lines: str) -> None:
-        """Write ``lines``, which end with a newline: all of them, or none if this raises."""
-        data = lines.encode()
-        written = 0
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        size, written = _end_of_last_line(descriptor), 0
+        data = (lines if size else header + lines).encode()
+        os.ftruncate(descriptor, size)
         try:
             # The system may write less than it is given, for example just before the disk is full.
             while written < len(data):
-                written += os.pwrite(self._descriptor, data[written:], self._size + written)
+                written += os.pwrite(descriptor, data[written:], size + written)
         except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
+            os.ftruncate(descriptor, size)
             raise
-        self._size += len(data)
-
-    def close(self) -> None:
-        """Close the file. May be called twice."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _end_of_last_line(descriptor: int) -> int:
@@ -116,7 +98,6 @@ class CsvWriter(Writer):
         folder.mkdir(parents=True, exist_ok=True)
         self.name = f"csv_monitor ({folder})"
         self._folder = folder
-        self._files: dict[str, AppendFile] = {}
         self._names: dict[str, str] = {}  # by file
 
     def write(self, events: Sequence[Event]) -> None:
@@ -129,30 +110,19 @@ class CsvWriter(Writer):
             else:
                 clash = name
         for name, some in rows.items():
-            file = self._file(_file_name(name))
-            text = io.StringIO()
-            table = csv.writer(text, lineterminator="\n")
-            if file.empty:
-                table.writerow(["step", name.rpartition("/")[2]])
-            table.writerows(some)
-            file.append(text.getvalue())
+            header = _csv([("step", name.rpartition("/")[2])])
+            append_lines(self._folder / _file_name(name), _csv(some), header)
         if clash:
             raise ValueError(
                 f'expected names with a file each, got "{clash}" and "{self._names[_file_name(clash)]}", which are '
                 f"both {_file_name(clash)}; rename one of them"
             )
 
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
-    def _file(self, name: str) -> AppendFile:
-        if name not in self._files:
-            if len(self._files) >= MAX_OPEN:
-                self._files.pop(next(iter(self._files))).close()
-            self._files[name] = AppendFile(self._folder / name)
-        return self._files[name]
+def _csv(rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def _file_name(name: str) -> str:
@@ -171,9 +141,9 @@ class JsonlWriter(Writer):
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "events.jsonl"
-        self.name = f"jsonl_monitor ({path})"
-        self._file = AppendFile(path)
+        self._path = folder / "events.jsonl"
+        self.name = f"jsonl_monitor ({self._path})"
+        append_lines(self._path, "")
 
     def write(self, events: Sequence[Event]) -> None:
         """Write ``events``. If one is named "step", write all others and raise ValueError."""
@@ -181,12 +151,9 @@ class JsonlWriter(Writer):
         for step, values in group_by_step([event for event in events if event[0] != _STEP]).items():
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
             lines.append(json.dumps({_STEP: step, **finite}, allow_nan=False) + "\n")
-        self._file.append("".join(lines))
+        append_lines(self._path, "".join(lines))
         if any(name == _STEP for name, _, _ in events):
             raise ValueError(f'expected a name other than "{_STEP}", which is the x axis; rename the value')
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class TensorboardWriter(Writer):
