@@ -365,9 +365,16 @@ def test_the_other_node_ends_when_the_first_one_is_gone(start, tmp_path: Path) -
 
 # -------------------------------------------------------------------- ssh, in whose place a shell runs the command here
 
-TWO_HOSTS = PRELUDE + "if RANK == '1' and sys.argv[1:]: wait_for('up.0'); failing(); raise ValueError('there')\n"
-TWO_HOSTS += (
-    "print('rank', RANK, flush=True)\ntry:\n    up(); wait()\nfinally:\n    print('end of', RANK, flush=True)\n"
+TWO_HOSTS = (
+    PRELUDE
+    + """
+if RANK == "1" and HOW == "rank": wait_for("up.0"); failing(); raise ValueError("there")
+print("rank", RANK, flush=True)
+try:
+    up(); wait()
+finally:
+    print("end of", RANK, flush=True)
+"""
 )
 
 

@@ -22,7 +22,7 @@ from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, loss_of, make_engine, raises, run_steps, snapshot
 from zerolite.comm import record
-from zerolite.utils import user_line
+from zerolite.zero import grads as gradients
 from zerolite.zero.sharded_gradient import ShardedGradient
 
 STEPS = 3
@@ -126,7 +126,7 @@ def test_norms_and_factors_allocate_nothing_of_a_gradients_size(stage: int) -> N
 def test_a_gather_is_warned_of_once_per_line(stage: int) -> None:
     engine = make_engine(at(stage), "Mlp")
     first, second = engine.module.first, engine.module.second
-    user_line._warned.clear()  # another case may have run these lines in this process
+    gradients._warned.clear()  # another case may have run these lines in this process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(2):

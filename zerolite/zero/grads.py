@@ -16,6 +16,8 @@ remembers what it has put into each ``p.grad``; any other tensor that it finds t
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.flat import flattened
 from zerolite.zero.sharded_gradient import ShardedGradient
 
@@ -452,3 +453,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _is_same(one: object, other: object) -> bool:
     """Compare numbers by value, tensors by identity."""
     return one is other or (not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and one == other)
+
+
+_warned: set[tuple[str, int]] = set()
+
+
+def warn_of_collective(message: str) -> None:
+    """Warn that an expression runs a collective, at the innermost line that is not torch's or ours, once per line."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "zerolite"):
+        frame = frame.f_back
+    site = (frame.f_code.co_filename, frame.f_lineno)
+    if site not in _warned:
+        _warned.add(site)
+        warnings.warn_explicit(message, UserWarning, *site)

@@ -27,7 +27,7 @@ from zerolite.comm.initial_sync import broadcast_flat
 from zerolite.utils.module_hook import WeakHook
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors, written_arguments
 from zerolite.utils.torch_private import as_plain_tensors, current_backward, transform_level
-from zerolite.utils.user_line import warn_of_collective
+from zerolite.zero.grads import warn_of_collective
 from zerolite.zero.stage3.absent_parameter import AbsentParameter, no_values_error, reduce_parameter
 
 if TYPE_CHECKING:
