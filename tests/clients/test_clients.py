@@ -138,6 +138,18 @@ def test_trained_copies_of_modules_are_saved_and_weights_synced(tmp_path: Path) 
     assert results["synced,3"]["difference"] < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["accelerate", "trainer", "sft"])
+def test_sequences_that_two_ranks_share(tmp_path: Path, kind: str) -> None:
+    """accelerate's ``ParallelismConfig(sp_size=2)``: losses, norms and evaluations are those of one process."""
+    need("accelerate", "transformers", *(("datasets", "trl") if kind == "sft" else ()))
+    plain = run(tmp_path, "sequence_loop.py", f"{kind},plain", launcher=())[f"{kind},plain"]
+    for case, result in run(tmp_path, "sequence_loop.py", f"{kind},2", f"{kind},3").items():
+        assert len(result["losses"]) == (8 if kind == "accelerate" else 6)
+        for name in plain:
+            assert result[name] == pytest.approx(plain[name], rel=1e-6), (case, name)
+        assert result.get("resumed", []) == result["losses"][3:6] or kind == "accelerate", case
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_trl(tmp_path: Path, kind: str) -> None:
     """DPO and GRPO have a reference model: a second engine, without an optimizer. GRPO generates between steps, and

@@ -82,6 +82,10 @@ class SequenceParallelConfig(Block):
     attention: Literal["auto", "ulysses", "ring"] = "auto"
     """How a token sees the other parts: `"ulysses"` exchanges tokens for heads, so `size` divides the number of heads.
     `"auto"`: ulysses. `"ring"` is not there yet."""
+    inputs: Literal["whole", "parts", "parts in training"] = "whole"
+    """What `engine(...)` is given: `"whole"` sequences, of which each rank takes its part, or `"parts"` that the loader
+    has cut. Then the gradient is the mean over ranks, as in data parallelism, and the loss accounts for the labels of
+    the other parts. `"parts in training"`: in eval mode each rank has whole sequences of its own."""
 
 
 class PipelineConfig(Block):

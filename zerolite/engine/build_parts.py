@@ -199,10 +199,12 @@ class PartsBuilder:
         """Compare the inputs of ranks that are given the same ones, and sum the gradients of parameters that parts of
         the model share. Returns None if all ranks have inputs of their own."""
         topology = self.topology
-        copies = topology.model.world_size * topology.sequence.world_size
+        copies, others = topology.model.world_size, topology.data
+        if self.config.sequence_parallel.inputs == "whole":
+            copies, others = copies * topology.sequence.world_size, topology.batch
         if copies == 1:
             return None
-        inputs = InputComparison(topology.batch, copies, self.device)
+        inputs = InputComparison(others, copies, self.device)
         self._observers.add(inputs)
         if not topology.trivial:
             self.shared_grads = SharedGradReducer(topology, self._buffer, self._ties, self._reducer, self.device)
@@ -239,7 +241,7 @@ class PartsBuilder:
         return buffer
 
     def _make_accumulation(self) -> GradAccumulation:
-        of_parts = self.topology.sequence.world_size > 1
+        of_parts = self.topology.sequence.world_size > 1 and self.config.sequence_parallel.inputs == "whole"
         if not self.config.managed_gradient_accumulation:
             return UnmanagedAccumulation(of_parts)
         micro_batches = self.config.gradient_accumulation_steps or 1

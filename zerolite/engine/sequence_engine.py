@@ -34,11 +34,9 @@ def divide_sequences(parts: EngineParts) -> tuple[SequenceForward, list[Any]]:
     Returns:
         The forward, and handles that undo it.
     """
-    model, topology = parts.model, parts.topology
-    notes = parts.note_inputs if topology.tensor.world_size == 1 else None  # tensor-parallel ranks note them already
-    ranks = AttentionRanks(topology.sequence)
-    forward = SequenceForward(parts.call.call_module, model, ranks, topology.world, parts.device, notes)
-    handles = [*install_huggingface(model), install_attention()]
+    forward = SequenceForward(parts, AttentionRanks(parts.topology.sequence))
+    parts.observers.before_backward.append(forward.before_backward)
+    handles = [*install_huggingface(parts.model), install_attention()]
     parts.call.replace(forward)
     return forward, handles
 
@@ -61,18 +59,20 @@ class _DividedSequences(Engine):
     def use_sequence(self, sequence: SequenceForward) -> None:
         """Take weights and parts of labels from ``sequence``."""
         self._sequence = sequence
-        if self.loss_fn is not None:
+        if self.loss_fn is not None and not sequence.takes_parts:
             self.loss_fn = functools.partial(_with_part, sequence, self.loss_fn)
 
     @property
     def loss_weight(self) -> int:
+        if self._sequence.takes_parts:
+            return super().loss_weight
         return 0 if self._loaders.repeats else self._sequence.weight()
 
     def split_sequence(self, targets: torch.Tensor) -> torch.Tensor:
         return self._sequence.split(targets)[0]
 
     def _weight_of(self, batches: object) -> int | None:
-        return self.loss_weight
+        return super()._weight_of(batches) if self._sequence.takes_parts else self.loss_weight
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeError: attention exchanges tokens in a way that torch.compile does not follow yet."""
@@ -85,19 +85,16 @@ class SequenceEngine(_DividedSequences):
 
     @collective
     def backward(
-        self,
-        loss: torch.Tensor,
-        scale_wrt_gas: bool = True,
-        retain_graph: bool = False,
-        *,
-        weight: float | torch.Tensor | None = None,
+        self, loss: torch.Tensor, *args: Any, weight: float | torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Run the backward of ``loss``, see :meth:`Engine.backward`. Its weight is the number of labels that are
-        counted in this rank's part, unless ``weight`` is given. So the gradient is that of the joint batch."""
+        """Run the backward of ``loss``: see :meth:`Engine.backward`. Where the engine cuts sequences, the weight is the
+        number of labels that are counted in this rank's part, unless ``weight`` is given. So the gradient is that of
+        the joint batch."""
         known, attends = self._sequence.backward_of(weight)
-        known = 0 if weight is None and self._loaders.repeats else known
+        if weight is None and self._loaders.repeats and not self._sequence.takes_parts:
+            known = 0
         with attends:
-            return super().backward(loss, scale_wrt_gas, retain_graph, weight=known)
+            return super().backward(loss, *args, weight=known, **kwargs)
 
 
 class SequenceEvaluationEngine(_DividedSequences, EvaluationEngine):

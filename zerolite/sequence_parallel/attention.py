@@ -75,6 +75,11 @@ def attending(parts: Parts | None) -> Iterator[None]:
         _current = before
 
 
+def attends() -> bool:
+    """Return True in a context in which attention is over whole sequences."""
+    return _current is not None
+
+
 def check_heads(heads: int, size: int) -> None:
     """Raise ValueError if ``size`` ranks cannot share ``heads`` heads equally."""
     if heads % size:

@@ -161,7 +161,7 @@ def cut_inputs(values: Mapping[str, Any], ranks: int, rank: int, rules: Rules) -
     Raises ValueError for an argument that cannot be cut.
     """
     values = dict(values)
-    cut = _cut_of(values, ranks, rank, rules)
+    cut = cut_of(values, Cut(length_of(values), ranks, rank), rules)
     cuts: dict[str, Any] = {}
     counted: int | None = None
     for name, value in values.items():
@@ -182,11 +182,11 @@ def cut_inputs(values: Mapping[str, Any], ranks: int, rank: int, rules: Rules) -
     return Inputs(cuts, cut, counted)
 
 
-def _cut_of(values: dict[str, Any], ranks: int, rank: int, rules: Rules) -> Cut:
-    """Return the cut, and add positions and a mask that the model must be given."""
-    length = length_of(values)
+def cut_of(values: dict[str, Any], cut: Cut, rules: Rules) -> Cut:
+    """Return ``cut`` with the mask and positions in ``values``, which are those of whole sequences. Positions and a mask
+    that the model must be given are added there."""
+    length = cut.length
     mask, positions = values.get("attention_mask"), values.get("position_ids")
-    cut = Cut(length, ranks, rank)
     if mask is not None:
         _check(mask, length, "attention_mask")
         mask = cut.pad(mask)
@@ -204,7 +204,7 @@ def _cut_of(values: dict[str, Any], ranks: int, rank: int, rules: Rules) -> Cut:
         # With a mask the model does not look for documents among this rank's positions.
         rows = next(values[name].shape[0] for name in _TOKENS if isinstance(values.get(name), Tensor))
         mask = values["attention_mask"] = torch.ones(rows, cut.padded, dtype=torch.bool, device=device)
-    return Cut(length, ranks, rank, mask, positions, documents)
+    return Cut(length, cut.ranks, cut.rank, mask, positions, documents)
 
 
 def documents_of(positions: Tensor) -> Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import zlib
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,15 +12,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from zerolite.comm import Communicator, HostMaximum, collective
+from zerolite.comm import HostMaximum, collective
 from zerolite.comm.initial_sync import content_hash
 from zerolite.sequence_parallel import trial
-from zerolite.sequence_parallel.attention import AttentionRanks, Parts, attending, chosen_attention
+from zerolite.sequence_parallel.attention import AttentionRanks, Parts, attending, attends, chosen_attention
 from zerolite.sequence_parallel.cut import Cut, Inputs, Rules, cut_inputs, targets_of
+from zerolite.sequence_parallel.given_parts import first_tokens, take_parts
 from zerolite.tensor_parallel.regions import fork_random_state
 from zerolite.utils.accelerator import host_value
 from zerolite.utils.nested import find_tensors
 from zerolite.utils.torch_private import current_backward
+from zerolite.zero.engine_parts import EngineParts
 
 _STATE_IN_TIME = (nn.Conv1d, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _STATE_NAMES = ("A_log", "dt_bias", "time_decay")
@@ -74,29 +75,21 @@ class _Forward:
 class SequenceForward:
     """Function that takes the place of the model in an engine's forward."""
 
-    def __init__(
-        self,
-        call: Callable[..., Any],
-        model: nn.Module,
-        ranks: AttentionRanks,
-        world: Communicator,
-        device: torch.device,
-        note_inputs: Callable[[Iterable[Tensor]], None] | None,
-    ) -> None:
+    def __init__(self, parts: EngineParts, ranks: AttentionRanks) -> None:
         """
         Args:
-            call: runs the model.
-            model: the model.
+            parts: of the engine.
             ranks: those that have the other parts of the same sequences.
-            world: all ranks of the job.
-            note_inputs: takes the inputs, which are compared with the step's statistics; None if others do so.
         """
-        self._call, self._model, self._ranks, self._world = call, model, ranks, world
-        self._sequence = ranks.comm
-        self._device, self._note_inputs = device, note_inputs
+        topology, inputs = parts.topology, parts.config.sequence_parallel.inputs
+        self._call, self._model, self._device = parts.call.call_module, parts.model, parts.device
+        self._ranks, self._sequence, self._world = ranks, ranks.comm, topology.world
+        # Inputs are compared with the step's statistics. Tensor-parallel ranks note them already.
+        self._note_inputs = parts.note_inputs if topology.tensor.world_size == 1 else None
+        self.takes_parts, self._takes_whole_in_eval = inputs != "whole", inputs == "parts in training"
         self._same = HostMaximum(ranks.comm)
         self._tried = self._compared = False
-        self._positional, self._rules, self._takes_cache = _arguments_of(model)
+        self._positional, self._rules, self._takes_cache = _arguments_of(parts.model)
         self._latest: _Forward | None = None
         self._with_graph: _Forward | None = None  # the latest one that a backward may go through
         self._forwards = 0  # with a graph, since the last backward
@@ -104,14 +97,16 @@ class SequenceForward:
 
     @collective
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on this rank's part of its arguments, which are whole sequences."""
+        """Run the model on this rank's part of its arguments, which are whole sequences or parts."""
+        if self._takes_whole_in_eval and not self._model.training:
+            return self._call(*args, **kwargs)
         recomputes = current_backward() != -1
         if not recomputes:
             self._compare(find_tensors((args, kwargs)))
         values = self._named(args, kwargs)
         inputs = self._cut(values)
         if not (self._tried or recomputes):
-            self._tried = self._try(values, inputs.cut, len(args))
+            self._tried = self._try(*self._whole_of(values, inputs.cut), len(args))
         restore = fork_random_state(self._device, self._sequence.rank) if self._model.training else None
         try:
             outputs = self._part(inputs, len(args))
@@ -135,7 +130,18 @@ class SequenceForward:
         return values
 
     def _cut(self, values: dict[str, Any]) -> Inputs:
+        if self.takes_parts:
+            return take_parts(values, self._sequence, self._rules)
         return cut_inputs(values, self._sequence.world_size, self._sequence.rank, self._rules)
+
+    def _whole_of(self, values: dict[str, Any], cut: Cut) -> tuple[dict[str, Any], Cut]:
+        """Return whole sequences for the trial, and their cut. Where parts are given, they are made of the first tokens
+        of each."""
+        if not self.takes_parts:
+            return values, cut
+        tokens = trial.tokens_of_trial(cut) // cut.ranks
+        short = Cut(tokens * cut.ranks, cut.ranks, cut.rank)
+        return first_tokens(values, cut, tokens, self._sequence, self._rules), short
 
     def _part(self, inputs: Inputs, positional: int) -> Any:
         with attending(Parts(self._ranks, inputs.cut)):
@@ -158,7 +164,7 @@ class SequenceForward:
         try:
             with attending(None):
                 whole = find_tensors(self._run(short, positional))
-            inputs = self._cut(short)
+            inputs = cut_inputs(short, cut.ranks, cut.rank, self._rules)
             parts = find_tensors(self._part(inputs, positional))
         finally:
             for module in training:
@@ -186,13 +192,13 @@ class SequenceForward:
 
     def _compare(self, tensors: list[Tensor]) -> None:
         """Compare the inputs of the ranks that will take parts of them: shapes before each forward, values before the
-        first one. Later the step's statistics compare the values.
+        first one. Later the step's statistics compare the values. Where parts are given, only shapes are alike.
 
         Raises RuntimeError, in the first forward on all ranks of the job.
         """
         described = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
         numbers = [zlib.crc32(described.encode())]
-        if not self._compared:
+        if not (self._compared or self.takes_parts):
             hashes = [content_hash(tensor, self._device) for tensor in tensors]
             numbers += [int(host_value(torch.stack(hashes).sum())) >> 1] if hashes else [0]
         highest = self._same.of([*numbers, *(-number for number in numbers)])
@@ -200,6 +206,11 @@ class SequenceForward:
         if not self._compared:
             differs = bool(HostMaximum(self._world).of([int(differs)])[0])
         self._compared = True
+        if differs and self.takes_parts:
+            raise RuntimeError(
+                "engine(...): expected parts of equal shapes on all ranks that share sequences "
+                "(sequence_parallel.inputs), got different ones; pad the sequences before they are cut"
+            )
         if differs:
             raise RuntimeError(
                 "engine(...): expected the same inputs on all ranks that have parts of the same sequences "
@@ -211,6 +222,15 @@ class SequenceForward:
             self._note_inputs(tensors)
 
     # ---------------------------------------------------------------- labels and the backward
+
+    def before_backward(self) -> None:
+        """Raise RuntimeError, on all ranks, in a backward that is not the engine's: checkpoints would repeat attention
+        over this rank's tokens alone."""
+        if self.takes_parts and not attends():
+            raise RuntimeError(
+                "expected engine.backward(loss) with parts of sequences (sequence_parallel), got a backward by "
+                "loss.backward() or torch.autograd; call engine.backward(loss)"
+            )
 
     def weight(self) -> int:
         """Return how many labels of this rank's part the last forward has counted. Raises RuntimeError, on all ranks,
@@ -237,14 +257,14 @@ class SequenceForward:
         Raises RuntimeError, on all ranks, if the weight is not known.
         """
         forwards, self._forwards = self._forwards, 0
-        if weight is None and forwards != 1:
+        if weight is None and forwards != 1 and not self.takes_parts:
             _raise_unweighted(f"one after {forwards} forwards (run those of an evaluation under torch.no_grad())")
         if forwards > 1 and not self._repeatable:
             raise RuntimeError(
                 "engine.backward: expected forwards of equal sequence lengths and without packed documents in one "
                 "backward, which may repeat them, got different ones; call engine.backward once for each forward"
             )
-        known = _counted_in(self._with_graph) if weight is None else weight
+        known = _counted_in(self._with_graph) if weight is None and not self.takes_parts else weight
         return known, attending(None if self._with_graph is None else Parts(self._ranks, self._with_graph.cut))
 
 

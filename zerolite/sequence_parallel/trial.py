@@ -57,6 +57,8 @@ def inputs_of_trial(values: Mapping[str, Any], cut: Cut, tokens: int, shifts_lab
                 value = torch.full_like(value, IGNORED)
                 value[:, seams] = counted.masked_fill(counted == IGNORED, 0)
         short[name] = value
+    if shifts_labels and short.get("shift_labels") is not None:  # with parts the model is given both
+        short.setdefault("labels", short["shift_labels"])
     return short
 
 

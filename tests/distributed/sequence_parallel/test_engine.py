@@ -18,6 +18,7 @@ from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.sequences import batch_of, counted, in_one_process, loss_of
+from tests.toolkit.training import expect_words, raised
 from zerolite.comm import record
 from zerolite.zero import GatheredParameters
 
@@ -288,3 +289,51 @@ def test_experts_may_get_tokens_of_one_part_alone(stage: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(parameters_of(engine), dict(plain.named_parameters()), rtol=0, atol=1e-12)
+
+
+@sequences.needs_transformers
+@pytest.mark.fast("1-2")
+@on_ranks(2, 3, timeout=60)
+@pytest.mark.parametrize("stage", ["1", "3 moving"])
+def test_parts_that_the_loader_has_cut(stage: str) -> None:
+    """The loss of a part is weighted by the caller; padding masks, documents and checkpoints know all parts."""
+    size = dist.get_world_size()
+    checkpointing = {"activation_checkpointing": {"modules": ["LlamaDecoderLayer"]}}
+    config = at(stage, optimizer=OPTIMIZER, sequence_parallel={"size": size, "inputs": "parts in training"})
+    engine = zerolite.initialize(sequences.build("llama", False).train(), config | checkpointing)
+    batches = [batch_of("llama", place, 24, how) for place, how in enumerate(("", "masked", "packed"))]
+    for batch in batches:
+        batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=sequences.IGNORED)
+        mine = {name: tensor.chunk(size, 1)[engine.rank].contiguous() for name, tensor in batch.items()}
+        mine["labels"] = mine["shift_labels"]
+        part = engine(**mine).loss
+        weight = float((mine["labels"] != sequences.IGNORED).sum())
+        total = sum(from_all_ranks(weight))
+        # The mean over ranks is the gradient, as after a differentiable all-gather.
+        engine.backward(part * (size * weight / total) if weight else part.nan_to_num() * 0.0)
+        engine.step()
+    wanted, norms, _ = in_one_process("llama", [[batch] for batch in batches], False, 0.0, 0.5)
+    torch.testing.assert_close(parameters_of(engine), wanted, rtol=0, atol=2e-6)
+    assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=1e-5)
+    engine.eval()
+    own = batch_of("llama", 50 + engine.rank, 9 + engine.rank)
+    with torch.no_grad(), GatheredParameters(engine.module, check=False):
+        copied = {name: p.clone() for name, p in engine.module.named_parameters()}
+        plain = sequences.build("llama", False).eval()
+        plain.load_state_dict(copied, strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(engine(**own).loss, plain(**own).loss)
+
+
+@sequences.needs_transformers
+@on_ranks(2, timeout=60)
+def test_bad_parts_are_refused() -> None:
+    config = at("2", optimizer=OPTIMIZER, sequence_parallel={"size": 2, "inputs": "parts"})
+    engine = zerolite.initialize(sequences.build("llama", False), config)
+    batch = batch_of("llama", 0, 8)
+    expect_words(raised(lambda: engine(**batch)), "shift_labels", "before the cut")
+    tokens = batch["input_ids"]
+    expect_words(raised(lambda: engine(input_ids=tokens[:, : 4 + engine.rank])), "parts of equal shapes")
+    expect_words(raised(lambda: engine(input_ids=tokens, attention_mask=tokens[:, :3])), "attention_mask", "parts of 8")
+    loss = engine(input_ids=tokens).logits.mean()
+    expect_words(raised(loss.backward), "engine.backward(loss)", "parts of sequences")

@@ -19,7 +19,8 @@ _TOPOLOGY = (
     "the config sets the grid of ranks, by pipeline.stages and tensor_parallel.size; pass num_stages= to PipelineModule"
 )
 _SEQUENCES = (
-    "the config's sequence_parallel.size divides sequences among ranks; nothing is registered, and no loader is wrapped"
+    "the config's sequence_parallel.size divides sequences among ranks, and accelerate's "
+    "ParallelismConfig(sp_size=...) works"
 )
 _UNIVERSAL = "every checkpoint loads at any stage and number of ranks, so none is converted"
 
@@ -44,7 +45,6 @@ ABSENT = {
     "profiling": _FLOPS,
     "runtime.fp16": _SCALER,
     "runtime.pipe": _TOPOLOGY,
-    "runtime.sequence_parallel": _SEQUENCES,
     "sequence": _SEQUENCES,
     "utils.timer": "wall_clock_breakdown in the config times the phases of each step",
     "tp_model_init": "tensor parallelism is set in the config, by tensor_parallel.size",

@@ -14,6 +14,7 @@ from zerolite.compat.deepspeed.pipe import PipelineModule
 from zerolite.compat.deepspeed.runtime.config import is_stage3, read_config
 from zerolite.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from zerolite.compat.deepspeed.utils import z3_leaf_module
+from zerolite.compat.deepspeed.utils.groups import SequenceGroups
 from zerolite.compat.deepspeed.utils.logging import log_dist, warn_once
 
 _DEFAULT_PORT = 29500
@@ -39,6 +40,7 @@ def initialize(
 
     Args:
         args: may have the path of the config as its attribute ``deepspeed_config``.
+        mpu: what ``UlyssesSPAttentionHF.register_with_transformers`` has returned.
         config: the config in DeepSpeed's schema.
         config_params: older name of ``config``.
         optimizer: used in place of the config's.
@@ -56,6 +58,12 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     values = _with_deepspeeds_defaults(settings.zerolite, model)
+    if isinstance(mpu, SequenceGroups):
+        values["sequence_parallel"] = {
+            **(values.get("sequence_parallel") or {}),
+            "size": mpu.size,
+            "inputs": mpu.inputs,
+        }
     model_parameters, lr_scheduler = _resolve_conflicts(values, optimizer, model_parameters, lr_scheduler)
     engine = zerolite.initialize(
         model,
@@ -104,13 +112,13 @@ def _check_arguments(model: object, mpu: object, mesh_param: object) -> None:
     if model is None:
         raise ValueError("deepspeed.initialize: expected a model, got None; pass model=")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
+        if value is not None and not isinstance(value, SequenceGroups):
             raise ValueError(
                 f"deepspeed.initialize: expected no {name}, got {value!r}; set tensor_parallel.size in the config"
             )
 
 
-def _with_deepspeeds_defaults(settings: dict[str, Any], model: torch.nn.Module) -> dict[str, object]:
+def _with_deepspeeds_defaults(settings: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     """Return the config with keys for DeepSpeed's implicit behaviour.
 
     A plain ``loss.backward()`` is divided by gradient_accumulation_steps. A save replaces a checkpoint of another run

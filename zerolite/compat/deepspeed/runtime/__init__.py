@@ -2,6 +2,6 @@
 
 from zerolite.utils.lazy import lazy_names
 
-__all__ = ["base_optimizer", "config", "engine", "lr_schedules", "utils", "zero"]
+__all__ = ["base_optimizer", "config", "engine", "lr_schedules", "sequence_parallel", "utils", "zero"]
 
 __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, ""))
