@@ -183,8 +183,10 @@ def cut_inputs(values: Mapping[str, Any], ranks: int, rank: int, rules: Rules) -
 
 
 def cut_of(values: dict[str, Any], cut: Cut, rules: Rules) -> Cut:
-    """Return ``cut`` with the mask and positions in ``values``, which are those of whole sequences. Positions and a mask
-    that the model must be given are added there."""
+    """Return ``cut`` with the mask and positions in ``values``, which are those of whole sequences.
+
+    Positions and a mask that the model must be given are added to ``values``.
+    """
     length = cut.length
     mask, positions = values.get("attention_mask"), values.get("position_ids")
     if mask is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import Any
 
 from zerolite.comm import collective, create_communicator, local_rank
 from zerolite.comm.topology import create_topology, with_sequence
@@ -29,14 +28,14 @@ class SequenceGroups:
         """The config's ``sequence_parallel.inputs``."""
         return "parts in training" if self.disable_in_eval else "parts"
 
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+    def get_sequence_parallel_group(self) -> Any:
         return _get_sequence_parallel_group()
 
     def get_sequence_parallel_world_size(self) -> int:
         return self.size
 
     def get_sequence_parallel_rank(self) -> int:
-        return dist.get_rank() % self.size
+        return int(comm.get_rank()) % self.size
 
 
 _sequences: SequenceGroups | None = None  # of the latest call of share_sequences
@@ -52,7 +51,7 @@ def share_sequences(size: int, disable_in_eval: bool) -> SequenceGroups:
     return _sequences
 
 
-def _get_sequence_parallel_group() -> dist.ProcessGroup | None:
+def _get_sequence_parallel_group() -> Any:
     """Return the ranks that share sequences with this one, the engine's own group; None before there are any."""
     if _sequences is None:
         return None

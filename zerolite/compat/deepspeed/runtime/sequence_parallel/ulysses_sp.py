@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from zerolite.comm import collective
+from zerolite.compat.deepspeed import comm
 from zerolite.compat.deepspeed.utils import groups
 
 _IGNORED = -100
@@ -107,7 +107,7 @@ class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
             except ValueError as wrong:
                 error = str(wrong)
             layouts: list[Any] = [None] * self._size
-            dist.all_gather_object(layouts, error or batch and _layout_of(batch, self._size), group=self._group)
+            comm.all_gather_object(layouts, error or batch and _layout_of(batch, self._size), group=self._group)
             if layouts == [None] * self._size:
                 return
             for rank, layout in enumerate(layouts):
@@ -145,7 +145,7 @@ class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
         part = torch.empty(about.shape, dtype=about.dtype, device=self._device)
         is_source = self._rank == source
         parts = [part.contiguous() for part in batch[name].chunk(self._size, 1)] if is_source else None
-        dist.scatter(part, parts, src=dist.get_global_rank(self._group, source), group=self._group)
+        comm.scatter(part, parts, src=comm.get_global_rank(self._group, source), group=self._group)
         return part
 
 
