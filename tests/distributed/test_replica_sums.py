@@ -91,6 +91,13 @@ def drop(engine: Any, values: dict[str, Any]) -> None:
     backward(engine, 7, 0)
 
 
+def wait(engine: Any, values: dict[str, Any]) -> None:
+    """Read when all reductions have ended, as behind a save."""
+    engine._parts.reducer.wait()
+    values["sum"] = engine.module.first.weight.grad.sum()
+    values["other sum"] = engine.module.second.weight.grad.sum()
+
+
 def fail(engine: Any, values: dict[str, Any]) -> None:
     """Raise on one rank, in the middle of a backward that all ranks then drop."""
 
@@ -116,7 +123,7 @@ def evaluate(engine: Any, values: dict[str, Any]) -> None:
     engine.train()
 
 
-BETWEEN = {action.__name__: action for action in (read, change, clip, drop, fail, evaluate)}
+BETWEEN = {action.__name__: action for action in (read, change, clip, drop, wait, fail, evaluate)}
 
 
 @pytest.mark.fast("4-read-2", "4-change-3 tight")
@@ -139,6 +146,40 @@ def test_between_two_backwards(stage: str, name: str) -> None:
         runs.append({**values, **snapshot(engine)})
     for other in runs[1:]:
         torch.testing.assert_close(other, runs[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.fast
+@STAGES
+@on_ranks(4)
+def test_a_backward_that_closes_behind_dropped_gradients(stage: str) -> None:
+    """It has nothing to add to: the sums of the set alone were dropped too."""
+    runs = []
+    for zero in ({}, PAIRS):
+        engine = make(stage, zero)
+        backward(engine, 0, 0)
+        engine.zero_grad()
+        engine.set_gradient_accumulation_boundary(True)
+        run_steps(engine, 1)
+        runs.append(snapshot(engine))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.fast
+@STAGES
+@on_ranks(4)
+def test_sums_behind_no_sync_are_in_fp32(stage: str) -> None:
+    """Where the config expects one backward a step: the mean of several has more bits than a single gradient."""
+    means = []
+    for zero in ({}, PAIRS):
+        engine = make(stage, zero, "bf16", 1)
+        with engine.no_sync():
+            backward(engine, 0, 0)
+        backward(engine, 0, 1)
+        engine.reduce_gradients()
+        assert {bucket.reduced.dtype for bucket in engine._parts.buffer.buckets} == {torch.float32}
+        means.append({name: zerolite.get_full_grad(p).float() for name, p in engine.named_parameters()})
+        engine.zero_grad()
+    torch.testing.assert_close(means[1], means[0], rtol=0.02, atol=1e-3)
 
 
 @STAGES

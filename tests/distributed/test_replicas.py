@@ -20,9 +20,10 @@ from tests.toolkit.configs import SGD, at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, expect_words, make_engine, raised, run_steps, snapshot, train_many
-from zerolite.comm import Pending, done
+from zerolite.comm import Pending, create_communicator, create_topology, done, with_replicas, with_sequence
 from zerolite.zero import groups
 
+CPU = torch.device("cpu")
 PAIRS, ROWS = {"shard_size": 2}, {"zero_hpz_partition_size": 2}
 SETS: dict[str, tuple[str, dict[str, int]]] = {
     "1": ("1", PAIRS),
@@ -292,3 +293,14 @@ def test_sets_that_do_not_fit() -> None:
     expect_words(said, "ConfigError", key, "got 2 data-parallel ranks", "on hosts of 3 ranks")
     said = raised(make_engine, at("1", zero={"shard_size": 2 if dist.get_rank() else 4}), "Mlp")
     expect_words(said, "RuntimeError", "different grids", key, "rank 0")
+
+
+@pytest.mark.fast
+@on_ranks(4)
+def test_parts_of_sequences_and_shards_have_groups_of_their_own() -> None:
+    """Sets of equal size have the same ranks, and launch in other orders."""
+    topology = create_topology(create_communicator(CPU), CPU)
+    topology = with_replicas(with_sequence(topology, CPU, 2), CPU, 2)
+    assert topology.replicate is not None
+    for one, other in ((topology.sequence, topology.shard), (topology.batch, topology.replicate)):
+        assert one.members() == other.members() and one.group is not other.group
