@@ -1,5 +1,5 @@
-"""What one rank alone cannot do is told on all ranks, in the same step or at the next look of the host: an update that
-its optimizer refuses, and a backward that it has not ended."""
+"""All ranks are told if one rank alone cannot go on, in the same step or at the next look of the host: its optimizer
+refuses an update, or it has not ended a backward."""
 
 from __future__ import annotations
 
@@ -210,7 +210,8 @@ def test_ranks_with_other_parts_of_the_model_are_told(pools: Pools, grid: Grid, 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_a_refusal_behind_the_statistics_is_told_by_the_next_ones(stage: int, unread: bool, tmp_path: Path) -> None:
-    """What clipping has collected does not tell it, so this rank leaves its part of the update out; in a save too."""
+    """Clipping has collected statistics that do not tell the refusal, so this rank leaves its part of the update out.
+    The next step tells it, or a save."""
     for then in ("step", "save"):
         engine = two_groups(at(stage, "bf16", optimizer=ADAMW, consistency_check_interval=0), unread)
         train(engine, 2)
@@ -288,7 +289,7 @@ def run_out(engine: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["complete", "wait"])
 @on_ranks(2)
 def test_a_launch_or_a_wait_without_memory_leaves_nothing_unpaired(stage: str, name: str, then: str) -> None:
-    """At the end of a backward, or in a step that reduces what no backward has: the rank launches the rest later."""
+    """The rank launches the rest later: at the end of a backward, or in a step that reduces what no backward has."""
     made = at(stage, "bf16", optimizer=ADAMW, zero={"overlap_comm": False})
     engine, twin = make_engine(made), make_engine(made)
     train(engine, 2)
@@ -340,7 +341,7 @@ class LateOnOneRank(Tower):
 
 @on_ranks(2)
 def test_a_gradient_that_is_lost_on_one_rank_is_told() -> None:
-    """Behind the second reduction of another bucket, in which the other rank waits."""
+    """The error comes behind the second reduction of another bucket, in which the other rank waits."""
     zero = {**PARTITIONED["moving"], "stage3_prefetch_bucket_size": 0}
     engine = zerolite.initialize(models.build(LateOnOneRank), config(3, "bf16", optimizer=ADAMW, zero=zero))
     loss = loss_of(engine, 0, model="Mlp")

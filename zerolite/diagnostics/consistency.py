@@ -114,12 +114,8 @@ class UpdateNumbers:
         return description
 
 
-class LatestNumbers(StepObserver):
-    """The numbers of the coming update or the last one, for the checks that compare or tell them.
-
-    Attributes:
-        numbers: they are; None before the first update.
-    """
+class NumbersReader:
+    """Reads the numbers of an update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: FetchSchedule | None) -> None:
         """
@@ -127,20 +123,17 @@ class LatestNumbers(StepObserver):
             optimizer: its defaults say which values of its param groups it reads.
             schedule: counts everything that stage 3 gathers; None at other stages, and if ranks may differ in it.
         """
-        self.numbers: UpdateNumbers | None = None
         self._optimizer, self._schedule = optimizer, schedule
-        self._keys = (*optimizer.defaults, *_ONLY_KERNELS)
 
-    def before_update(self, facts: UpdateFacts) -> None:
-        groups = tuple(
-            {key: _copied(group[key]) for key in self._keys if key in group} for group in self._optimizer.param_groups
-        )
+    def read(self, facts: UpdateFacts) -> UpdateNumbers:
+        """Return the numbers of an update with these facts, as they are now."""
         step, backwards, divisor, max_norm, changes = facts
         gathers = 0 if self._schedule is None else self._schedule.gathers
-        self.numbers = UpdateNumbers(step, backwards, groups, divisor, max_norm, gathers, changes)
-
-    def before_save(self, facts: UpdateFacts) -> None:
-        self.before_update(facts)
+        keys = (*self._optimizer.defaults, *_ONLY_KERNELS)
+        groups = tuple(
+            {key: _copied(group[key]) for key in keys if key in group} for group in self._optimizer.param_groups
+        )
+        return UpdateNumbers(step, backwards, groups, divisor, max_norm, gathers, changes)
 
 
 def _copied(value: object) -> object:
@@ -241,21 +234,21 @@ class ConsistencyCheck(StepObserver):
         self,
         topology: Topology,
         device: torch.device,
-        latest: LatestNumbers,
+        reader: NumbersReader,
         weights: Callable[[], Iterator[SharedWeight]],
         interval: int,
         late: bool,
     ) -> None:
         """
         Args:
-            latest: the numbers to compare.
+            reader: reads the numbers to compare.
             weights: gives the weights to compare, see :func:`shared_weights`.
             interval: updates from one comparison of weights to the next.
             late: read the outcome of a comparison in the next step, so that the host does not wait for the device.
         """
         self._topology = topology
         self._device = device
-        self._latest = latest
+        self._reader = reader
         self.slice_size = topology.world.world_size
         self._weights = weights
         self._interval = interval
@@ -308,7 +301,7 @@ class ConsistencyCheck(StepObserver):
         """Compare the weights before an update: they are those of the step before. Raises RuntimeError on all ranks if
         they differ."""
         self._finish()
-        self._use_latest()
+        self._note(facts)
         # This counts calls, which all ranks make alike. The engine's step counter is loaded from checkpoints.
         self._updates += 1
         if self._updates % self._interval == 0:
@@ -316,10 +309,10 @@ class ConsistencyCheck(StepObserver):
             if not self._late:
                 self._finish()
 
-    def _use_latest(self) -> None:
-        """Use the latest numbers in the next :meth:`write_slice`."""
-        numbers = self._latest.numbers
-        if not self._written and self._numbers is not None and numbers is not None:
+    def _note(self, facts: UpdateFacts) -> None:
+        """Compare the numbers of this update in the next :meth:`write_slice`."""
+        numbers = self._reader.read(facts)
+        if not self._written and self._numbers is not None:
             # Clipping had collected the statistics of the earlier update before it changed the gradients.
             numbers = replace(numbers, changes=self._numbers.changes + numbers.changes)
         self._numbers, self._written = numbers, False
@@ -327,7 +320,7 @@ class ConsistencyCheck(StepObserver):
     def before_save(self, facts: UpdateFacts) -> None:
         """Compare the weights now. Raises RuntimeError on all ranks if they differ."""
         self._finish()
-        self._use_latest()
+        self._note(facts)
         self._compared = _Comparison(self._weights(), self._topology, self._device)
         self._finish()
 

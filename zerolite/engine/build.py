@@ -12,7 +12,7 @@ import torch
 from zerolite.activation_checkpointing import attach
 from zerolite.comm import Topology, collective, raise_together
 from zerolite.config import ZeroliteConfig
-from zerolite.diagnostics.consistency import ConsistencyCheck, LatestNumbers, shared_weights
+from zerolite.diagnostics.consistency import ConsistencyCheck, NumbersReader, shared_weights
 from zerolite.diagnostics.rank_comparison import check_initialize, check_made_optimizer
 from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.engine.arguments import (
@@ -243,18 +243,13 @@ def _observe_steps(parts: EngineParts, device_kind: str) -> ScheduleAgreement | 
         if topology.trivial:  # a tensor shard may be small enough to stay whole on one rank and not on another
             compared = schedule
     inner, interval = parts.optimizer.inner, config.consistency_check_interval
-    latest = LatestNumbers(inner, compared)
-    compares = bool(interval) and topology.world.world_size > 1
-    checks_finite = parts.pipeline.state.options.check_finite
-    if compares or checks_finite:
-        observers.add(latest)
-    if checks_finite:
+    if parts.pipeline.state.options.check_finite:
         most = _most_groups(parts, len(inner.param_groups))
-        observers.add(UpdatedWeights(parts.optimizer.method, inner, most, latest))
-    if compares:
+        observers.add(UpdatedWeights(parts.optimizer.method, inner, most, parts.pipeline.state))
+    if interval and topology.world.world_size > 1:
         weights = functools.partial(shared_weights, model, parts.buffer, warns=data.is_rank0)
         late = device_kind in SKIPS_ON_DEVICE
-        observers.add(ConsistencyCheck(topology, parts.device, latest, weights, interval, late))
+        observers.add(ConsistencyCheck(topology, parts.device, NumbersReader(inner, compared), weights, interval, late))
     find_removed = functools.partial(_find_removed, model, parts.buffer)
     observers.add(UnusedParameters(parts.buffer, config.zero_optimization.ignore_unused_parameters, find_removed))
     return agreement

@@ -186,7 +186,7 @@ class Engine(EngineBase):
         if flush:  # first, because on_engine_step counts this call as a micro-batch
             if self._step_log is not None:
                 self._step_log.close_early(accumulation.flush_factor(), pipeline.state.global_steps)
-            pipeline.state.flush()
+            accumulation.flush()
         closes = accumulation.on_engine_step() or flush
         if closes:
             pipeline.step()

@@ -8,6 +8,8 @@ Pure: standard library only.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GradAccumulation:
     """Counters of one accumulation, and the prediction which backward is its last.
@@ -25,6 +27,9 @@ class GradAccumulation:
         weight: sum of their weights.
         needs_weights: some rank repeats a batch, which would count again without a weight; equal on all ranks.
         of_parts: each loss is that of a part of the samples, and its backward is weighted by what the part counts.
+        loss_scale: loss scale of its backwards, once it has been read.
+        mean_weight: number of backwards, and the mean weight that the statistics have told of them.
+        flushed: number of backwards at the flush, and the correction factor.
     """
 
     def __init__(self, micro_batches: int, of_parts: bool = False) -> None:
@@ -39,6 +44,9 @@ class GradAccumulation:
         self.weighted: bool | None = None
         self.weight = 0.0
         self.needs_weights = False
+        self.loss_scale: float | None = None
+        self.mean_weight: tuple[int, Any] | None = None
+        self.flushed = (0, 1.0)
 
     def force_boundary(self, is_boundary: bool | None) -> None:
         """Set by hand if the current micro-batch is the last one; None returns to counting."""
@@ -132,11 +140,17 @@ class GradAccumulation:
         contained = self._stepped + (1 if self._backwards_since_step else 0)
         return self.micro_batches / contained if 0 < contained < self.micro_batches else 1.0
 
+    def flush(self) -> None:
+        """End the accumulation before it is full: its gradient becomes the mean over the micro-batches it contains."""
+        self.flushed = self.backwards, self.flush_factor()
+
     def reset(self) -> None:
         """Begin the next accumulation. A forced boundary and open ``no_sync()`` contexts stay."""
         self._stepped = self.backwards = self._backwards_since_step = 0
         self._scaled_backwards = self._divided_backwards = 0
         self.weighted, self.weight = None, 0.0
+        self.loss_scale = self.mean_weight = None
+        self.flushed = (0, 1.0)
 
 
 class UnmanagedAccumulation(GradAccumulation):

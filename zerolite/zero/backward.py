@@ -125,10 +125,6 @@ class Backward:
         """Note that a gradient of this rank came too late, or that its reduction has failed here."""
         self.lost_gradient = True
 
-    def on_autograd_end(self) -> None:
-        """Note that autograd's backward is over, so that nothing waits inside it any more."""
-        self.takes_plain = self.peers_may_wait = False
-
     def reopen(self) -> None:
         """Open it again, to reduce what no backward has reduced."""
         self.open = self.reducing = True

@@ -19,7 +19,6 @@ from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.update import (
     OptimParamShard,
-    Span,
     SpanTensors,
     State,
     UpdateInputs,
@@ -44,12 +43,14 @@ class _Launch:
             missed steps changes.
         kernel: the launch. A row of its table is: index in ``members``, start in the span, elements, row of scalars.
         uses: the device may leave out some parameters.
+        broken: flags of the param groups, see :class:`UpdateMethod`.
     """
 
     members: tuple[int, ...]
     rows: tuple[_Row, ...]
     kernel: UpdateLaunch
     uses: bool
+    broken: torch.Tensor | None
 
 
 class KernelUpdate(UpdateMethod):
@@ -82,6 +83,7 @@ class KernelUpdate(UpdateMethod):
         self._counts = False  # the last update counts as a step, because some param group has states
         self._not_counted: list[int] = []  # parameters that missed the last update
         self._maybe_unused: frozenset[int] = frozenset()
+        self._group_values: list[object] = []  # sizes and values of the param groups, when they were last checked
         self._is_shown = False  # `inner.state` has all states, with their counts of steps
         self._has_fresh = False  # it has none of shards that the next update counts for the first time
         self._entries: dict[int, State] = {}  # what `inner.state` was given, by index of the parameter
@@ -106,6 +108,19 @@ class KernelUpdate(UpdateMethod):
         self._plan_key = None
 
     def take_over(self) -> None:
+        # Compared by identity in C loops: in most steps nothing has changed.
+        groups = self._inner.param_groups
+        values: list[object] = [len(group["params"]) for group in groups]
+        values += chain.from_iterable(map(dict.values, groups))
+        if len(values) != len(self._group_values) or not all(map(is_, values, self._group_values)):
+            self._take_over_groups()
+            self._group_values = values
+        values = list(chain.from_iterable(map(dict.values, self._inner.state.values())))
+        versions = [counter._version for counter in self._counters]
+        if versions != self._versions or len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            self._adopt_changes()
+
+    def _take_over_groups(self) -> None:
         self._check_groups()
         for index, group in enumerate(self._inner.param_groups):
             key = self._rule.unsupported(group)
@@ -116,10 +131,6 @@ class KernelUpdate(UpdateMethod):
                 )
         if not self._has_states:  # the user may have given a momentum to a group that had none
             self._ensure_states()
-        values = list(chain.from_iterable(map(dict.values, self._inner.state.values())))
-        versions = [counter._version for counter in self._counters]
-        if versions != self._versions or len(values) != len(self._values) or not all(map(is_, values, self._values)):
-            self._adopt_changes()
 
     def begin(self, inputs: UpdateInputs | None) -> None:
         """Count a step. Parameters that do not take part, or whose group has no states, miss it."""
@@ -130,7 +141,7 @@ class KernelUpdate(UpdateMethod):
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         stateless = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        plan_key = (used, inputs.maybe_unused, stateless)
+        plan_key = (used, inputs.maybe_unused, stateless, len(groups))
         is_planned = plan_key == self._plan_key
         if not is_planned:
             self._plan_key, self._maybe_unused = plan_key, inputs.maybe_unused
@@ -183,7 +194,7 @@ class KernelUpdate(UpdateMethod):
                 on_device,
                 inputs.found_inf,
                 inputs.uses if launch.uses else None,
-                None if self.broken is None else self.broken_on(members[0].master.device),
+                launch.broken,
             )
             if members[0].master is not members[0].span.bucket.master:  # a staging copy, whose memory is freed
                 launch.kernel.forget()
@@ -340,14 +351,14 @@ class KernelUpdate(UpdateMethod):
                 )
                 for tensors in sub_group
             ]
-            launches = [
-                self._launch([sub_group[i].span for i in members], members, used) for members in group_equal(dtypes)
-            ]
+            launches = [self._launch(sub_group, members, used) for members in group_equal(dtypes)]
             plan = self._launches[key] = [launch for launch in launches if launch is not None]
         return plan
 
-    def _launch(self, spans: Sequence[Span], members: tuple[int, ...], used: frozenset[int] | None) -> _Launch | None:
-        """Make a launch for these spans, None if no parameter in them is used.
+    def _launch(
+        self, sub_group: Sequence[SpanTensors], members: tuple[int, ...], used: frozenset[int] | None
+    ) -> _Launch | None:
+        """Make a launch for these members of the sub-group, None if no parameter in them is used.
 
         Adjacent shards with equal group and step count form one segment. One that the device may leave out is a segment
         of its own.
@@ -362,17 +373,19 @@ class KernelUpdate(UpdateMethod):
                     yield fragment.shard_start, fragment.numel, (shard.group, self._steps_missed[index], -1)
 
         rows: dict[_Row, int] = {}
+        spans = [sub_group[i].span for i in members]
         table = [[*segment, rows.setdefault(row, len(rows))] for *segment, row in segments(spans, ranges)]
         if not table:
             return None
         keys = list(rows)
         parameters = [keys[row][2] for *_, row in table]
         use = None if max(parameters) < 0 else torch.tensor(parameters, dtype=torch.int64, device="cpu")
-        groups = None
+        groups = broken = None
         if self.broken is not None:
             groups = torch.tensor([group for group, *_ in keys], dtype=torch.int32, device="cpu")
+            broken = self.broken_on(sub_group[members[0]].master.device)
         kernel = UpdateLaunch(self._rule.number, torch.tensor(table, dtype=torch.int64, device="cpu"), use, groups)
-        return _Launch(members, tuple(keys), kernel, use is not None)
+        return _Launch(members, tuple(keys), kernel, use is not None, broken)
 
 
 def _counter(step: int) -> torch.Tensor:

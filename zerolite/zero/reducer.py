@@ -173,7 +173,6 @@ class Reducer:
         current = self.current
         if not current.open:
             return
-        current.on_autograd_end()
         if complete:
             self._contributions_known = True
             for bucket in self.order:
@@ -365,12 +364,16 @@ class Reducer:
             if only_complete and bucket.local.missing > 0:
                 return
             if bucket.local.state is BucketState.FILL:
-                self._launch(bucket)
+                self._launch(bucket, waits=not (only_complete and self.current.peers_may_wait))
             self.current.launched = place + 1
 
-    def _launch(self, bucket: Bucket) -> None:
-        """Launch the reduction of one bucket. The bucket is filled before this waits for earlier reductions, so that
-        its copies overlap with them."""
+    def _launch(self, bucket: Bucket, waits: bool = True) -> None:
+        """Launch the reduction of one bucket.
+
+        Args:
+            bucket: it is filled before this waits for earlier reductions, so that its copies overlap with them.
+            waits: this may wait for other ranks.
+        """
         options, local = self._options, bucket.local
         full = local.complete()
         if options.sum_buckets:
@@ -379,27 +382,24 @@ class Reducer:
         # Each reduction in flight holds the memory of a whole bucket, unless full gradients are kept anyway (stage 0).
         # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
         # first, because the bucket has one mean.
-        unbound = bucket.dtypes.reduces_in_place and not bucket.is_offloaded
-        unbound |= self.current.peers_may_wait
-        most = len(self.order) if unbound else 1 if bucket.layout.numel >= ALONE_NUMEL else IN_FLIGHT
-        while self._in_flight and (len(self._in_flight) >= most or local.pending is not None):
-            self._finish_first()
+        others = 0 if local.pending is not None or bucket.layout.numel >= ALONE_NUMEL else IN_FLIGHT - 1
+        unbound = not waits or (bucket.dtypes.reduces_in_place and not bucket.is_offloaded)
+        if len(self._in_flight) > others and not (unbound and local.pending is None):
+            self._wait_for_all(but=others)
         local.launch(full, has_mean=bucket.reduced is not None)
         self._in_flight.append(bucket)
         if not options.overlap:
             self._wait_for_all()
 
-    def _wait_for_all(self) -> None:
-        while self._in_flight:
-            self._finish_first()
-
-    def _finish_first(self) -> None:
-        try:
-            self._in_flight[0].finish()
-        except BaseException:
-            self.current.on_gradient_lost()
-            raise
-        del self._in_flight[0]  # not before: what has raised is waited for again
+    def _wait_for_all(self, but: int = 0) -> None:
+        """Wait for the reductions in flight, ``but`` for so many of the latest."""
+        while len(self._in_flight) > but:
+            try:
+                self._in_flight[0].finish()
+            except BaseException:
+                self.current.on_gradient_lost()
+                raise
+            del self._in_flight[0]  # not before: what has raised is waited for again
 
     @collective
     @torch.no_grad()

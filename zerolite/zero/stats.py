@@ -7,7 +7,7 @@ result on the device, and :class:`GradStats` is what the host reads of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,8 +26,8 @@ from zerolite.zero.observers import Observers, WrittenSlice
 from zerolite.zero.update import Span, full_span, group_equal, segments
 
 if TYPE_CHECKING:
-    from zerolite.zero.accumulation import GradAccumulation
     from zerolite.zero.reducer import Reducer
+    from zerolite.zero.step_state import StepState
 
 SAME_BATCH = (
     "load data with engine.deepspeed_io or initialize(training_data=...), or give your sampler "
@@ -50,6 +50,7 @@ class GradStats:
         unused_elsewhere: number of parameters on those ranks that got no gradient.
         bad_losses: ranks with a loss that was not finite.
         refusals: ranks of the job that cannot make the update.
+        skipped: a gradient is not finite, so a step with them updates nothing.
         slices: what the observers have written, and the sums of it over all ranks; None without.
     """
 
@@ -63,6 +64,7 @@ class GradStats:
     unused_elsewhere: int = 0
     bad_losses: tuple[int, ...] = ()
     refusals: int = 0
+    skipped: bool = False
     slices: tuple[Sequence[WrittenSlice], torch.Tensor] | None = None
 
 
@@ -105,6 +107,7 @@ class StatsVector:
 
     Attributes:
         world_size: number of data ranks.
+        check_finite: gradients that are not finite skip a step.
         refused: error for which this rank cannot make the update, as the statistics tell; None if it can.
     """
 
@@ -115,18 +118,20 @@ class StatsVector:
         world_size: int,
         used: set[int],
         weight: float | None,
+        check_finite: bool,
         written: Sequence[WrittenSlice] = (),
         refused: Exception | None = None,
     ) -> None:
         """
         Args:
-            used, weight: this rank's own, for a dry run.
+            used, weight: this rank's own.
             written: what the observers have written.
             refused: see the attribute.
         """
         self._values, self._layout, self.world_size, self.refused = values, layout, world_size, refused
+        self.check_finite = check_finite
         self._squares, self._uses, self._weights = values[layout.squares], values[layout.uses], values[layout.weights]
-        self._own = (used, weight)
+        self._used, self._own_weight = used, weight
         self._written = written
         self._read: HostRead | None = None
 
@@ -134,18 +139,17 @@ class StatsVector:
         """L2 norm of all gradients, 0-dim float64 on the device."""
         return self._values[TOTAL].sqrt()
 
-    def skips(self, check_finite: bool, weighted: bool) -> torch.Tensor:
+    def skips(self, weighted: bool) -> torch.Tensor:
         """Return 1 if the update must be skipped, and 0 if not: 0-dim fp32 on the device.
 
         All ranks skip it if one of them refuses it, or if some have weights and others have not.
 
         Args:
-            check_finite: skip it for a gradient that is not finite.
             weighted: this rank's backwards have weights.
         """
         _, with_weight, without = self._weights
         skips = torch.addcmul(self._values[self._layout.refusals], with_weight, without)[0] > 0
-        if check_finite:
+        if self.check_finite:
             skips = skips | ~torch.isfinite(self._values[TOTAL])
         if weighted:
             skips = skips | (self.weight() == 0)
@@ -202,25 +206,29 @@ class StatsVector:
             self._read = HostRead(self._values)
         values, layout = self._read.get(), self._layout
         if is_fake(self._values):  # a dry run, in which the other ranks are copies of this one
-            used, mean = self._own
-            return GradStats(norm=1.0, bad_parameters=(), bad_ranks=(), used=frozenset(used), weight=mean)
+            own = frozenset(self._used)
+            return GradStats(norm=1.0, bad_parameters=(), bad_ranks=(), used=own, weight=self._own_weight)
         weight, weighted, unweighted = values[layout.weights].tolist()
         unused, total = values[LOCAL].tolist()
         finite = math.isfinite(total)  # then all squares are
         bad = () if finite else _nonzero(~torch.isfinite(values[layout.squares]))
         bad_ranks = values[layout.bad_ranks]
-        marked = _nonzero(bad_ranks)
+        marked = _nonzero(bad_ranks) if not finite or bad_ranks.any() else ()
+        used: Collection[int] = self._used
+        if len(used) < len(self._uses):  # other ranks may have used more
+            used = _nonzero(values[layout.uses])
         return GradStats(
             norm=math.sqrt(total) if finite else total,
             bad_parameters=bad,
             bad_ranks=marked,
-            used=frozenset(_nonzero(values[layout.uses])),
+            used=frozenset(used),
             weight=weight / self.world_size if weighted else None,
             mixed=bool(weighted and unweighted),
             elsewhere=not finite and not bad,
             unused_elsewhere=int(unused),
             bad_losses=tuple(rank for rank in marked if bad_ranks[rank] >= _BAD_LOSS),
             refusals=int(values[layout.refusals]),
+            skipped=self.check_finite and not finite,
             slices=(self._written, values[layout.slices]) if self._written else None,
         )
 
@@ -377,13 +385,16 @@ class StatsCollector:
 
     @collective
     @torch.no_grad()
-    def collect(self, reducer: Reducer, accumulation: GradAccumulation, refused: Exception | None) -> StatsVector:
+    def collect(self, reducer: Reducer, state: StepState, refused: Exception | None) -> StatsVector:
         """Collect the statistics of all ranks. Called once per step, when the gradients are reduced.
 
         Args:
+            reducer: has the gradients.
+            state: has the weights of the backwards.
             refused: error for which this rank cannot make the update.
         """
         mean, layout, observers = self._groups.mean, self._layout, self._observers.slices
+        accumulation = state.accumulation
         sizes = [observer.slice_size for observer in observers]
         vector = torch.zeros(layout.slices.start + sum(sizes) - LOCAL.start, dtype=torch.float64, device=self._device)
         squares, weights = vector[layout.squares], vector[layout.weights]
@@ -420,7 +431,8 @@ class StatsCollector:
             # clip factors.
             vector[TOTAL] = squares.sum()
         weight = accumulation.weight if accumulation.weighted else None
-        self.latest = StatsVector(vector, layout, mean.world_size, reducer.used, weight, written, refused)
+        finite = state.options.check_finite
+        self.latest = StatsVector(vector, layout, mean.world_size, reducer.used, weight, finite, written, refused)
         return self.latest
 
     @collective

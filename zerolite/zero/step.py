@@ -116,9 +116,10 @@ class StepPipeline:
         state, observers, update = self.state, self._observers, self._step_update
         state.raise_error()
         refused = self._attempt(self.written.collect, self._optimizer.method.take_over)
-        facts = state.facts(self._max_norm, self.grads.changes)
-        for check in observers.before_update:
-            check(facts)
+        if observers.before_update:
+            facts = state.facts(self._max_norm, self.grads.changes)
+            for check in observers.before_update:
+                check(facts)
         vector = self._collected(refused)  # reduce, statistics
         if refused is None:
             refused = vector.refused
@@ -136,10 +137,10 @@ class StepPipeline:
         if stats is None:
             self._update_unread(gather, vector, factor, divisor, refused is not None)
             return
-        if state.applies(stats):
-            update.run(gather, UpdateInputs(factor, stats.used) if refused is None else None)  # update, gather
-        else:
+        if stats.skipped:
             update.skip(gather)
+        else:
+            update.run(gather, UpdateInputs(factor, stats.used) if refused is None else None)  # update, gather
         state.end_step(stats, divisor)  # outcome
 
     def _update_unread(self, gather: bool, vector: StatsVector, factor: Factor, divisor: float, refuses: bool) -> None:
@@ -147,7 +148,7 @@ class StepPipeline:
         cannot update."""
         state, update = self.state, self._step_update
         used, maybe_unused = update.used_somewhere(vector)
-        skips = vector.skips(state.options.check_finite, bool(self._accumulation.weighted))
+        skips = vector.skips(bool(self._accumulation.weighted))
         uses = vector.uses() if maybe_unused else None
         update.run(gather, None if refuses else UpdateInputs(factor, used, maybe_unused, uses, skips))
         state.read_later(vector, divisor, maybe_unused)
@@ -186,7 +187,7 @@ class StepPipeline:
         if self.grads.is_touched:
             self.grads.clear()
         self._collector.clear()
-        self.state.begin_accumulation()
+        self._accumulation.reset()
         self._max_norm, self._updated = self.state.options.max_norm, False
 
     # ---------------------------------------------------------------- backward
@@ -336,7 +337,7 @@ class StepPipeline:
         if self._collector.latest is not None:
             return self._collector.latest
         self.finish_reductions()
-        stats = self._collector.collect(self._reducer, self._accumulation, self.state.left_out or refused)
+        stats = self._collector.collect(self._reducer, self.state, self.state.left_out or refused)
         if self.grads.assigned:
             self.grads.store(stats)
         return stats

@@ -139,20 +139,11 @@ class StepState:
         self.accumulation, self.observers, self.options = accumulation, observers, options
         self.counters = StepCounters()
         self._scaler, self._buffer, self._method = scaler, buffer, method
-        self._captured: float | None = None  # loss scale of the accumulation, once it has been read
-        self._flush = (0, 1.0)  # backwards counted at the flush, and the correction factor
-        self._mean_weight: tuple[int, torch.Tensor] | None = None  # with the number of backwards that it is of
         self._unread: _UnreadStep | None = None
         self._error: Exception | None = None  # of an earlier step; the next update raises it
         self._is_refused = False  # a rank has refused an earlier step, for `_error` if it was this one
         self.left_out: Exception | None = None
         self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
-
-    def begin_accumulation(self) -> None:
-        """Forget the backwards, the scale and the divisor of the last step."""
-        self.accumulation.reset()
-        self._captured = self._mean_weight = None
-        self._flush = (0, 1.0)
 
     def on_backward(self, scaled: bool, weight: float | None, divided: bool) -> None:
         """Count a backward, before its first gradient, and capture the loss scale: see
@@ -183,25 +174,22 @@ class StepState:
                 "the engine scales the loss itself; leave one of them out"
             )
 
-    def flush(self) -> None:
-        """End the accumulation before it is full: its gradient becomes the mean over the micro-batches it contains."""
-        self._flush = self.accumulation.backwards, self.accumulation.flush_factor()
-
     def loss_scale(self) -> float:
         """Return the loss scale of this accumulation; the same from its first backward to its step."""
         if self._scaler is None:
             return 1.0
-        if self._captured is None:
+        accumulation = self.accumulation
+        if accumulation.loss_scale is None:
             self.settle()
-            self._captured = self._scaler.scale
-        return self._captured
+            accumulation.loss_scale = self._scaler.scale
+        return accumulation.loss_scale
 
     def next_loss_scale(self) -> float:
         """Return the loss scale that the next backward will use."""
         if self._scaler is None:
             return 1.0
-        if self._captured is not None:
-            return self._captured
+        if self.accumulation.loss_scale is not None:
+            return self.accumulation.loss_scale
         self.settle()
         return self._scaler.scale
 
@@ -218,7 +206,7 @@ class StepState:
     def local_divisor(self) -> float:
         """Compute the divisor from local values only, without the mean weight, which needs a collective."""
         scale = 1.0 if self._scaler is None else self.loss_scale()
-        backwards, factor = self._flush
+        backwards, factor = self.accumulation.flushed
         # A flush that has raised must not divide a gradient to which more backwards were added.
         return scale / factor if backwards == self.accumulation.backwards else scale
 
@@ -235,12 +223,12 @@ class StepState:
         Args:
             stats: collects the statistics; called only if the mean weight is not known.
         """
-        if not self.accumulation.weighted:
-            return self.local_divisor()
-        backwards = self.accumulation.backwards
-        if self._mean_weight is None or self._mean_weight[0] != backwards:
-            self._mean_weight = backwards, stats().weight()
-        return self.local_divisor() * self._mean_weight[1]
+        accumulation, divisor = self.accumulation, self.local_divisor()
+        if not accumulation.weighted:
+            return divisor
+        if accumulation.mean_weight is None or accumulation.mean_weight[0] != accumulation.backwards:
+            accumulation.mean_weight = accumulation.backwards, stats().weight()
+        return divisor * accumulation.mean_weight[1]
 
     def facts(self, max_norm: float, changes: Sequence[Change]) -> UpdateFacts:
         """Return what the coming update uses beside gradients and states."""
@@ -278,10 +266,6 @@ class StepState:
         """Number of steps so far, including one that is not settled."""
         return self.counters.global_steps + (self._unread is not None)
 
-    def applies(self, stats: GradStats) -> bool:
-        """Return True if a step with these gradients updates anything."""
-        return not self.options.check_finite or math.isfinite(stats.norm)
-
     def grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's unscaled gradient before clipping; None before the first step. There is
         no collective, so one rank alone may call this."""
@@ -314,7 +298,7 @@ class StepState:
         # One rank alone may be here. So nothing below may communicate, and errors are kept for the next update, in
         # which all ranks raise them.
         stats = unread.stats.get()
-        if stats.refusals or stats.weight == 0 or stats.mixed or not self.applies(stats):
+        if stats.refusals or stats.weight == 0 or stats.mixed or stats.skipped:
             self._method.on_update_skipped()
         elif unread.maybe_unused:
             self._method.on_left_out(unread.maybe_unused - stats.used)
@@ -334,7 +318,7 @@ class StepState:
     def _let_observers_read(self, stats: GradStats) -> Exception | None:
         """Let all observers read, and return the first error that they return."""
         error = None if stats.slices is None else self.read_slices(*stats.slices)
-        if len(stats.used) < len(self._buffer.layout.slots) and self.applies(stats):
+        if len(stats.used) < len(self._buffer.layout.slots) and not stats.skipped:
             for notify in self.observers.on_unused:
                 error = error or notify(stats)
         return error
@@ -394,7 +378,7 @@ class StepState:
         Raises:
             FloatingPointError: too many have been skipped.
         """
-        counters, skipped = self.counters, not self.applies(stats)
+        counters, skipped = self.counters, stats.skipped
         counters.global_steps += 1
         counters.last_norm = norm = stats.norm / divisor
         if stats.weight and self._scaler is not None and math.isfinite(stats.weight):

@@ -138,9 +138,9 @@ class UpdateMethod(ABC):
         most_maybe_unused: parameters of which ``update`` can leave to the device if they are updated; None: any number.
         state_names: names of the states with one value per element; None if they are known only from states that
             exist.
-        broken: after :meth:`find_broken`: flags by param group, float64 on each device where updates run. Not 0 if an
-            update has made a master non-finite that was finite (of torch: in a group whose masters all were). The
-            reader of the flags sets them to 0.
+        broken: flags by param group, float64 on each device where updates run. Not 0 if an update has made a master
+            non-finite that was finite (of torch: in a group whose masters all were). The reader of the flags sets them
+            to 0. None if nothing reads them.
     """
 
     one_launch = False
@@ -154,10 +154,6 @@ class UpdateMethod(ABC):
         self._inner, self._buffer = inner, buffer
         self._group_sizes: list[int] = []  # of the param groups, when they were last checked
         self.broken: dict[torch.device, torch.Tensor] | None = None
-
-    def find_broken(self) -> None:
-        """Let updates find masters that they make non-finite, from now on."""
-        self.broken = {}
 
     def broken_on(self, device: torch.device) -> torch.Tensor:
         """Return the flags of ``broken`` on a device."""

@@ -1,4 +1,5 @@
-"""What cannot be divided gets a sentence, on all ranks, when the engine is made or at its first forward."""
+"""Models and configs that cannot be divided raise a sentence on all ranks, when the engine is made or at its first
+forward."""
 
 from __future__ import annotations
 
