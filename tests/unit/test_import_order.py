@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The folders of zerolite/, lowest first. Each imports itself and those before it, under TYPE_CHECKING too.
 FOLDERS = """
     version utils config comm ops optim precision offload zero nn
-    tensor_parallel sequence_parallel activation_checkpointing checkpointing data pipe
+    tensor_parallel sequence_parallel moe activation_checkpointing checkpointing data pipe
     checkpoint monitor diagnostics engine planning compat launcher
 """.split()
 

@@ -77,6 +77,11 @@ class FlatRange:
     def full_shape(self) -> tuple[int, ...]:
         return self.shape if self.spec is None else self.spec.full_shape
 
+    @property
+    def is_of_experts(self) -> bool:
+        """True for a part of experts, of which other ranks have the rest."""
+        return self.spec is not None and self.spec.dimension == "expert"
+
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the boxes of the range in the full tensor, and views of their values."""
         for box, view in self._boxes_here():

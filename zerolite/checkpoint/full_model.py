@@ -16,10 +16,11 @@ import torch
 from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.checkpoint.state import clean
-from zerolite.comm import HostGroup, Topology, collective
+from zerolite.comm import Communicator, HostGroup, Topology, collective
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.engine_parts import EngineParts
+from zerolite.zero.flat import flattened
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
 
@@ -114,7 +115,7 @@ class FullModel:
             parameter=isinstance(tensor, torch.nn.Parameter),
             in_model=in_model,
             trained=id(tensor) in self._trained,
-            shards=() if shard is None else (shard,),
+            shards=() if shard is None else shard.of_all_ranks if shard.dimension == "expert" else (shard,),
         )
 
     def parameters(self, owners: Collection[str]) -> list[torch.nn.Parameter]:
@@ -131,13 +132,19 @@ class FullModel:
         :func:`~zerolite.checkpoint.huggingface.exported_dtype`."""
         topology = self._topology
         needed = not rank0_only or topology.world.rank == 0
-        if topology.model.world_size == 1:
+        if topology.model.world_size == 1 and not entry.shards:
             return self._part(entry, dtype, needed)
+        if topology.model.world_size == 1:  # the ranks have different experts
+            part = self._part(entry, dtype, needed=True)
+            return self._assemble(entry, topology.expert, 0, exported_dtype(entry.dtype, dtype), part, needed)
         receives = not rank0_only or topology.data.rank == 0  # in this copy of the model
         part = None
         if topology.pipe.rank == entry.stage:
             part = self._part(entry, dtype, receives and (bool(entry.shards) or topology.tensor.rank == 0))
-        return self._assemble(entry, exported_dtype(entry.dtype, dtype), part, needed) if receives else None
+        if not receives:
+            return None
+        first = entry.stage * topology.tensor.world_size
+        return self._assemble(entry, topology.model, first, exported_dtype(entry.dtype, dtype), part, needed)
 
     @collective
     def set(self, entry: FullTensor, full_values: torch.Tensor | None) -> None:
@@ -145,29 +152,45 @@ class FullModel:
         topology, device = self._topology, self._device
         tensor, _ = self._local.get(entry.owner, (None, None))  # None if this rank's stage does not have it
         partitioned = tensor is not None and sharded_param_of(tensor) is not None
-        if topology.trivial and tensor is not None and not partitioned:
+        if topology.trivial and tensor is not None and not partitioned and shard_spec_of(tensor) is None:
             if full_values is not None:
                 tensor.data.copy_(full_values)
             broadcast_into(tensor.data, topology.world, device, "parameters")
             return
-        values = full_values
-        if not topology.trivial:
+        values, spec = full_values, None if tensor is None else shard_spec_of(tensor)
+        if not topology.trivial or spec is not None:
             values = torch.empty(entry.shape, dtype=entry.dtype, device=device)
             if full_values is not None:
                 values.copy_(full_values)
             broadcast_into(values, topology.world, device, "parameters")
         if tensor is None:
             return
-        spec = shard_spec_of(tensor)
+        if partitioned and spec is not None and spec.dimension == "expert":
+            assert values is not None, "all ranks have received them"
+            sharded_param = sharded_param_of(tensor)
+            assert sharded_param is not None
+            sharded_param.write(flattened(spec.of(values), sharded_param.strides))
+            return
         with GatheredParameters(tensor, modifier_rank=0, enabled=partitioned):
             if values is not None and (topology.data.rank == 0 or not partitioned):
                 tensor.data.copy_(values if spec is None else spec.of(values))
 
     def _assemble(
-        self, entry: FullTensor, dtype: torch.dtype, part: torch.Tensor | None, needed: bool
+        self,
+        entry: FullTensor,
+        model: Communicator,
+        first: int,
+        dtype: torch.dtype,
+        part: torch.Tensor | None,
+        needed: bool,
     ) -> torch.Tensor | None:
-        """Receive the parts from the ranks of the stage that has them, and put them together."""
-        model, first = self._topology.model, entry.stage * self._topology.tensor.world_size
+        """Receive the parts from the ranks that have them, and put them together.
+
+        Args:
+            model: ranks of one copy of the model.
+            first: the first of them that has a part.
+            part: this rank's.
+        """
         if not entry.shards:
             values = part if model.rank == first else torch.empty(entry.shape, dtype=dtype, device="cpu")
             assert values is not None

@@ -60,7 +60,9 @@ class _Refusal(ModuleHook):
     def _part_of(self, module: torch.nn.Module) -> str:
         named = module.named_parameters(remove_duplicate=False)
         sharded = [name for name, parameter in named if shard_spec_of(parameter) is not None]
-        return self._stage or (f"tensor-parallel shards of parameters: {listed(sharded)}" if sharded else "")
+        return self._stage or (
+            f"parts of parameters of which other ranks have the rest: {listed(sharded)}" if sharded else ""
+        )
 
     def stays_in_copies(self) -> bool:
         module = self._module()
@@ -75,7 +77,8 @@ def forbid_partial_state_dicts(model: torch.nn.Module, topology: Topology) -> No
     """
     pipe = topology.pipe
     stage = f"stage {pipe.rank + 1} of {pipe.world_size} of the model only" if pipe.world_size > 1 else ""
-    parts = list(model.modules()) if topology.tensor.world_size > 1 else [model] if stage else []
+    divides_layers = topology.tensor.world_size > 1 or topology.expert.world_size > 1
+    parts = list(model.modules()) if divides_layers else [model] if stage else []
     for module in parts:
         if not any(isinstance(hook, _Refusal) for hook in module._state_dict_pre_hooks.values()):
             of_stage = stage if module is model else ""

@@ -204,7 +204,11 @@ class ModelState:
             elif groups.is_first_replica and (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 # The user may have written into a gathered parameter; its shard does not have that value yet.
                 written.append(replace(part, values=handle.local_shard()) if handle.status is AVAILABLE else part)
-        ranges = (*written, *split_evenly(everywhere, groups.mean.rank, groups.mean.world_size))
+        alike = self.parts.topology.expert_data
+        of_experts = [part for part in everywhere if part.is_of_experts]  # those ranks have, and not all
+        of_all = [part for part in everywhere if not part.is_of_experts]
+        written += split_evenly(of_experts, alike.rank, alike.world_size)
+        ranges = (*written, *split_evenly(of_all, groups.mean.rank, groups.mean.world_size))
         shards = [shard for part in ranges for shard in part.shards()]
         trained = self.index_of()
         for name, parameter in self.named_parameters().items():
@@ -219,6 +223,8 @@ class ModelState:
     def _writes_scalars(self, param_shard: OptimParamShard) -> bool:
         groups = self.parts.groups
         first_copy = groups.is_first_owner if self.parts.buffer.shard else groups.mean.rank == 0
+        spec = shard_spec_of(self.parts.buffer.parameters[param_shard.index])
+        first_copy = first_copy and (spec is None or spec.rank == 0)
         return first_copy and param_shard.fragment.param_start == 0 and self.parts.topology.tensor.rank == 0
 
     def shape_of(self, param_shard: OptimParamShard) -> torch.Size:
@@ -270,7 +276,7 @@ class ModelState:
         """Return this rank's shard of a partitioned parameter."""
         handle = sharded_param_of(parameter)
         assert handle is not None
-        start = min(self.parts.groups.shard.rank * handle.shard.numel(), handle.numel)
+        start = min(handle.groups.shard.rank * handle.shard.numel(), handle.numel)
         values = handle.shard[: min(handle.shard.numel(), handle.numel - start)]
         return FlatRange(key, tuple(handle.shape), handle.strides, start, values, shard_spec_of(parameter))
 

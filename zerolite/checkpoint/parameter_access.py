@@ -330,7 +330,7 @@ class ParameterAccess:
                 full = part.new_zeros(spec.full_shape)
                 spec.into(full, part)
                 # A sum puts the shards together: each rank has zeros outside of its own.
-                self._topology.tensor.all_reduce(full.view(-1), tag="access").wait()
+                self._topology.sharing(spec.dimension).all_reduce(full.view(-1), tag="access").wait()
             results.append(full)
         return results
 

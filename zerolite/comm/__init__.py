@@ -21,6 +21,7 @@ from zerolite.comm.topology import (
     dry_topology,
     make_stage_groups,
     stages_communicator,
+    with_experts,
     with_replicas,
     with_sequence,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "unrecorded",
     "use_communicator",
     "wait_for_result",
+    "with_experts",
     "with_replicas",
     "with_sequence",
 ]

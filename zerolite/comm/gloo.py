@@ -101,6 +101,17 @@ class GlooCommunicator(Communicator):
             works = [self.transport.receive(received, source, number), self.transport.send(sent, target, number)]
         return Pending(works, (tensor, sent, received), lambda: received.to(tensor.device))
 
+    def _all_to_all_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], tag: str) -> Pending:
+        host, columns = rows.cpu(), rows.shape[1]
+        out = empty(sum(received) * columns, rows.dtype, host).view(-1, columns)
+        parts, places = host.split(list(sent)), out.split(list(received))
+        places[self.rank].copy_(parts[self.rank])
+        number = self._next_tag("all_to_all_rows", tag, columns * rows.element_size())
+        # An empty message is not sent: both ranks know its length.
+        works = [self.transport.receive(places[peer], peer, number) for peer in self._peers if received[peer]]
+        works += [self.transport.send(parts[peer], peer, number) for peer in self._peers if sent[peer]]
+        return Pending(works, (rows, host, out), lambda: out.to(rows.device))
+
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         host = full.cpu()
         part = self.shard(host)

@@ -18,12 +18,15 @@ are neighbours among the data ranks too. Both ways say nothing of each other.
 
     world size 8, sequence 2                       sequence groups   0 1 | 2 3 | 4 5 | 6 7
                                                    batch groups      0 2 4 6 | 1 3 5 7
+
+Experts may be spread over the data ranks, expert data × expert: ranks of one expert group have different experts, and
+are neighbours; ranks of one expert data group have the same. All of them have other samples, or other parts of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -55,6 +58,8 @@ class Topology:
         model: ranks of one full copy of the model, tensor × pipe.
         shard: data ranks over which ZeRO splits buckets: all of them, unless some hold the same shards.
         replicate: data ranks that hold the same shard; None if there are no others.
+        expert: data ranks that have the other experts (ep); one rank where each has all.
+        expert_data: data ranks that have the same experts (edp); all of them where each has all.
         mesh: torch's DeviceMesh with the dimensions "pipe", "data" and "tensor"; None for one process and in a dry run.
             Where sequences are divided, "data" are the ranks of ``batch``, and there is a dimension "sequence".
     """
@@ -69,6 +74,12 @@ class Topology:
     shard: Communicator
     replicate: Communicator | None = None
     mesh: DeviceMesh | None = None
+    expert: Communicator = field(default_factory=Communicator)
+    expert_data: Communicator = field(default_factory=Communicator)
+
+    def sharing(self, dimension: str) -> Communicator:
+        """Return the ranks that have the other shards of parameters that "tensor" or "expert" ranks divide."""
+        return self.expert if dimension == "expert" else self.tensor
 
     @property
     def grid(self) -> str:
@@ -94,6 +105,8 @@ class Topology:
             listed |= {"gradients within a replica": self.shard, "gradients of replicas": self.replicate}
         if self.sequence.world_size > 1:
             listed["parts of sequences"] = self.sequence
+        if self.expert.world_size > 1:
+            listed |= {"tokens of experts": self.expert, "gradients of experts": self.expert_data}
         if self.tensor.world_size > 1:
             listed["parts of layers"] = self.tensor
         if not self.trivial and self.model is not self.tensor:
@@ -164,6 +177,33 @@ def with_sequence(topology: Topology, device: torch.device, size: int) -> Topolo
     across.serve("data", data.is_rank0)
     mesh = None if data.group is None else _mesh_with_sequence(topology, device, within, across)
     return replace(topology, sequence=within, batch=across, mesh=mesh)
+
+
+@collective
+def with_experts(topology: Topology, device: torch.device, size: int) -> Topology:
+    """Let ``size`` neighbouring data ranks have different experts.
+
+    Args:
+        device: of the tensors.
+        size: ranks that have all experts together.
+
+    Raises:
+        ValueError: ``size`` does not divide the number of data ranks.
+    """
+    data = topology.data
+    if data.world_size % size:
+        raise ValueError(
+            f"expected a divisor of the {data.world_size} data-parallel ranks, got {size}; choose one, or start a "
+            "multiple of it"
+        )
+    if size == 1:
+        return topology
+    assert data.group is not None, "a plan spreads no experts"
+    groups = _groups_of_sets(data.group, size, "experts")
+    within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
+    within.serve("expert", data.is_rank0)
+    across.serve("expert data", data.is_rank0)
+    return replace(topology, expert=within, expert_data=across)
 
 
 def _mesh_with_sequence(

@@ -74,8 +74,15 @@ class Transport(ABC):
         """Write the sum over ranks of this rank's part of ``full`` into ``out`` [numel of ``full`` / world_size]."""
 
     @abstractmethod
-    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
-        """Write part ``rank`` of every rank's ``full`` into ``out``, in the order of ranks; both are equally long."""
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Work:
+        """Write part ``rank`` of every rank's ``full`` into ``out``, in the order of ranks. Parts are equally long, or
+        have as many rows of ``full`` and ``out`` as ``sent`` and ``received`` say."""
 
     @abstractmethod
     def permute(self, out: torch.Tensor, tensor: torch.Tensor, target: int, source: int) -> Work:
@@ -153,7 +160,13 @@ class DryTransport(Transport):
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         return _Unsent()
 
-    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Work:
         return _Unsent()
 
     def permute(self, out: torch.Tensor, tensor: torch.Tensor, target: int, source: int) -> Work:
@@ -214,8 +227,15 @@ class ProcessGroupTransport(Transport):
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         return _reduce_scatter_single(out, full, group=self.group, async_op=True)
 
-    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Work:
-        return dist.all_to_all_single(out, full, group=self.group, async_op=True)
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Work:
+        sizes = {} if sent is None else {"output_split_sizes": list(received or ()), "input_split_sizes": list(sent)}
+        return dist.all_to_all_single(out, full, group=self.group, async_op=True, **sizes)
 
     def permute(self, out: torch.Tensor, tensor: torch.Tensor, target: int, source: int) -> Work:
         # An all-to-all of unequal parts and not two messages: NCCL would make a communicator for each pair of ranks.

@@ -239,6 +239,31 @@ def _sequence_parallel(config: ZeroliteConfig) -> Found:
         )
 
 
+def _expert_parallel(config: ZeroliteConfig) -> Found:
+    block, zero = config.expert_parallel, config.zero_optimization
+    if block.autoep_size and block.size > 1 and block.size != block.autoep_size:
+        yield (
+            "expert_parallel.autoep_size expert_parallel.size",
+            f"expected the value of its other name, expert_parallel.size = {block.size}, got {block.autoep_size}; "
+            "leave one of the two out",
+        )
+    others = {
+        "pipeline.stages": config.pipeline.stages > 1,
+        "tensor_parallel.size": config.tensor_parallel.ranks > 1,
+        "zero_optimization.offload_param.device": zero.offload_param.enabled,
+        zero.key_of_sets: zero.ranks_of_shards is not None,
+        "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    for path in others if block.ranks > 1 else ():
+        if others[path]:
+            yield (
+                f"expert_parallel.size {path}",
+                f"expected 1 with {path}, which does not know experts on several ranks yet, got {block.ranks}; leave "
+                "one of the two out",
+            )
+
+
 def _sums_on_the_device(config: ZeroliteConfig) -> Found:
     """Refuse offload of gradients that must also be summed over stages or over parts of a sequence.
 
@@ -265,6 +290,7 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Found], ...] = (
     _replicas,
     _tensor_parallel,
     _sequence_parallel,
+    _expert_parallel,
     _pipeline,
     _sums_on_the_device,
 )

@@ -50,7 +50,7 @@ def _keys(entry: Key, names: str, block: str = "") -> dict[str, Key]:
 
 
 UNSUPPORTED: dict[str, Key] = {
-    **_keys(BLOCK, "comet timers.throughput autotuning expert_parallel hybrid_engine data_efficiency"),
+    **_keys(BLOCK, "comet timers.throughput autotuning hybrid_engine data_efficiency"),
     "compile": Key(switch="deepcompile"),
     "comms_logger": Key(reason="torch.profiler times collectives, `zerolite plan` counts them", switch="enabled"),
     "flops_profiler.module_depth": Key((-1,), ignored=ONE_LINE),
@@ -62,6 +62,7 @@ UNSUPPORTED: dict[str, Key] = {
         "number of ranks",
         switch="enabled",
     ),
+    "expert_parallel.preset_model": Key((None,), ignored="experts are found by the structure of their modules"),
     "check_collectives": Key(reason="set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch compares the ranks' collectives"),
     "memory_check": Key(("off",), ignored="`zerolite plan` says beforehand if a job fits"),
     "weight_quantization": Key(switch="enabled", on_by_default=True),

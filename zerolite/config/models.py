@@ -15,7 +15,7 @@ from . import batch
 from .errors import ConfigError
 from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationCheckpointingConfig, AioConfig
-from .parallelism import PipelineConfig, SequenceParallelConfig, TensorParallelConfig
+from .parallelism import ExpertParallelConfig, PipelineConfig, SequenceParallelConfig, TensorParallelConfig
 from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from .profiling import FlopsProfilerConfig
 from .values import (
@@ -132,6 +132,7 @@ class ZeroliteConfig(Block):
     each element by itself (see [optimizers](optimizers.md))."""
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
+    expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     aio: AioConfig = AioConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()

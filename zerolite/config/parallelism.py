@@ -88,6 +88,23 @@ class SequenceParallelConfig(Block):
     the other parts. `"parts in training"`: in eval mode each rank has whole sequences of its own."""
 
 
+class ExpertParallelConfig(Block):
+    """Spread the experts of mixtures over `size` ranks, which exchange tokens; see [experts](experts.md)."""
+
+    size: Count = 1
+    """Ranks that have all experts together; a divisor of the number of data-parallel ranks and of the number of
+    experts. 1 = off. (zerolite's own key.)"""
+    autoep_size: Natural = 0
+    """DeepSpeed's name of `size`; 0 = not used."""
+    enabled: Bool = True
+    """DeepSpeed's switch. false: each rank has all experts, whatever the size."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that have all experts together, from ``size`` or ``autoep_size``."""
+        return max(self.size, self.autoep_size) if self.enabled else 1
+
+
 class PipelineConfig(Block):
     """Put consecutive layers on `stages` groups of ranks; see [pipeline parallelism](pipeline-parallelism.md)."""
 

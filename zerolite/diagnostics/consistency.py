@@ -23,6 +23,7 @@ from zerolite.comm import Communicator, HostMaximum, Topology, collective
 from zerolite.comm.flight_recorder import BRANCH_ADVICE
 from zerolite.comm.initial_sync import combined_hash, content_hash
 from zerolite.diagnostics.rank_comparison import Description, describe_value, raise_differences
+from zerolite.tensor_parallel.shard_spec import is_of_experts
 from zerolite.utils.accelerator import HostRead
 from zerolite.utils.memory_tags import DISK
 from zerolite.utils.text import list_of, name_ranks
@@ -193,7 +194,7 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, warns: bool 
         warns: warn of parameters that require a gradient and are not trained.
     """
     if not isinstance(buffer, PartitionedParameterBuffer):
-        for bucket in buffer.buckets:
+        for bucket in (bucket for bucket in buffer.buckets if bucket.layout.spread == 1):
             values = {slot.name: bucket.compute[slot.start : slot.end] for slot in bucket.layout.slots}
             yield SharedWeight(bucket.compute, values)
     groups = buffer.gradient_memory.groups
@@ -209,6 +210,8 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, warns: bool 
         if warns and parameter.requires_grad and id(parameter) not in trained:
             untrained.append(name)
         handle = sharded_param_of(parameter)
+        if is_of_experts(parameter):
+            continue  # the ranks have different ones
         if handle.persistent if handle is not None else id(parameter) not in trained:
             yield SharedWeight(parameter.data, {name: parameter.data})
     if untrained:

@@ -214,8 +214,8 @@ def _watch_program(parts: EngineParts) -> None:
     communicates, comm = parts.config.zero_optimization.collectives_in_backward, parts.topology.data
     if parts.partitioned is not None:
         return  # all ranks launch in one order there, with the program's collectives at the same places
-    if communicates is None and parts.topology.sequence.world_size > 1:
-        # Attention exchanges tokens in the backward, and experts may get tokens of some parts alone.
+    if parts.topology.expert.world_size > 1 or (communicates is None and parts.topology.sequence.world_size > 1):
+        # Tokens are exchanged in the backward, and experts may get tokens of some ranks alone.
         communicates = True
     if communicates is not None:
         parts.reducer.program_communicates = communicates

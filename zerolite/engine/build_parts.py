@@ -32,6 +32,7 @@ from zerolite.offload.transfers import Transfers
 from zerolite.optim.kernels import kernel_chooser
 from zerolite.precision.dtypes import GraphBoundary, scales_of_quantized
 from zerolite.precision.fp32_modules import Fp32Modules
+from zerolite.tensor_parallel.shard_spec import is_of_experts
 from zerolite.zero.accumulation import GradAccumulation, UnmanagedAccumulation
 from zerolite.zero.backward import Backward
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
@@ -46,7 +47,7 @@ from zerolite.zero.optimizer import Groups, ShardedOptimizer
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.replica_sums import ReplicaSums
-from zerolite.zero.stage3.partitioned_model import PartitionedModel
+from zerolite.zero.stage3.partitioned_model import PartitionedModel, partition_experts
 from zerolite.zero.stages import STAGES
 from zerolite.zero.stats import ModelTotals, StatsCollector
 from zerolite.zero.step import StepPipeline
@@ -105,6 +106,8 @@ class PartsBuilder:
             if zero.feeds_errors_back:
                 feedback = ErrorFeedback(**zero.zeropp_loco_param.model_dump(exclude_none=True))
             self._groups.compress(zero.zero_quantized_weights, zero.zero_quantized_gradients, feedback)
+        if topology.expert.world_size > 1:
+            self._groups.spread_experts(RankGroups.of_experts(topology, self.policy))
         self._observers = Observers()
         self.shared_grads: SharedGradReducer | None = None
 
@@ -193,7 +196,9 @@ class PartsBuilder:
         # A tied parameter gets its own bucket, so that all stages that have it divide it in the same way.
         tie = self._ties.get(id(parameter))
         shared = "" if tie is None else f", shared as {tie.key}"
-        return f"{self.precision.compute_dtype(parameter)} sent as {self._communication_dtype(parameter)}{shared}"
+        experts = ", of experts" if is_of_experts(parameter) else ""
+        dtypes = f"{self.precision.compute_dtype(parameter)} sent as {self._communication_dtype(parameter)}"
+        return f"{dtypes}{shared}{experts}"
 
     def _observe_model_ranks(self) -> InputComparison | None:
         """Compare the inputs of ranks that are given the same ones, and sum the gradients of parameters that parts of
@@ -213,6 +218,9 @@ class PartsBuilder:
 
     def _partition(self) -> PartitionedModel:
         gathers = self._groups.for_gathers(self.device)
+        if self._groups.experts is not None:
+            experts = {id(p) for p in self.model.parameters() if is_of_experts(p)}
+            partition_experts(self.model, experts, self._groups.experts, self.device)
         partitioned = PartitionedModel(
             self.model, self._groups, gathers, self.device, self._placements, self._transfers
         )
@@ -242,10 +250,11 @@ class PartsBuilder:
 
     def _make_accumulation(self) -> GradAccumulation:
         of_parts = self.topology.sequence.world_size > 1 and self.config.sequence_parallel.inputs == "whole"
+        of_others = of_parts or self.topology.expert.world_size > 1
         if not self.config.managed_gradient_accumulation:
-            return UnmanagedAccumulation(of_parts)
+            return UnmanagedAccumulation(of_parts, of_others)
         micro_batches = self.config.gradient_accumulation_steps or 1
-        return GradAccumulation(micro_batches * self._chunks, of_parts)
+        return GradAccumulation(micro_batches * self._chunks, of_parts, of_others)
 
     def _make_collector(self, parallel: bool) -> StatsCollector:
         totals = None

@@ -23,6 +23,7 @@ from zerolite.comm import (
     init_distributed,
     local_rank,
     ranks_of_host,
+    with_experts,
     with_replicas,
     with_sequence,
 )
@@ -138,7 +139,8 @@ def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.de
     """Make the grid of the config. Raises on all ranks if their configs have different grids."""
     pipe, tensor, shard = config.pipeline.stages, config.tensor_parallel.ranks, config.zero_optimization.ranks_of_shards
     key, sequence = config.zero_optimization.key_of_sets, config.sequence_parallel.size
-    sizes = ((_PIPE, pipe), (_TENSOR, tensor), (_SEQUENCE, sequence), (key, shard))
+    experts = config.expert_parallel.ranks
+    sizes = ((_PIPE, pipe), (_TENSOR, tensor), (_SEQUENCE, sequence), (_EXPERTS, experts), (key, shard))
     facts = {f"config key {name}": {"": str(size)} for name, size in sizes}
     local = ranks_of_host(os.environ)
     if shard is not None:
@@ -153,6 +155,10 @@ def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.de
         topology = with_sequence(topology, device, sequence)
     except ValueError as error:
         raise ConfigError([(_SEQUENCE, str(error))]) from None
+    try:
+        topology = with_experts(topology, device, experts)
+    except ValueError as error:
+        raise ConfigError([(_EXPERTS, str(error))]) from None
     if shard is None:
         return topology
     try:
@@ -179,6 +185,7 @@ def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
 
 
 _PIPE, _TENSOR, _SEQUENCE = "pipeline.stages", "tensor_parallel.size", "sequence_parallel.size"
+_EXPERTS = "expert_parallel.size"
 
 
 def _listed(model_parameters: Iterable[Any] | None) -> list[Any] | None:
@@ -210,7 +217,7 @@ def parallelize_model(
         The prepared stage, None without a pipeline; and the loss function, the given one or the model's.
     """
     pipe_stage: Any = None
-    if not topology.trivial or topology.batch is not topology.data:
+    if not topology.trivial or topology.batch is not topology.data or topology.expert.world_size > 1:
         described = joined(describe_process(), describe_config(config))
         different = "zerolite.initialize: the ranks hold different configs or versions"
         check_equal_on_ranks(described, topology.world, device, different)
@@ -220,10 +227,30 @@ def parallelize_model(
         pipe_stage = prepare(model, config.pipeline, topology, device, loss_fn)
     if topology.tensor.world_size > 1:
         _shard_layers(model, config, topology, device)
+    if topology.expert.world_size > 1:
+        _spread_experts(model, topology, device)
     forbid_partial_state_dicts(model, topology)
     if pipe_stage is not None:
         loss_fn = pipe_stage.loss_fn
     return pipe_stage if topology.pipe.world_size > 1 else None, loss_fn
+
+
+def _spread_experts(model: torch.nn.Module, topology: Topology, device: torch.device) -> None:
+    """Leave this rank its experts. Raises ConfigError on all ranks if the model has none that can be spread."""
+    from zerolite.moe.experts import describe_experts, find_experts, spread_experts
+
+    found: dict[str, torch.nn.Module] = {}
+    error = None
+    try:
+        found = find_experts(model, topology.expert.world_size)
+        facts = describe_experts(found)
+    except ConfigError as refused:
+        error, facts = refused, {"the experts": {"": str(refused)}}
+    different = "zerolite.initialize: the ranks have different experts"
+    check_equal_on_ranks(Description(facts), topology.data, device, different)
+    if error is not None:
+        raise error
+    spread_experts(found, topology, device)
 
 
 def _shard_layers(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:

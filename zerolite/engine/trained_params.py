@@ -21,6 +21,7 @@ from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ran
 from zerolite.engine.options import bucket_numel
 from zerolite.ops.call import QUANT_BLOCK
 from zerolite.precision.dtypes import Precision
+from zerolite.tensor_parallel.shard_spec import is_of_experts, spread_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
@@ -90,7 +91,8 @@ class LayoutRules:
         specs = []
         for p in parameters:
             bucket_kind = f"{self._bucket_kind(p)}{', whole' if id(p) in undivided else ''}"
-            specs.append(ParameterSpec(names[id(p)], unpartitioned_numel(p), bucket_kind, id(p) in undivided))
+            numel, is_undivided = unpartitioned_numel(p), id(p) in undivided
+            specs.append(ParameterSpec(names[id(p)], numel, bucket_kind, is_undivided, spread_of(p)))
         self.bucket_numel = self.bucket_numel or bucket_numel(specs, self._config, self._shards)
         if self._partitioned is None:
             return PartitionLayout.build(specs, self._shards, self.bucket_numel)
@@ -133,7 +135,8 @@ def fill_buckets(buffer: ParameterBuffer, precision: Precision, comm: Communicat
     different = dict(zip(indices, differing([buffer.parameters[i] for i in indices], comm, device), strict=True))
 
     def synchronize(bucket: BucketLayout, flat: torch.Tensor) -> None:
-        if any(different[slot.index] for slot in bucket.slots):
+        # Experts of the ranks differ, and have been synchronized before they were spread.
+        if bucket.spread == 1 and any(different[slot.index] for slot in bucket.slots):
             broadcast_into(flat, comm, device, "initial_sync")
 
     buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
@@ -150,7 +153,7 @@ def synchronize_untrained(
     parameters that stage 3 shards are left out."""
     in_layout = {id(p) for p in trained}
     others = [p for p in model.parameters() if id(p) not in in_layout and sharded_param_of(p) is None]
-    rest: list[torch.Tensor] = [p.data for p in others]
+    rest: list[torch.Tensor] = [p.data for p in others if not is_of_experts(p)]
     for buffer in model.buffers():
         if buffer.dtype != precision.buffer_dtype(buffer):
             buffer.data = buffer.data.to(precision.buffer_dtype(buffer))

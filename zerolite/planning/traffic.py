@@ -62,6 +62,12 @@ class Grid(NamedTuple):
 def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
     """Return the grid of ``config``. Raises ConfigError if ``world_size`` ranks cannot form it."""
     pipe, tensor, sequence = config.pipeline.stages, config.tensor_parallel.ranks, config.sequence_parallel.size
+    if config.expert_parallel.ranks > 1:
+        sentence = (
+            f"expected 1 in a plan, which does not spread experts yet, got {config.expert_parallel.ranks}; leave it "
+            "out, which plans for all experts on each rank"
+        )
+        raise ConfigError([("expert_parallel.size", sentence)])
     if world_size % (pipe * tensor):
         path = "pipeline.stages" if pipe > 1 else "tensor_parallel.size"
         sentence = (

@@ -28,6 +28,7 @@ class ShardSpec:
         length: length of ``dim`` in the shard. Elements outside of all ranges are padding: zeros, not in checkpoints.
         rank: index of this shard.
         size: number of shards.
+        dimension: dimension of the grid whose ranks have the other shards: "tensor", or "expert" for experts.
 
         full     | q0  q1 | k0  k1 | v0  v1 |      rank 0 of 2: ranges (0, 0, 1), (1, 2, 1), (2, 4, 1)
         rank 0   | q0 | k0 | v0 |
@@ -39,6 +40,7 @@ class ShardSpec:
     length: int
     rank: int
     size: int
+    dimension: str = "tensor"
 
     @classmethod
     def of_parts(cls, shape: Sequence[int], dim: int, parts: Sequence[int], comm: Communicator) -> ShardSpec:
@@ -73,6 +75,17 @@ class ShardSpec:
         start = min(comm.rank * length, shape[dim])
         rows = min(length, shape[dim] - start)
         return cls(tuple(shape), dim, ((0, start, rows),) if rows else (), length, comm.rank, comm.world_size)
+
+    @classmethod
+    def of_experts(cls, shape: Sequence[int], rank: int, size: int) -> ShardSpec:
+        """Return the spec of the experts of one of ``size`` ranks, whose number is a multiple of it."""
+        share = shape[0] // size
+        return cls(tuple(shape), 0, ((0, rank * share, share),), share, rank, size, "expert")
+
+    @property
+    def of_all_ranks(self) -> tuple[ShardSpec, ...]:
+        """The shards of experts of all ranks."""
+        return tuple(self.of_experts(self.full_shape, rank, self.size) for rank in range(self.size))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -130,6 +143,18 @@ def shard_spec_of(parameter: torch.Tensor) -> ShardSpec | None:
     """Return the shard that ``parameter`` holds; None if every tensor-parallel rank has the full parameter."""
     spec: ShardSpec | None = _SPECS.get(parameter)
     return spec
+
+
+def is_of_experts(parameter: torch.Tensor) -> bool:
+    """Return True for a parameter that has this rank's experts, where the ranks have different ones."""
+    spec = shard_spec_of(parameter)
+    return spec is not None and spec.dimension == "expert"
+
+
+def spread_of(parameter: torch.Tensor) -> int:
+    """Return the number of neighbouring data-parallel ranks that have other parts of the parameter; 1 for none."""
+    spec = shard_spec_of(parameter)
+    return spec.size if spec is not None and spec.dimension == "expert" else 1
 
 
 @torch.no_grad()

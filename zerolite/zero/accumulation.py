@@ -27,13 +27,14 @@ class GradAccumulation:
         weight: sum of their weights.
         needs_weights: some rank repeats a batch, which would count again without a weight; equal on all ranks.
         of_parts: each loss is that of a part of the samples, and its backward is weighted by what the part counts.
+        of_others: the backward of one rank brings gradients of other ranks' losses too.
         loss_scale: loss scale of its backwards, once it has been read.
         mean_weight: number of backwards, and the mean weight that the statistics have told of them.
         flushed: number of backwards at the flush, and the correction factor.
     """
 
-    def __init__(self, micro_batches: int, of_parts: bool = False) -> None:
-        self.micro_batches, self.of_parts = micro_batches, of_parts
+    def __init__(self, micro_batches: int, of_parts: bool = False, of_others: bool = False) -> None:
+        self.micro_batches, self.of_parts, self.of_others = micro_batches, of_parts, of_others
         self.forced_boundary: bool | None = None
         self.sync_disabled = 0
         self._stepped = 0  # engine.step() calls of this accumulation that followed a backward
@@ -157,8 +158,8 @@ class UnmanagedAccumulation(GradAccumulation):
     """Counters of accumulations whose last backward is not known before: each ``engine.step()`` updates, after any
     number of backwards. No loss is divided, so a gradient is the sum over these backwards."""
 
-    def __init__(self, of_parts: bool = False) -> None:
-        super().__init__(1, of_parts)
+    def __init__(self, of_parts: bool = False, of_others: bool = False) -> None:
+        super().__init__(1, of_parts, of_others)
 
     def is_boundary(self) -> bool:
         """Return what was set by hand, and otherwise False: only the call of ``engine.step()`` tells."""

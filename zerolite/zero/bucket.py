@@ -47,6 +47,7 @@ class Bucket:
         layout: slots of the parameters.
         index: position of the bucket in the layout.
         parameters: in the order of the slots.
+        groups: the ranks that have this bucket, or parts of it.
         strides: strides of the full parameters, by index.
         fragments: the parts of the parameters that this rank updates.
         is_sharded: this rank updates its shard of the bucket, and keeps that shard of the mean gradient; False: all.
@@ -89,6 +90,7 @@ class Bucket:
         """
         placements, memory = buffer.placements, buffer.gradient_memory
         self.layout, self.index, self.parameters = layout, layout.index, list(parameters)
+        self.groups = memory.groups.of_spread(layout.spread)
         self._parameter_of = {slot.index: p for slot, p in zip(layout.slots, parameters, strict=True)}
         self.strides = {
             index: dense_strides(p.data) if (sharded_param := sharded_param_of(p)) is None else sharded_param.strides
@@ -127,7 +129,7 @@ class Bucket:
         self.is_lent = False
         self._offloaded: OffloadedGradient | None = None
         if memory.offloads is not None and not placements.is_accessible(self.placement, on_host=False):
-            numel = layout.numel // memory.groups.states.world_size
+            numel = layout.numel // self.groups.states.world_size
             self._offloaded = OffloadedGradient(memory.offloads, self.index, self.placement, numel, self.dtypes.mean[0])
         self.is_offloaded = self._offloaded is not None
 
@@ -321,7 +323,7 @@ class Bucket:
         # With a new version autograd refuses a second backward through a graph from before the step. Without it that
         # backward would silently use the new weights.
         torch.autograd.graph.increment_version(self.parameters)
-        if (updated := self._memory.groups.updated) is not None:
+        if (updated := self.groups.updated) is not None:
             if self._own_users:  # asked before the launch, because collectives have views of their own
                 is_shared = self.device.type == "cpu" and self._storage.is_shared()
                 self._has_readers = is_shared or storage_users(self._storage) != self._own_users

@@ -107,7 +107,16 @@ class ParameterBuffer:
             shards: this rank's parts by index, flat or in the parameter's shape; it may own nothing of a parameter.
             dtype: dtype of the parts.
         """
-        comm, slots = self.gradient_memory.groups.states, [self.layout.slots[index] for index in indices]
+        slots = [self.layout.slots[index] for index in indices]
+        spreads = dict.fromkeys(self.buckets[slot.bucket].layout.spread for slot in slots)
+        if len(spreads) > 1:  # experts have other ranks
+            gathered: dict[int, torch.Tensor] = {}
+            for spread in spreads:
+                alike = [s.index for s in slots if self.buckets[s.bucket].layout.spread == spread]
+                gathered.update(zip(alike, self.gather(alike, shards, dtype), strict=True))
+            return [gathered[index] for index in indices]
+        spread = next(iter(spreads), 1)
+        comm = self.gradient_memory.groups.of_spread(spread).states
         strides = [self.buckets[slot.bucket].strides[slot.index] for slot in slots]
         parts = {
             index: flattened(shards[index], order) if shards[index].dim() > 1 else shards[index].view(-1)
@@ -117,7 +126,8 @@ class ParameterBuffer:
         empty = torch.empty(0, dtype=dtype, device=self.placements.device)
         flats = [parts.get(index, empty).clone() for index in indices] if not self.shard else []
         if self.shard:
-            owned = [[self.layout.param_range(slot, rank) for rank in range(comm.world_size)] for slot in slots]
+            owners = [spread * rank for rank in range(comm.world_size)]
+            owned = [[self.layout.param_range(slot, rank) for rank in owners] for slot in slots]
             starts = [0, *itertools.accumulate(max(part.numel for part in of_ranks) for of_ranks in owned)]
             rows = torch.zeros(comm.world_size, starts[-1], dtype=dtype, device=self.placements.device)
             for index, start in zip(indices, starts, strict=False):

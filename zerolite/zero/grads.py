@@ -188,6 +188,8 @@ class Gradients:
         if self._reducer.keeps_shards or gradient.part is not None:
             return None if self._reducer.keeps_shards else gradient.part
         index, bucket = gradient.slot.index, self._reducer.bucket_of[gradient.slot.index]
+        if bucket.layout.spread > 1:
+            return None  # a write would change the norm, of which each rank knows a part
         self._stored(index)
         self.apply_factors()
         stored = bucket.mean_part(index)
@@ -256,7 +258,13 @@ class Gradients:
     @torch.no_grad()
     def over_ranks(self, values: torch.Tensor, largest: bool) -> torch.Tensor:
         """Reduce ``values`` [n] over ranks, in place: their sum, or with ``largest`` their maximum."""
-        if not self._reducer.keeps_shards:  # every rank has the full gradient, and with it the same values
+        groups = self._reducer.groups
+        if not self._reducer.keeps_shards and groups.experts is not None and not largest:
+            raise RuntimeError(
+                "p.grad: expected a norm of order 2 or infinity with expert_parallel at stage 0, where ranks have all "
+                "gradients of some parameters and a part of others, got another order; use one of these, or stage 1"
+            )
+        if not self._reducer.keeps_shards and groups.experts is None:  # every rank has the full gradient
             return values
         if largest:
             self._states.all_reduce_max(values, tag="access")
@@ -420,6 +428,12 @@ class Gradients:
         divisor = self._step.state.device_divisor(stats)
         for index, value in assigned.items():
             gradient, bucket = self._shown.window.gradients[index], self._reducer.bucket_of[index]
+            if bucket.layout.spread > 1:
+                raise RuntimeError(
+                    f"parameter '{gradient.slot.name}': expected operations in place on p.grad of experts that the "
+                    "ranks have parts of (expert_parallel), got a tensor that was put there; call "
+                    "zerolite.set_full_grad(p, value), which takes the gradient of all experts"
+                )
             stored = bucket.mean_part(index)
             full = value.full_tensor() if isinstance(value, ShardedGradient) else value.detach()
             # All ranks round the full gradient, not only their own part: if it overflows, the statistics of every

@@ -46,6 +46,10 @@ class RankGroups:
         is_first_replica: this rank's part of the parameters counts where replicas count once.
         is_first_owner: so does its part of the states, in norms and in checkpoints.
         compression: carries what goes over ``replicate`` in few bits; None if nothing does.
+        divisor: number of ranks whose losses the gradients are the mean of: those of ``mean``, and for experts all that
+            may have sent them tokens.
+        spread: neighbouring ranks that have other parameters: see :class:`~zerolite.zero.layout.BucketLayout`.
+        experts: groups of the parameters of experts, which neighbouring ranks have others of; None without experts.
         rounds_values: gathers after an update round what they send, so the owner of a value keeps it elsewhere.
         reduce_scatter: sums a bucket over ``shard`` and ``replicate``, with the arguments and the result of
             :meth:`Communicator.reduce_scatter`. All ranks wait for their results in the order of the launches.
@@ -65,6 +69,8 @@ class RankGroups:
     ) -> None:
         self.shard, self.replicate, self.mean, self.agree = shard, replicate, mean, agree
         self.states, self.updated = states, updated
+        self.divisor, self.spread = mean.world_size, 1
+        self.experts: RankGroups | None = None
         self.is_first_replica = replicate is None or replicate.rank == 0
         self.is_first_owner = self.is_first_replica or states is not shard
         self.compression: Compression | None = None
@@ -98,6 +104,27 @@ class RankGroups:
         updated = None if policy.shard_parameters else shard
         return cls(shard, replicate, data, topology.world, states=shard, updated=updated)
 
+    @classmethod
+    def of_experts(cls, topology: Topology, policy: StagePolicy) -> RankGroups:
+        """Return the groups of the experts that this rank has, as :meth:`of` does. A rank's backward brings the
+        gradients of the tokens that it was sent: so a sum over the ranks with the same experts is one over all."""
+        alike = topology.expert_data
+        updated = alike if policy.shard_optimizer and not policy.shard_parameters else None
+        groups = cls(alike, None, alike, topology.world, states=alike, updated=updated)
+        groups.divisor, groups.spread = topology.data.world_size, topology.expert.world_size
+        return groups
+
+    def spread_experts(self, experts: RankGroups) -> None:
+        """Let the parameters of experts have groups of their own."""
+        self.experts = experts
+
+    def of_spread(self, spread: int) -> RankGroups:
+        """Return the groups of a bucket: see :class:`~zerolite.zero.layout.BucketLayout`."""
+        if spread == 1:
+            return self
+        assert self.experts is not None, "buckets of experts are spread alone"
+        return self.experts
+
     def compress(self, values: bool, gradients: bool, feedback: ErrorFeedback | None) -> None:
         """Send updated values, or gradients, in few bits between the sets of ranks."""
         if self.replicate is None:
@@ -124,7 +151,11 @@ class RankGroups:
         shard = second_communicator(self.shard, device)
         mean = shard if self.mean is self.shard else second_communicator(self.mean, device)
         states = shard if self.states is self.shard else mean
-        return RankGroups(shard, self.replicate, mean, self.agree, states, self.updated)
+        groups = RankGroups(shard, self.replicate, mean, self.agree, states, self.updated)
+        groups.divisor, groups.spread = self.divisor, self.spread
+        if self.experts is not None:
+            groups.spread_experts(self.experts.for_gathers(device))
+        return groups
 
 
 def reduce_in_two_hops(

@@ -38,6 +38,10 @@ parameter. Shards have equal lengths here, too: what the parameters of a rank le
 
     shard |-----------------|-----------------|
     full  | slot c | slot a | slot b    | pad |   rank 0 owns c and a, rank 1 owns b
+
+A bucket of any kind may be **spread**: ``spread`` neighbouring ranks have other parameters of the same sizes there
+(experts), and a shard for each of the other ranks. With 4 ranks and spread 2, ranks 0 and 2 divide one bucket, and
+ranks 1 and 3 another one of the same layout.
 """
 
 from __future__ import annotations
@@ -91,12 +95,14 @@ class ParameterSpec:
         numel: its elements.
         bucket_kind: parameters of different kinds (dtypes, for example) never share a bucket.
         undivided: one rank owns all of it. The same for all parameters of a kind.
+        spread: neighbouring ranks that have other parameters in this place. The same for all parameters of a kind.
     """
 
     name: str
     numel: int
     bucket_kind: str = ""
     undivided: bool = False
+    spread: int = 1
 
 
 @dataclass(frozen=True)
@@ -136,9 +142,11 @@ class BucketLayout:
     Attributes:
         index: position of the bucket in the layout.
         bucket_kind: kind of its parameters.
-        numel: elements with padding, a multiple of world_size × alignment.
+        numel: elements with padding, a multiple of shards × alignment.
         slots: in the order of their starts.
-        rows: rows of a sliced bucket: world_size, or a divisor of it if several ranks share a row; otherwise 0.
+        rows: rows of a sliced bucket: its number of shards, or a divisor of it if several ranks share a row; otherwise
+            0.
+        spread: neighbouring ranks that have other parameters here, each its own; there are world_size / spread shards.
     """
 
     index: int
@@ -146,6 +154,7 @@ class BucketLayout:
     numel: int
     slots: tuple[Slot, ...]
     rows: int = 0
+    spread: int = 1
 
     def row_of(self, position: int) -> int:
         """Return the row of the element at ``position``; 0 if the bucket is not sliced."""
@@ -197,7 +206,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class PartitionLayout:
-    """Layout of all parameters: buckets of slots, each divided into ``world_size`` equal shards.
+    """Layout of all parameters: buckets of slots, each divided into ``world_size`` / spread equal shards.
 
     It depends on sizes and config alone, so all ranks have the same one. The module's docstring draws it.
     """
@@ -219,7 +228,7 @@ class PartitionLayout:
 
         Args:
             specs: parameters in registration order.
-            world_size: shards per bucket.
+            world_size: ranks, and shards of a bucket that is not spread.
             bucket_numel: most elements of a bucket.
             alignment: every slot starts at a multiple of so many elements, and so does every shard.
 
@@ -232,19 +241,19 @@ class PartitionLayout:
                 f"{alignment} and {bucket_numel}"
             )
         groups = _group_by_bucket(specs, world_size, bucket_numel, alignment)
-        unit = world_size * alignment
         buckets = []
         for index, (bucket_kind, members) in enumerate(groups):
-            undivided = specs[members[0]].undivided
-            pack = _pack_undivided if undivided else _pack_in_order
-            offsets, numel = pack([specs[i].numel for i in members], world_size, alignment)
+            undivided, spread = specs[members[0]].undivided, specs[members[0]].spread
+            pack, shards = _pack_undivided if undivided else _pack_in_order, world_size // spread
+            unit = shards * alignment
+            offsets, numel = pack([specs[i].numel for i in members], shards, alignment)
             slots = [
                 Slot(specs[i].name, i, index, offset, specs[i].numel, undivided=undivided)
                 for i, offset in zip(members, offsets, strict=True)
             ]
             slots.sort(key=lambda slot: (slot.start, slot.numel))  # an empty slot before the one with the same start
             numel = max(unit, _round_up(numel, unit))
-            buckets.append(BucketLayout(index, bucket_kind, numel, tuple(slots)))
+            buckets.append(BucketLayout(index, bucket_kind, numel, tuple(slots), spread=spread))
         return cls(world_size, alignment, tuple(buckets))
 
     @classmethod
@@ -261,7 +270,7 @@ class PartitionLayout:
         Args:
             specs: parameters in registration order.
             groups: indices into ``specs``, each in one group.
-            rows: rows per bucket.
+            rows: rows of a bucket that is not spread.
             ranks_of_row: shards per row.
             alignment: slots and shards begin at its multiples. A multiple of ``SHARD_ALIGNMENT``.
 
@@ -277,13 +286,15 @@ class PartitionLayout:
                 kinds.setdefault(specs[index].bucket_kind, []).append(index)
             for bucket_kind, members in kinds.items():
                 slots, row = [], 0
+                spread = specs[members[0]].spread
+                parts = rows // spread
                 for index in members:
                     numel = specs[index].numel
-                    part = shard_numel(numel, rows)
+                    part = shard_numel(numel, parts)
                     slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
                     row += _round_up(part, alignment)
-                numel = _round_up(max(1, row), alignment * ranks_of_row) * rows
-                buckets.append(BucketLayout(len(buckets), bucket_kind, numel, tuple(slots), rows))
+                numel = _round_up(max(1, row), alignment * ranks_of_row) * parts
+                buckets.append(BucketLayout(len(buckets), bucket_kind, numel, tuple(slots), parts, spread))
         return cls(rows * ranks_of_row, alignment, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
@@ -312,8 +323,9 @@ class PartitionLayout:
     def shard_range(self, bucket: BucketLayout, rank: int) -> Range:
         """Return the part of ``bucket`` that rank ``rank`` owns, as a range of the bucket. If rows have several ranks,
         neighbouring ranks have different rows."""
-        part, rows = bucket.numel // self.world_size, bucket.rows or self.world_size
-        place = rank % rows * (self.world_size // rows) + rank // rows
+        shards, rank = self.world_size // bucket.spread, rank // bucket.spread
+        part, rows = bucket.numel // shards, bucket.rows or shards
+        place = rank % rows * (shards // rows) + rank // rows
         return Range(place * part, (place + 1) * part)
 
     def param_range(self, slot: Slot, rank: int) -> Range:
@@ -413,6 +425,7 @@ def _is_sparse(group: Sequence[int], specs: Sequence[ParameterSpec], world_size:
     if not specs[group[0]].undivided:
         return False
     numels = [specs[index].numel for index in group]
+    world_size //= specs[group[0]].spread
     most = sum(numels) / (1 - WHOLE_PADDING)
     # The first test is a cheap lower bound of the second: a shard is at least as long as the largest parameter.
     return world_size * max(numels) > most or _pack_undivided(numels, world_size, alignment)[1] > most

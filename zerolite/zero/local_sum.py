@@ -84,6 +84,7 @@ class LocalSum:
         """
         self.layout, self.place = layout, layout.index
         self._strides, self._device, self._dtypes, self._memory = strides, device, dtypes, memory
+        self._groups = memory.groups.of_spread(layout.spread)
         self._slots = {slot.index: slot for slot in layout.slots}
         self._not_empty = frozenset(slot.index for slot in layout.slots if slot.numel)
         segments = plan_rows(layout, shapes, strides, device) if layout.rows else plan_segments(layout, strides)
@@ -322,7 +323,7 @@ class LocalSum:
         """
         assert self.pending is None, "a bucket has one reduction under way"
         self.adds_to_mean = has_mean
-        options, groups, dtypes = self._memory.options, self._memory.groups, self._dtypes
+        options, groups, dtypes = self._memory.options, self._groups, self._dtypes
         key, sent = self.layout.index + 1, full.to(dtypes.sent)  # first: without memory for it nothing changes
         self.flat = None
         self._written.clear()
@@ -335,7 +336,7 @@ class LocalSum:
         self._sent_category = GRADIENTS if dtypes.reduces_in_place else BUCKETS
         self._sent = sent
         tag_memory(sent, self._sent_category)
-        divisor = groups.mean.world_size * options.copy_factor / options.predivide_factor
+        divisor = groups.divisor * options.copy_factor / options.predivide_factor
         if options.shard and options.use_reduce_scatter:
             self.pending = groups.reduce_scatter(sent, "gradients", divisor, dtypes.mean[has_mean], key)
         else:
@@ -349,7 +350,7 @@ class LocalSum:
         assert self.pending is not None
         total, options = self.pending.wait(), self._memory.options
         if options.shard and not options.use_reduce_scatter:
-            total = self._memory.groups.shard.shard(total).clone()
+            total = self._groups.shard.shard(total).clone()
         return total
 
     def release_sent(self, mean: torch.Tensor) -> None:

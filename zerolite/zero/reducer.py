@@ -452,7 +452,7 @@ class Reducer:
         shards: list[torch.Tensor | None] = []
         for bucket in self.buffer.buckets:
             value = None if bucket.index in without else bucket.fetch() if bucket.is_offloaded else bucket.reduced
-            shards.append(value if value is None or self.keeps_shards else self.groups.states.shard(value))
+            shards.append(value if value is None or self.keeps_shards else bucket.groups.states.shard(value))
         return shards
 
     @torch.no_grad()

@@ -227,8 +227,7 @@ class StepPipeline:
             self._collector.discard()
         self.state.on_backward(bool(engine_scaled), weight, divided)
         divisor = self._accumulation.micro_batches if divided else 1
-        # With parts of samples the backward of one rank brings gradients of the other ranks' losses too.
-        discards = weight == 0 and not self._accumulation.of_parts
+        discards = weight == 0 and not self._accumulation.of_others
         self._reducer.begin_backward(reducing, engine_scaled is None, discards, divisor)
         for notify in self._observers.on_backward_begin:
             notify()

@@ -68,6 +68,12 @@ class GatheredParameters:
         self._sharded_params = list(
             dict.fromkeys(sharded_param for sharded_param in sharded_params if sharded_param is not None)
         )
+        if modifier_rank is not None and any(p.groups.spread > 1 for p in self._sharded_params):
+            raise ValueError(
+                "zero.GatheredParameters: expected modifier_rank=None for parameters of experts, of which no rank has "
+                f"all values (expert_parallel), got {modifier_rank!r}; call zerolite.set_full_parameter or "
+                "engine.load_full_state_dict"
+            )
         if modifier_rank is not None and self._sharded_params:
             world_size = self._sharded_params[0].groups.mean.world_size
             is_integer = isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)
@@ -180,7 +186,9 @@ class GatheredParameters:
         together = torch.zeros(len(flags) + 1, dtype=torch.int64, device=self._sharded_params[0].context.device)
         for place, flag in enumerate((*flags, int(bool(self._in_graphs)))):
             together[place] = flag
-        self._sharded_params[0].groups.mean.all_reduce_max(together, "parameters")
+        groups = self._sharded_params[0].groups
+        some_are_spread = any(sharded_param.groups.spread > 1 for sharded_param in self._sharded_params)
+        (groups.agree if some_are_spread else groups.mean).all_reduce_max(together, "parameters")
         *agreed, in_graphs = host_values(together)
         if in_graphs:
             _note_use_outside_groups(self._sharded_params)

@@ -17,8 +17,8 @@ from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.gathered_parameters import check_not_gathered
 from zerolite.zero.stage3.group_plan import LeafRule, bucket_groups, plan_param_groups
 from zerolite.zero.stage3.module_hooks import install_hooks
-from zerolite.zero.stage3.param_group import CommContext, ParamGroup
-from zerolite.zero.stage3.partition_parameters import partition_model
+from zerolite.zero.stage3.param_group import CommContext, ParamGroup, group_by_context
+from zerolite.zero.stage3.partition_parameters import partition, partition_model
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
 from zerolite.zero.stage3.shard_reader import ShardReader
@@ -81,6 +81,10 @@ class PartitionedModel:
             context = CommContext(groups, device, reader, lambda _: on_host)
         partition_model(model, context)
         self.context = CommContext(gathers, device, reader)
+        experts = self.context
+        if gathers.experts is not None:
+            experts = CommContext(gathers.experts, device)
+            self.context = _WithExperts(gathers, experts, device)
         self.parameters = list(model.parameters())
         self.sharded_params: list[PartitionedParameter] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -88,18 +92,22 @@ class PartitionedModel:
             sharded_param = sharded_param_of(parameter)
             assert sharded_param is not None, "partition_model has partitioned it"
             name, ranks = names[id(parameter)], sharded_param.groups.shard.world_size
-            if ranks != gathers.shard.world_size:
+            context = self.context if sharded_param.groups.spread == 1 else experts
+            expected = context.groups.shard.world_size
+            if ranks != expected:
                 raise ValueError(
-                    f"zerolite.initialize: expected parameter '{name}' to be split over {gathers.shard.world_size} "
-                    f"ranks, got one that is split over {ranks}; give zero.Init the same config (config_dict_or_path=)"
+                    f"zerolite.initialize: expected parameter '{name}' to be split over {expected} ranks,  one "
+                    f"that is split over {ranks}; give zero.Init the same config (config_dict_or_path=)"
                 )
-            sharded_param.attach_to_engine(self.context, len(self.sharded_params), name)
+            sharded_param.attach_to_engine(context, len(self.sharded_params), name)
             self.sharded_params.append(sharded_param)
 
     def plan(self, options: Stage3Options) -> list[ParamGroup]:
         """Choose the persistent parameters and the parameter groups. Return the groups."""
         remaining = options.model_persistence
         for sharded_param in self.sharded_params:
+            if sharded_param.context is not self.context:
+                continue  # experts are large, and have other ranks than the persistent parameters together
             if sharded_param.numel <= options.persistence and (remaining is None or sharded_param.numel <= remaining):
                 sharded_param.make_persistent()
                 remaining = None if remaining is None else remaining - sharded_param.numel
@@ -144,6 +152,49 @@ class PartitionedModel:
         self.coordinator = PartitionedParameterCoordinator(self, parts)
         self.hooks = install_hooks(self.model, self.groups, self.coordinator)
         return self.coordinator
+
+
+class _WithExperts(CommContext):
+    """Context of parameters that all data-parallel ranks shard. What it launches for experts goes over their ranks."""
+
+    def __init__(self, groups: RankGroups, experts: CommContext, device: torch.device) -> None:
+        super().__init__(groups, device)
+        self._experts = experts
+
+    @collective
+    def issue_all_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
+        for context, members in group_by_context(sharded_params):
+            CommContext.issue_all_gather(context, members)
+
+    def set_coordinator(self, coordinator: PartitionedParameterCoordinator) -> None:
+        super().set_coordinator(coordinator)
+        self._experts.set_coordinator(coordinator)
+
+    def set_gathers_for_operations(self, gathers: bool) -> None:
+        super().set_gathers_for_operations(gathers)
+        self._experts.set_gathers_for_operations(gathers)
+
+    def suspend(self, why: str) -> None:
+        super().suspend(why)
+        self._experts.suspend(why)
+
+    def on_update(self) -> None:
+        super().on_update()
+        self._experts.on_update()
+
+
+@collective
+def partition_experts(model: torch.nn.Module, ids: Collection[int], groups: RankGroups, device: torch.device) -> None:
+    """Partition the parameters of this rank's experts, before the model's others are.
+
+    Args:
+        ids: ids of these parameters.
+        groups: the groups of experts.
+    """
+    context = CommContext(groups, device)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in ids:
+            partition(parameter, name, context)
 
 
 def _place_adjacent(sharded_params: Sequence[PartitionedParameter], dtype: torch.dtype, placements: Placements) -> None:

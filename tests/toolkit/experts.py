@@ -1,0 +1,184 @@
+"""Mixtures of experts that several ranks spread, and the same training in one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerolite
+from tests.toolkit import models
+from tests.toolkit.configs import at
+from zerolite.moe import ExpertParallel
+from zerolite.zero import GatheredParameters
+
+VOCABULARY, WIDTH, EXPERTS, CHOSEN = 17, 12, 8, 3
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.up(x)))
+        return out
+
+
+class Block(nn.Module):
+    """A block with a router, experts and a shared expert. ``favourite`` is the one expert of all tokens."""
+
+    def __init__(self, favourite: int | None) -> None:
+        super().__init__()
+        self.favourite = favourite
+        self.norm, self.router, self.shared = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Expert()
+        self.experts = ExpertParallel(Expert() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).reshape(-1, WIDTH)
+        weights, index = self.router(rows).softmax(-1).topk(CHOSEN)
+        if self.favourite is not None:
+            weights, index = weights[:, :1], torch.full_like(index[:, :1], self.favourite)
+        mixed = self.experts(rows, index, weights / weights.sum(-1, keepdim=True).detach())
+        return x + mixed.view(x.shape) + self.shared(self.norm(x))
+
+
+class Mixture(nn.Module):
+    """A model of tokens, which computes its own loss."""
+
+    def __init__(self, favourite: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(favourite) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def family(name: str, **more: Any) -> Any:
+    """Return a tiny model of a family of transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 16, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 0,
+        "eos_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    if name in ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "glm4_moe"):
+        sizes |= {} if name in ("mixtral", "olmoe", "qwen2_moe") else {"head_dim": 6}
+    if name == "qwen2_moe":
+        sizes |= {"shared_expert_intermediate_size": 16}
+    if name in ("deepseek_v3", "deepseek_v2", "glm4_moe"):
+        sizes |= {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        }
+        del sizes["num_experts"], sizes["num_local_experts"]
+    if name in ("deepseek_v3", "deepseek_v2"):
+        sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
+        sizes |= {"num_key_value_heads": 4}
+    attention = "eager" if name == "gpt_oss" else "sdpa"
+    config = AutoConfig.for_model(name, **(sizes | more))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def build(name: str, double: bool, **options: Any) -> nn.Module:
+    made = (
+        models.build(Mixture, **options)
+        if name == "Mixture"
+        else models.build(functools.partial(family, name), **options)
+    )
+    made.train()
+    return made.double() if double else made
+
+
+def batch_of(place: int, length: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + place)
+    tokens = torch.randint(VOCABULARY, (2, length), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.roll(-1, 1)}
+
+
+def loss_of(outputs: Any) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else outputs.loss
+
+
+def in_one_process(
+    name: str, windows: list[list[dict[str, Tensor]]], double: bool, clip: float, **options: Any
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Train on the mean loss of each window. Returns parameters and norms."""
+    made, norms = build(name, double, **options), []
+    kind, settings = optimizer_of(double)
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(made.parameters(), **settings)
+    for window in windows:
+        for batch in window:
+            (loss_of(made(**batch)) / len(window)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(made.parameters(), clip or float("inf"))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in made.named_parameters()}, norms
+
+
+def optimizer_of(double: bool) -> tuple[str, dict[str, Any]]:
+    """Return Adam in fp64, which would show the rounding of small gradients in fp32."""
+    return ("AdamW", {"lr": 0.1, "eps": 1e-3}) if double else ("SGD", {"lr": 0.5, "momentum": 0.9})
+
+
+def make(name: str, size: int, stage: str = "2", double: bool = False, **more: Any) -> Any:
+    """Make an engine whose experts ``size`` ranks spread."""
+    options, optimizer = more.pop("options", {}), more.pop("optimizer", optimizer_of(double))
+    config = at(stage, optimizer=optimizer, expert_parallel={"size": size}, **more)
+    return zerolite.initialize(build(name, double, **options), config)
+
+
+def train(
+    name: str,
+    size: int,
+    stage: str = "2",
+    *,
+    double: bool = False,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    steps: int = 2,
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Any, list[float], list[list[dict[str, Tensor]]]]:
+    """Train with experts over ``size`` ranks, on as many tokens as the rank's number says. Returns the engine, norms
+    and what all ranks have computed."""
+    engine = make(name, size, stage, double, options=options, accumulation=accumulation, clip=clip, **(config or {}))
+    windows, norms, ranks = [], [], engine.data_parallel_world_size
+    for step in range(steps):
+        window = []
+        for micro in range(accumulation):
+            first = (step * accumulation + micro) * ranks
+            batches = [batch_of(first + rank, 3 + 4 * rank) for rank in range(ranks)]
+            engine.backward(loss_of(engine(**batches[engine.data_parallel_rank])))
+            engine.step()
+            window += batches
+        windows.append(window)
+        norms.append(engine.get_global_grad_norm())
+    return engine, norms, windows
+
+
+def own_part(engine: Any, full: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the part of full parameters that this rank has."""
+    from zerolite.tensor_parallel.shard_spec import shard_spec_of
+
+    specs = {name: shard_spec_of(p) for name, p in engine.module.named_parameters()}
+    return {name: value if specs[name] is None else specs[name].of(value) for name, value in full.items()}
+
+
+def parameters_of(engine: Any) -> dict[str, Tensor]:
+    """Return what this rank has of the parameters."""
+    with GatheredParameters(engine.module, check=False):
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}

@@ -1,0 +1,72 @@
+"""A module of experts made of a list of modules, for models whose own are not known."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ExpertParallel(nn.Module):
+    """Experts of one layer, which ``expert_parallel`` can spread over ranks::
+
+        self.experts = zerolite.moe.ExpertParallel(MLP(width) for _ in range(8))
+        ...
+        weights, index = router(x).softmax(-1).topk(2)       # [n, 2] each
+        x = x + self.experts(x, index, weights)              # x [n, width]
+
+    Their parameters are stacked: ``up.weight`` of all experts becomes one parameter ``up_weight`` [experts, ...]. An
+    expert without tokens gets a gradient of zeros.
+
+    Args:
+        experts: modules of one class and equal shapes, from [rows, width] to [rows, width]. They have no buffers.
+    """
+
+    def __init__(self, experts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        members = list(experts)
+        if not members:
+            raise ValueError("zerolite.moe.ExpertParallel: expected modules, got none")
+        first = [(name, parameter.shape) for name, parameter in members[0].named_parameters()]
+        for place, member in enumerate(members):
+            shapes = [(name, parameter.shape) for name, parameter in member.named_parameters()]
+            if type(member) is not type(members[0]) or shapes != first or any(True for _ in member.buffers()):
+                raise ValueError(
+                    "zerolite.moe.ExpertParallel: expected modules of one class with parameters of equal shapes and "
+                    f"without buffers, got another one at place {place} ({type(member).__name__})"
+                )
+        self.num_experts = len(members)
+        self._names = [name for name, _ in first]
+        for name in self._names:
+            stacked = torch.stack([member.get_parameter(name).detach() for member in members])
+            self.register_parameter(_stacked(name), nn.Parameter(stacked))
+        self.__dict__["_expert"] = copy.deepcopy(members[0]).to("meta")  # not registered: it has no values
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            hidden_states: [n, width].
+            top_k_index: experts of each token [n, k].
+            top_k_weights: their weights [n, k].
+        """
+        expert: Any = self.__dict__["_expert"].train(self.training)
+        # One gradient for all experts: a view of each would be a gradient of the size of all.
+        values = {name: self.get_parameter(_stacked(name)).unbind(0) for name in self._names}
+        result = torch.zeros_like(hidden_states)
+        order = top_k_index.reshape(-1).argsort(stable=True)
+        counts = torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts)[: self.num_experts].tolist()
+        for place, chosen in enumerate(order[: sum(counts)].split(counts)):
+            tokens = chosen // top_k_index.shape[1]
+            of_expert = {name: stacked[place] for name, stacked in values.items()}
+            output = torch.func.functional_call(expert, of_expert, (hidden_states[tokens],))
+            weighted = output * top_k_weights.reshape(-1)[chosen][:, None]
+            result = result.index_add(0, tokens, weighted.to(result.dtype))
+        return result
+
+
+def _stacked(name: str) -> str:
+    return name.replace(".", "_")

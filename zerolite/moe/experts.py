@@ -1,0 +1,151 @@
+"""Modules with the experts of a mixture: found by their structure, and spread over the ranks of a group.
+
+A module of experts has all weights of a layer's experts, one behind the other along the first dimension, and is called
+with hidden states [n, width], the experts of each token [n, k] and their weights [n, k]. Those of transformers are, and
+:class:`~zerolite.moe.expert_parallel.ExpertParallel` makes one of a list of modules. Routers, shared experts and losses
+are the model's own, and stay on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerolite.comm import Communicator, Topology, collective
+from zerolite.comm.initial_sync import synchronize_tensors
+from zerolite.config import ConfigError
+from zerolite.moe.dispatch import over_ranks
+from zerolite.tensor_parallel.shard_spec import ShardSpec, shard_parameter
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
+
+_KEY = "expert_parallel.size"
+
+
+@collective
+def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: torch.device) -> None:
+    """Leave each rank of ``topology.expert`` its part of the experts, with rank 0's values, and let their modules
+    exchange tokens.
+
+    Args:
+        found: result of :func:`find_experts`.
+    """
+    comm = topology.expert
+    for module in found.values():
+        for parameter in module.parameters(recurse=False):
+            if (sharded_param := sharded_param_of(parameter)) is not None:
+                sharded_param.unpartition()
+            synchronize_tensors([parameter.data], topology.data, device, "initial_sync")
+            shard_parameter(parameter, ShardSpec.of_experts(parameter.shape, comm.rank, comm.world_size))
+        module.num_experts = module.num_experts // comm.world_size
+        module.__dict__["forward"] = SpreadCall(module, comm)
+
+
+def describe_experts(found: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
+    """Return the shapes of the experts' weights, by module and name."""
+    shapes = {name: module._parameters.items() for name, module in found.items()}
+    return {
+        f"module '{name}' of experts": {key: str(tuple(unpartitioned_shape(p))) for key, p in of if p is not None}
+        for name, of in shapes.items()
+    }
+
+
+def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
+    """Return the modules of experts in ``model``, by name. Nothing is changed.
+
+    Raises ConfigError if there are none, for one of which it is not known how it is called, and if ``size`` ranks
+    cannot have equally many experts of one.
+    """
+    found, unknown = {}, []
+    for name, module in model.named_modules():
+        if _is_experts(module):
+            found[name] = module
+        elif _resembles_experts(name, module):
+            unknown.append(f"'{name}' ({type(module).__name__})")
+    if unknown:
+        sentence = (
+            f"expected modules of experts with weights [experts, ...] and forward(hidden_states, top_k_index, "
+            f"top_k_weights), got {unknown[0]}{f' and {len(unknown) - 1} more' if len(unknown) > 1 else ''}; use "
+            "zerolite.moe.ExpertParallel there, or leave the block out"
+        )
+        raise ConfigError([(_KEY, sentence)])
+    if not found:
+        sentence = "expected 1 for a model without modules of experts, got more; leave the block out"
+        raise ConfigError([(_KEY, sentence)])
+    for name, module in found.items():
+        _check(name, module, size)
+    return found
+
+
+def _check(name: str, module: nn.Module, size: int) -> None:
+    experts, sentence = getattr(module, "num_experts"), ""  # noqa: B009  # an int, and not a submodule
+    if experts % size:
+        sentence = f"expected a divisor of the {experts} experts of module '{name}', got {size}; choose one"
+    elif "forward" in vars(module):
+        sentence = f"expected module '{name}' with its class's forward, got another one; remove what has replaced it"
+    elif any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        sentence = f"expected the experts of module '{name}' with values, got them on the meta device; load them first"
+    if sentence:
+        raise ConfigError([(_KEY, sentence)])
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Return True for a module of experts that is called as this file says."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    count = getattr(module, "num_experts", None)
+    if not isinstance(count, int) or not own or any(True for _ in _parameters_below(module)):
+        return False
+    shapes = [unpartitioned_shape(parameter) for parameter in own]
+    is_stacked = all(len(shape) > 1 and shape[0] == count for shape in shapes) and any(len(s) > 2 for s in shapes)
+    return is_stacked and _takes_routes(module)
+
+
+def _resembles_experts(name: str, module: nn.Module) -> bool:
+    """Return True for a module that seems to have experts: stacked weights, or a list of modules of that name."""
+    if isinstance(module, nn.ModuleList):
+        return name.rpartition(".")[2].endswith("experts") and sum(1 for _ in module.parameters()) > 1
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return "Expert" in type(module).__name__ and any(len(unpartitioned_shape(p)) > 2 for p in own)
+
+
+def _parameters_below(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for child in module.children() for parameter in child.parameters())
+
+
+def _takes_routes(module: nn.Module) -> bool:
+    """Return True for a forward of hidden states, the experts of each token, and their weights."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return len(names) == 3 and "ind" in names[1] and ("weight" in names[2] or "score" in names[2])
+
+
+class SpreadCall:
+    """Forward of a module of experts, of which this rank has a part."""
+
+    def __init__(self, module: nn.Module, comm: Communicator) -> None:
+        self._module, self._comm = module, comm
+        self._signature = inspect.signature(type(module).forward)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        module, comm = self._module, self._comm
+        hidden, index, weights = list(self._signature.bind(module, *args, **kwargs).arguments.values())[1:]
+        if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(hidden):
+            raise ValueError(
+                f"{type(module).__name__}: expected hidden states [n, width], experts [n, k] and weights [n, k], got "
+                f"{list(hidden.shape)}, {list(index.shape)} and {list(weights.shape)}; use "
+                "zerolite.moe.ExpertParallel in its place"
+            )
+        trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+        def forward(rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+            result: Tensor = type(module).forward(module, rows, experts, weights)
+            return result
+
+        return over_ranks(comm, int(module.num_experts), forward, trains, (hidden, index, weights))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpreadCall:
+        return SpreadCall(copy.deepcopy(self._module, memo), self._comm)
