@@ -71,7 +71,7 @@ class GatheredParameters:
         if modifier_rank is not None and any(p.groups.spread > 1 for p in self._sharded_params):
             raise ValueError(
                 "zero.GatheredParameters: expected modifier_rank=None for parameters of experts, of which no rank has "
-                f"all values (expert_parallel), got {modifier_rank!r}; call zerolite.set_full_parameter or "
+                f"all values (expert_parallel), got {modifier_rank!r}; call zerolite.set_full_master or "
                 "engine.load_full_state_dict"
             )
         if modifier_rank is not None and self._sharded_params:
