@@ -118,7 +118,7 @@ WEIGHT = ("tensors", "parameters/weight")
 MANIFESTS: dict[str, Change] = {
     "a list": lambda body: [],
     "another format": put("format", value="safetensors"),
-    "a later version": put("version", value=2),
+    "a later version": put("version", value=3),
     "a later version of nothing": lambda body: {"format": body["format"], "version": 9, "versions": []},
     "no files": removed("files"),
     "no index": removed("files", INDEX),
@@ -126,6 +126,8 @@ MANIFESTS: dict[str, Change] = {
     "too few checksums": put("files", RANK, "crc32", value=""),
     "a file above": put("files", "../x", value={"bytes": 0, "crc32": ""}),
     "steps that are a text": put("global_steps", value="2"),
+    "a grid below zero": put("grid", "pipe", value=-1),
+    "a grid of one number": put("grid", value={"pipe": 2}),
 }
 MANY = [[0, 0, [row, 0], [1, 999]] for row in range(10**5)]
 INDICES: dict[str, Change] = {

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.checkpoint import faults
+from zerolite.checkpoint.manifest import SavedGrid
 from zerolite.checkpoint.storage import Commit, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.utils.dtypes import BY_CODE, CODES
@@ -44,12 +45,10 @@ def make_checkpoint(path: Path, tensors: Tensors, parameters: dict[str, Any], bu
     stored = {name: tensors[f"buffers/{name}"] for name in buffers}
     of_buffers = {name: {"shape": list(t.shape), "dtype": CODES[t.dtype]} for name, t in stored.items()}
     facts: dict[str, Any] = {
-        "saved_at": "2026-01-02T03:04:05.000000+00:00", "world_size": 2, "stage": 3,
-        "precision": {"compute": "bfloat16", "masters": "float32"}, "config": {"bf16": {"enabled": True}},
-        "versions": {"zerolite": "0.1", "torch": "2.13"},
-        "parameters": {"tensors": 5, "elements": 77, "trained_tensors": 4, "trained_elements": 61},
+        "saved_at": "2026-01-02T03:04:05.000000+00:00", "grid": SavedGrid(1, 2, 1), "stage": 3,
+        "config": {"bf16": {"enabled": True}}, "versions": {"zerolite": "0.1", "torch": "2.13"},
     }  # fmt: skip
-    described = faults.about(12, path.name, **facts, **about)
+    described = faults.manifest(12, path.name, **facts, **about)
     shards = [shard for key, tensor in tensors.items() for shard in faults.shards_of(key, tensor, ranks=2)]
     state = {"parameters": parameters, "buffers": of_buffers, "optimizer": {}}
     write_checkpoint(path.parent, path.name, shards, {}, Commit(path.parent, described, state, TrainingRun()))

@@ -16,7 +16,7 @@ import torch
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import default_tag, find
 from zerolite.checkpoint.flat_ranges import Shard, range_of, split_evenly
-from zerolite.checkpoint.manifest import About
+from zerolite.checkpoint.manifest import Manifest, SavedGrid
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
@@ -109,12 +109,12 @@ def values(step: int) -> dict[str, torch.Tensor]:
 RUN = TrainingRun()
 
 
-def about(step: int, tag: str | None = None, run: str = RUN.id, **changes: Any) -> About:
+def manifest(step: int, tag: str | None = None, run: str = RUN.id, **changes: Any) -> Manifest:
     fields: dict[str, Any] = {
-        "saved_at": now(), "global_steps": step, "world_size": 1, "stage": 0, "precision": {}, "config": {},
-        "versions": {"zerolite": "0"}, "parameters": {}, "layout": {}, "exclude_frozen_parameters": False,
+        "saved_at": now(), "global_steps": step, "grid": SavedGrid(1, 1, 1), "stage": 0, "config": {},
+        "versions": {"zerolite": "0"}, "exclude_frozen_parameters": False,
     }  # fmt: skip
-    return About(tag=tag or default_tag(step), run=run, **(fields | changes))
+    return Manifest(tag=tag or default_tag(step), run=run, **(fields | changes))
 
 
 def shards_of(key: str, tensor: torch.Tensor, ranks: int = 1) -> list[Shard]:
@@ -126,7 +126,7 @@ def shards_of(key: str, tensor: torch.Tensor, ranks: int = 1) -> list[Shard]:
 
 
 def save(save_dir: Path, step: int, tag: str | None = None, run: TrainingRun | None = RUN, **commit: Any) -> Path:
-    described = about(step, tag, run.id if run else TrainingRun().id)
+    described = manifest(step, tag, run.id if run else TrainingRun().id)
     shards = [shard for key, tensor in values(step).items() for shard in shards_of(key, tensor)]
     what = Commit(save_dir, described, state(step), run, **commit)
     return write_checkpoint(save_dir, described.tag, shards, {"step": {"weight": step}}, what)
@@ -148,7 +148,7 @@ def state(step: int) -> dict[str, Any]:
 def load(save_dir: Path, tag: str | None = None) -> int:
     """The step of the checkpoint that is found, every byte of which has been compared."""
     reader = CheckpointReader(find(save_dir, tag))
-    step = reader.manifest.about.global_steps
+    step = reader.manifest.global_steps
     assert list(reader.problems()) == []
     assert reader.state == {**state(step), "optimizer": {"groups": [], "scalars": {"step": {"weight": step}}}}
     wanted = values(step)
@@ -162,7 +162,7 @@ def load(save_dir: Path, tag: str | None = None) -> int:
 def resumed(save_dir: Path) -> TrainingRun:
     """Return the run of another job, which has loaded the checkpoint that is found."""
     run = TrainingRun()
-    run.resume(CheckpointReader(find(save_dir)).manifest.about.head)
+    run.resume(CheckpointReader(find(save_dir)).manifest.run)
     return run
 
 

@@ -17,6 +17,7 @@ from tests.checkpoint.crafted import flip
 from tests.checkpoint.deepspeed_fakes import Fake
 from tests.checkpoint.runs import assert_equal
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.manifest import SavedGrid
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.compat import deepspeed_reader
 from zerolite.compat.deepspeed_import import import_deepspeed, main
@@ -82,11 +83,11 @@ def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, wor
     assert_equal(restored, {name: client_state[name] for name in ("weights", "nothing")})
     for key in state.keys() - {"client_state"}:
         assert reader.state[key] == state[key], key
-    about = reader.manifest.about
-    assert (about.tag, about.global_steps, about.world_size, about.stage) == ("global_step6", 6, world_size, stage)
-    assert about.precision == {"compute": "BF16, F32", "master": "F32"} and about.versions["deepspeed"] == "0.19.8"
-    assert about.parameters == {"tensors": 5, "elements": 31, "trained_tensors": 4, "trained_elements": 25}
-    assert not about.exclude_frozen_parameters
+    manifest = reader.manifest
+    assert (manifest.tag, manifest.global_steps, manifest.stage) == ("global_step6", 6, stage)
+    assert manifest.grid == SavedGrid(1, world_size, 1)
+    assert manifest.versions["deepspeed"] == "0.19.8"
+    assert not manifest.exclude_frozen_parameters
 
 
 def test_the_checkpoint_is_found_by_its_tag_by_latest_and_by_its_own_directory(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_without_frozen_parameters_the_checkpoint_says_so(tmp_path: Path) -> Non
     del fake.heads[0]["module"]["c.weight"]
     fake.write(tmp_path / "theirs")
     path = import_deepspeed(tmp_path / "theirs", tmp_path / "ours")
-    assert CheckpointReader(path).manifest.about.exclude_frozen_parameters
+    assert CheckpointReader(path).manifest.exclude_frozen_parameters
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path) -> None:

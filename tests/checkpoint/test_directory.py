@@ -270,7 +270,7 @@ def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:
     second = faults.resumed(ram / "a")
     assert second.id == first.id
     faults.save(ram / "b", 3, "best", run=second)
-    assert read_manifest(ram / "b" / "best").about.run == first.id
+    assert read_manifest(ram / "b" / "best").run == first.id
 
 
 def test_what_names_no_run_is_replaced(ram: Path) -> None:
@@ -280,7 +280,7 @@ def test_what_names_no_run_is_replaced(ram: Path) -> None:
         body = json.loads((path / MANIFEST).read_bytes())
         del body["run"]
         crafted.craft(path, MANIFEST, body)
-    assert read_manifest(ram / "global_step1").about.run == "" and faults.load(ram) == 2
+    assert read_manifest(ram / "global_step1").run == "" and faults.load(ram) == 2
     later = faults.resumed(ram)
     assert later.id
     faults.save(ram, 3, run=later, keep_last=1)

@@ -27,10 +27,8 @@ from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
 from zerolite.checkpoint import inspect
-from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.export import export_checkpoint
 from zerolite.checkpoint.full_state import forbid_partial_state_dicts
-from zerolite.checkpoint.manifest import SavedGrid, read_manifest
 from zerolite.comm import create_communicator, create_topology
 from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments
@@ -383,21 +381,3 @@ def test_the_command_line_knows_the_grid(tmp_path: Path) -> None:
         assert others == {"blocks.0.seen": [0.0, 100.0], "blocks.1.seen": [1.0, 100.0]}  # of the first rank
         assert_same({name: found[aliases.get(name, name)] for name in tensors}, tensors)
         assert aliases == {"head.weight": "embed.weight"}
-
-
-@on_ranks(2)
-def test_checkpoints_from_before_there_were_grids(tmp_path: Path) -> None:
-    save((1, 2, 1), 1, tmp_path)
-    if torch.distributed.get_rank() == 0:
-        path = tmp_path / "global_step2"
-        manifest = read_manifest(path)
-        assert manifest.about.grid == SavedGrid(1, 2, 1)
-        del manifest.about.layout["grid"]
-        assert manifest.about.grid == SavedGrid(1, 2, 1)
-        (path / "manifest.json").write_bytes(manifest.to_json())
-        assert read_manifest(path) == manifest
-        for grid in ({"pipe": 1, "data": 3, "tensor": 1}, {"pipe": -1, "data": -2, "tensor": 1}, {"pipe": 2}):
-            manifest.about.layout["grid"] = grid
-            (path / "manifest.json").write_bytes(manifest.to_json())
-            with pytest.raises(CheckpointError, match="is damaged"):
-                read_manifest(path)

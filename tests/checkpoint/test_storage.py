@@ -34,7 +34,7 @@ def shards_of(key: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[Shar
 
 def save(directory: Path, shards: Sequence[Shard]) -> CheckpointReader:
     state = {"optimizer": {"type": "AdamW", "groups": []}, "client_state": {}}
-    write_checkpoint(directory, "a", shards, {}, Commit(directory, faults.about(1, "a"), state, TrainingRun()))
+    write_checkpoint(directory, "a", shards, {}, Commit(directory, faults.manifest(1, "a"), state, TrainingRun()))
     return CheckpointReader(find(directory))
 
 

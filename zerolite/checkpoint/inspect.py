@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zerolite.checkpoint.directory import find
@@ -14,8 +14,8 @@ from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.utils.text import command_parser, format_size
 
 DESCRIPTION = """\
-Print what a checkpoint holds: step, world size, stage, precision, versions, parameters,
-sizes and files. Every file must be there and have its size; --verify reads them all and
+Print what a checkpoint holds: step, world size, stage, versions, tensors, sizes and
+files. Every file must be there and have its size; --verify reads them all and
 compares every checksum."""
 
 EPILOG = """\
@@ -23,22 +23,20 @@ The exit status is 1, after a sentence for each file, if something is missing or
 
 
 def render(reader: CheckpointReader) -> str:
-    """Format the manifest, without layout and config, and the sizes of tensors and files as aligned text.
+    """Format the manifest, without the config, and the sizes of tensors and files as aligned text.
 
     Raises CheckpointError if the index is damaged.
     """
-    about = reader.manifest.about
-    ranks = f"{about.world_size}" + (f" ({about.grid})" if about.grid.data != about.world_size else "")
+    manifest = reader.manifest
+    ranks = f"{manifest.grid.ranks}" + (f" ({manifest.grid})" if manifest.grid.data != manifest.grid.ranks else "")
     lines = [f"checkpoint   {reader.path}"]
     for label, value in (
-        ("saved", f"{about.saved_at}, at step {about.global_steps}"),
-        ("ranks", f"{ranks}, stage {about.stage}"),
-        ("precision", _listed(about.precision)),
-        ("versions", _listed(about.versions)),
-        ("parameters", _listed(about.parameters)),
-        ("run", about.run),
-        ("frozen", "left out" if about.exclude_frozen_parameters else ""),
-        ("size", format_size(reader.manifest.nbytes)),
+        ("saved", f"{manifest.saved_at}, at step {manifest.global_steps}"),
+        ("ranks", f"{ranks}, stage {manifest.stage}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
+        ("run", manifest.run),
+        ("frozen", "left out" if manifest.exclude_frozen_parameters else ""),
+        ("size", format_size(manifest.nbytes)),
     ):
         if value:
             lines.append(f"{label:<12} {value}")
@@ -50,15 +48,8 @@ def render(reader: CheckpointReader) -> str:
         elements, size = (sum(numbers) for numbers in zip(*((t.numel, t.nbytes) for t in tensors), strict=True))
         lines.append(f"  {section:<26}{len(tensors):>8}{elements:>18,}{format_size(size):>12}")
     lines += ["", f"{'files':<54}{'size':>12}"]
-    lines += [f"  {name:<52}{format_size(entry.bytes):>12}" for name, entry in sorted(reader.manifest.files.items())]
+    lines += [f"  {name:<52}{format_size(entry.bytes):>12}" for name, entry in sorted(manifest.files.items())]
     return "\n".join(lines)
-
-
-def _listed(values: Mapping[str, object]) -> str:
-    return ", ".join(
-        f"{name.replace('_', ' ')} {f'{value:,}' if isinstance(value, int) else value}"
-        for name, value in values.items()
-    )
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:

@@ -109,7 +109,7 @@ class Loader:
         self._read(plan, ranks)
         if not request.load_module_only:
             ranks.run(lambda: plan.reader.trust(lambda: self._resume(plan, scheduler)))
-            self._run.resume(plan.reader.manifest.about.head)
+            self._run.resume(plan.reader.manifest.run)
         self._report(plan, request)
         return str(path), plan.state.client_state
 
@@ -175,7 +175,7 @@ class Loader:
     def _match(self, reader: CheckpointReader, state: SavedState, model: ModelFacts, strict: bool) -> NameMatch:
         parameters, stored = model.parameters, state.parameters
         match = match_parameters(parameters, stored)
-        if not reader.manifest.about.exclude_frozen_parameters:
+        if not reader.manifest.exclude_frozen_parameters:
             if strict:
                 check_complete("parameter", match.missing, match.unexpected)
             return match
@@ -287,7 +287,7 @@ class Loader:
 
     def _buffer_shards(self, plan: _Plan) -> Iterator[Shard]:
         """Yield the buffers: this rank's own values if they differed between ranks and the grid is the same."""
-        same = plan.reader.manifest.about.grid == self._grid
+        same = plan.reader.manifest.grid == self._grid
         for shard in self._model_state.stored_buffers(plan.buffers):
             rank_key = f"{RANKS}{self._host.rank}/{shard.key}"
             yield replace(shard, key=rank_key) if same and rank_key in plan.reader.tensors else shard
@@ -300,7 +300,7 @@ class Loader:
             scheduler.load_state_dict(plan.scheduler_state)
         if state.loaders:
             self._loaders.load_state_dict(state.loaders)
-        key = f"{RANKS}{self._rank_there(plan.reader.manifest.about.grid)}/random"
+        key = f"{RANKS}{self._rank_there(plan.reader.manifest.grid)}/random"
         if key in plan.reader.tensors:
             load_random_state(plan.reader.read(key), self._parts.device)
 
@@ -338,9 +338,9 @@ class Loader:
                 "(%s). To train them on, unfreeze them before load_checkpoint",
                 *(_CALL, len(plan.untrained), listed(plan.untrained)),
             )
-        about = plan.reader.manifest.about
-        saved, current = about.grid.data, self._grid.data
-        before, now = about.config.get("train_batch_size"), self._parts.config.train_batch_size
+        manifest = plan.reader.manifest
+        saved, current = manifest.grid.data, self._grid.data
+        before, now = manifest.config.get("train_batch_size"), self._parts.config.train_batch_size
         if saved != current and None not in (before, now) and before != now and not request.load_module_only:
             logger.warning(
                 "%s: a step takes %s samples on %d ranks, and took %s on %d when the checkpoint was saved; set "

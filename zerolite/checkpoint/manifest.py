@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field, PositiveInt, TypeAdapter
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import Box, covers
-from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES, CompleteCheckpoint
+from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES
 from zerolite.checkpoint.errors import DamagedFile
 from zerolite.checkpoint.filesystem import BLOCK_BYTES, FileEntry
-from zerolite.checkpoint.state import STRICT, FileModel, Natural, ParameterFacts, validated
+from zerolite.checkpoint.state import STRICT, FileModel, Natural, validated
 from zerolite.utils.dtypes import BY_CODE, CODES
 from zerolite.version import __version__
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zerolite.comm.topology import Topology
 
 FORMAT = "zerolite checkpoint"
-VERSION = 1
+VERSION = 2
 INDEX = "tensors.json"
 STATE = "state.json"
 MOST_DIMENSIONS = 64  # the most that torch's operators accept
@@ -54,70 +54,25 @@ class SavedGrid:
         return f"pipe={self.pipe}, data={self.data}, tensor={self.tensor}"
 
 
-@dataclass(frozen=True, config=STRICT)
-class About:
-    """Description of a checkpoint for its readers.
+class Manifest(FileModel):
+    """Description of a checkpoint, and of all its other files.
 
     Attributes:
         saved_at: time in ISO 8601, UTC.
-        precision: dtypes of compute parameters and masters.
-        parameters: numbers of tensors and of elements, of all and of trained parameters.
+        grid: grid of the ranks that saved it.
         run: id of the run that saved it; "" if it is not stored.
     """
 
     tag: str
     saved_at: str
     global_steps: Natural
-    world_size: PositiveInt
+    grid: SavedGrid
     stage: Natural
-    precision: dict[str, str]
     config: dict[str, Any]
     versions: dict[str, str]
-    parameters: dict[str, int]
-    layout: dict[str, Any]
     exclude_frozen_parameters: bool
     run: str = ""
-
-    def __post_init__(self) -> None:
-        if self.grid.ranks != self.world_size:
-            raise ValueError(f"expected a grid of {self.world_size} ranks, found {self.grid}")
-
-    @property
-    def head(self) -> CompleteCheckpoint:
-        return CompleteCheckpoint(self.global_steps, self.saved_at, self.tag, self.run)
-
-    @property
-    def grid(self) -> SavedGrid:
-        """Grid of the ranks that saved the checkpoint. Without an entry it was saved with data parallelism only."""
-        grid = self.layout.get("grid")
-        return SavedGrid(1, self.world_size, 1) if grid is None else SavedGrid(**grid)
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions for :class:`About`."""
-    return {"zerolite": __version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def count_parameters(described: Mapping[str, ParameterFacts]) -> dict[str, int]:
-    """Count the parameters for :class:`About`."""
-    numels = {name: math.prod(entry.shape) for name, entry in described.items()}
-    trained = [name for name, entry in described.items() if entry.trained]
-    return {
-        "tensors": len(numels),
-        "elements": sum(numels.values()),
-        "trained_tensors": len(trained),
-        "trained_elements": sum(numels[name] for name in trained),
-    }
-
-
-@dataclass(frozen=True, config=STRICT)
-class Manifest:
-    about: About
-    files: dict[str, FileEntry]
-
-    def __post_init__(self) -> None:
-        for name, entry in self.files.items():
-            entry.check(name)
+    files: dict[str, FileEntry] = {}
 
     @property
     def nbytes(self) -> int:
@@ -125,12 +80,13 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> bytes:
-        body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self.about)}
-        body |= {
-            "block_bytes": BLOCK_BYTES,
-            "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
-        }
+        body = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES, **self.model_dump()}
         return json.dumps({**body, "crc32": _checksum(body)}, indent=1).encode()
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions for :class:`Manifest`."""
+    return {"zerolite": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _checksum(body: Mapping[str, object]) -> str:
@@ -138,7 +94,7 @@ def _checksum(body: Mapping[str, object]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest in the directory ``path``. Raises DamagedFile if it is damaged or of a later version."""
+    """Read the manifest in the directory ``path``. Raises DamagedFile if it is damaged or of another version."""
     file = path / MANIFEST
     try:
         return _manifest(filesystem.read_file(file, MOST_JSON_BYTES))
@@ -153,28 +109,23 @@ def _manifest(content: bytes) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ValueError(f"expected the manifest of a {FORMAT}, got another file")
     version = body.get("version")
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if type(version) is not int or version != VERSION:
         by = body["versions"].get("zerolite", "?") if isinstance(body.get("versions"), dict) else "?"
         raise ValueError(
-            f"it has format version {version!r}, written by zerolite {by}; this one reads versions up to {VERSION}: "
-            "update it"
+            f"it has format version {version!r}, written by zerolite {by}; this one reads version {VERSION}: use that "
+            "zerolite"
         )
     stored = body.pop("crc32", None)
     expected = _checksum(body)
     if stored != expected:
         raise ValueError(f"expected checksum {expected}, found {stored}")
-    manifest = validated(lambda: Manifest(_ABOUT.validate_json(content), _Files.model_validate_json(content).files))
+    manifest = validated(lambda: Manifest.model_validate_json(content))
+    for name, entry in manifest.files.items():
+        entry.check(name)
     for name in (INDEX, STATE):
         if name not in manifest.files:
             raise ValueError(f"it has no entry of the file '{name}'")
     return manifest
-
-
-_ABOUT = TypeAdapter(About)
-
-
-class _Files(FileModel):
-    files: dict[str, FileEntry]
 
 
 # -------------------------------------------------------------------- the index

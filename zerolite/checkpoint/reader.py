@@ -69,7 +69,7 @@ class CheckpointReader:
         def fitting() -> State:
             state = validated(lambda: model.model_validate(self.state))
             shapes = {key: stored.shape for key, stored in self.tensors.items()}
-            state.check(shapes, self.manifest.about.exclude_frozen_parameters)
+            state.check(shapes, self.manifest.exclude_frozen_parameters)
             return state
 
         return self.trust(fitting)

@@ -18,7 +18,7 @@ from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import check_tag, default_tag
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.flat_ranges import Shard
-from zerolite.checkpoint.manifest import About, SavedGrid, count_parameters, library_versions
+from zerolite.checkpoint.manifest import Manifest, SavedGrid, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.random_state import save_random_state
 from zerolite.checkpoint.safetensors import bytes_of
@@ -29,7 +29,6 @@ from zerolite.comm import HostGroup, RaiseTogether, collective, keep_track
 from zerolite.config import ZeroliteConfig
 from zerolite.data.dataloader import Loaders
 from zerolite.utils.accelerator import host_memory
-from zerolite.utils.dtypes import CODES
 from zerolite.utils.lazy import collector_off
 from zerolite.zero.optimizer import LOCAL_GROUP_KEYS
 
@@ -289,10 +288,10 @@ class Saver:
             key: json_codec.encode(value, key, tensors) for key, value in self._state(model, user, scheduler).items()
         }
         shards = [Shard.whole(f"{CLIENT}{index}", tensor) for index, tensor in enumerate(tensors)]
-        about = self._about(tag, agreed, model)
         settings = self._parts.config.checkpoint
         run = None if settings.overwrite else self._run
-        return Commit(Path(agreed.save_dir), about, state, run, agreed.save_latest, settings.keep_last), shards
+        manifest = self._manifest(tag, agreed)
+        return Commit(Path(agreed.save_dir), manifest, state, run, agreed.save_latest, settings.keep_last), shards
 
     def _state(self, model: ModelFacts, user: dict[str, object], scheduler: Any) -> dict[str, object]:
         """Return the content of state.json before it is encoded. ``model``: facts of the full model."""
@@ -314,22 +313,16 @@ class Saver:
             **user,
         }
 
-    def _about(self, tag: str, agreed: SaveRequest, described: ModelFacts) -> About:
+    def _manifest(self, tag: str, agreed: SaveRequest) -> Manifest:
         parts = self._parts
-        return About(
+        return Manifest(
             tag=tag,
             saved_at=now(),
             global_steps=parts.pipeline.state.global_steps,
-            world_size=self._host.world_size,
+            grid=SavedGrid.of(parts.topology),
             stage=parts.config.zero_optimization.stage,
-            precision={
-                "compute": ", ".join(sorted({entry.dtype for entry in described.parameters.values()})),
-                "master": ", ".join(sorted({CODES[bucket.master.dtype] for bucket in parts.buffer.buckets})),
-            },
             config=parts.config.model_dump(mode="json"),
             versions=library_versions(),
-            parameters=count_parameters(described.parameters),
-            layout={"grid": asdict(SavedGrid.of(parts.topology))},
             exclude_frozen_parameters=agreed.exclude_frozen_parameters,
             run=self._run.id,
         )

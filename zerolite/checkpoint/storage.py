@@ -22,7 +22,6 @@ from zerolite.checkpoint.flat_ranges import Shard
 from zerolite.checkpoint.manifest import (
     INDEX,
     STATE,
-    About,
     Manifest,
     StoredBox,
     StoredTensor,
@@ -150,7 +149,7 @@ class Commit:
 
     Attributes:
         save_dir: directory of the checkpoints.
-        about: content of the manifest.
+        manifest: the manifest, without its files.
         state: content of state.json, to which the optimizer's scalars are added.
         run: run of the job that saves; None may replace and remove the checkpoints of all runs.
         save_latest: let ``latest`` point to this checkpoint.
@@ -158,7 +157,7 @@ class Commit:
     """
 
     save_dir: Path
-    about: About
+    manifest: Manifest
     state: dict[str, Any]
     run: TrainingRun | None
     save_latest: bool = True
@@ -188,7 +187,7 @@ class Commit:
                     f"{error}; nothing was saved. This is a bug in zerolite: please report it"
                 ) from error
         self._open.enter_context(directory.locked(self.save_dir))
-        self._path = directory.begin(self.save_dir, self.about.tag, self._owns)
+        self._path = directory.begin(self.save_dir, self.manifest.tag, self._owns)
         return self._path
 
     def _owns(self, known: CompleteCheckpoint) -> bool:
@@ -206,7 +205,7 @@ class Commit:
 
     def finish(self, entries: Sequence[dict[str, FileEntry]]) -> None:
         """Check the files of all ranks, write index, state and manifest, and rename the directory to its tag."""
-        path, tag = self._path, self.about.tag
+        path, tag = self._path, self.manifest.tag
         assert path is not None
         files = {name: entry for of_rank in entries for name, entry in of_rank.items()}
         for name, entry in sorted(files.items()):
@@ -214,7 +213,8 @@ class Commit:
         files[INDEX] = filesystem.write_file(path / INDEX, index_to_json(self._tensors))
         files[STATE] = filesystem.write_file(path / STATE, json.dumps(self.state, separators=(",", ":")).encode())
         # The manifest is the last file: a directory without it is not a checkpoint. Only then is the directory renamed.
-        filesystem.write_file(path / MANIFEST, Manifest(self.about, dict(sorted(files.items()))).to_json())
+        manifest = self.manifest.model_copy(update={"files": dict(sorted(files.items()))})
+        filesystem.write_file(path / MANIFEST, manifest.to_json())
         directory.commit(path, tag)
         self._path = None
         if self.save_latest:

@@ -24,12 +24,12 @@ class TrainingRun:
             run_id: default: a random one.
         """
         self.id = run_id or secrets.token_hex(16)
-        self._earlier = {""}  # runs that this one continues; checkpoints of earlier versions name none
+        self._earlier = {""}  # runs that this one continues; imported checkpoints name none
 
-    def resume(self, loaded: CompleteCheckpoint) -> None:
-        """Continue the run of a checkpoint."""
+    def resume(self, run: str) -> None:
+        """Continue the run of a loaded checkpoint, which may name none ("")."""
         self._earlier.add(self.id)
-        self.id = loaded.run or self.id
+        self.id = run or self.id
 
     def owns(self, known: CompleteCheckpoint) -> bool:
         """Return True if a save of this job may replace or remove a checkpoint."""

@@ -20,7 +20,7 @@ from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import MANIFEST, check_tag
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.flat_ranges import Shard, everything
-from zerolite.checkpoint.manifest import About, count_parameters, library_versions
+from zerolite.checkpoint.manifest import Manifest, SavedGrid, library_versions
 from zerolite.checkpoint.state import StoredModel
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
@@ -71,29 +71,23 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
     shards = [Shard(key, shape, dtype, everything(shape), values) for key, shape, dtype, values in imported.tensors]
     shards += [Shard.whole(f"client_state/{index}", tensor) for index, tensor in enumerate(tensors)]
     # The manifest of an imported checkpoint names no run, so every job may replace it.
-    commit = Commit(out, _about(imported), state, TrainingRun())
+    commit = Commit(out, _manifest(imported), state, TrainingRun())
     try:
         return write_checkpoint(out, imported.tag, shards, scalars, commit)
     except CheckpointError as error:
         raise CheckpointError(f"'{imported.directory}' was not imported: {error}") from error
 
 
-def _about(imported: ImportedCheckpoint) -> About:
+def _manifest(imported: ImportedCheckpoint) -> Manifest:
     parameters = StoredModel.model_validate(imported.state).parameters
-    return About(
+    return Manifest(
         tag=imported.tag,
         saved_at=now(),
         global_steps=imported.state["counters"]["global_steps"],
-        world_size=imported.world_size,
+        grid=SavedGrid(1, imported.world_size, 1),
         stage=imported.stage,
-        precision={
-            "compute": ", ".join(sorted({entry.dtype for entry in parameters.values()})),
-            "master": ", ".join(sorted(imported.master_dtypes)),
-        },
         config=imported.config,
         versions={**library_versions(), "deepspeed": imported.deepspeed_version},
-        parameters=count_parameters(parameters),
-        layout={},
         # DeepSpeed does not record if it has left out frozen parameters. Assume so if there are none with elements.
         exclude_frozen_parameters=all(entry.trained or not math.prod(entry.shape) for entry in parameters.values()),
     )

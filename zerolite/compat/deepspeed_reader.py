@@ -64,7 +64,6 @@ class ImportedCheckpoint:
     stage: int
     world_size: int
     deepspeed_version: str
-    master_dtypes: set[str]
     config: dict[str, Any]
     state: dict[str, Any]
     tensors: list[ImportedTensor]
@@ -141,7 +140,6 @@ class _Importer:
             stage=self.files.stage,
             world_size=self.files.world_size,
             deepspeed_version=str(head["ds_version"]),
-            master_dtypes={CODES[master.dtype] for group in self.groups for master in group.masters},
             config=self._plain_data(config, "its configuration") if isinstance(config, dict) else {},
             state=state,
             tensors=self.tensors,
