@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.toolkit.architectures import ALL, Architecture, causal
+from tests.toolkit.architectures import ALL, Architecture
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import SGD, config
 from tests.toolkit.ranks import on_ranks
@@ -73,25 +72,6 @@ def same_steps(engine: zerolite.Engine, made: Architecture, whole: nn.Module, ba
         expected.backward()
         optimizer.step()
         assert loss == pytest.approx(expected.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("name", "bert bloom gpt2 gpt_bigcode gpt_bigcode_mqa opt stablelm t5_gated".split())
-@on_ranks(2, timeout=180)
-def test_the_plan_that_the_message_names(name: str) -> None:
-    """It is pasted as it is. Bloom's leaves attention whole."""
-    made = causal("GPTBigCode", multi_query=False) if name == "gpt_bigcode" else ALL[name]
-    model = built(made)
-    whole = copy.deepcopy(model)
-
-    def start(plan: Any) -> zerolite.Engine:
-        return zerolite.initialize(
-            model, config(0, "fp32", optimizer=SGD) | {"tensor_parallel": {"size": 2, "plan": plan}}
-        )
-
-    said = raised(lambda: start("auto"))
-    plan = json.loads("{" + said[said.index('"plan": {') :] + "}")["plan"]
-    assert any("att" in pattern.lower() for pattern in plan) == (name != "bloom")
-    same_steps(start(plan), made, whole, 1)
 
 
 @pytest.mark.parametrize("name", "falcon falcon_new gemma_mqa gpt_bigcode_mqa llama_mqa qwen2_moe t5".split())

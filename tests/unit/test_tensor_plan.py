@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -343,48 +342,6 @@ def test_styles_beside_auto_count() -> None:
         cut(_with_parameter(), {"*": "auto", "blocks.*.upp": "whole"})
     with pytest.raises(TensorPlanError, match="Sequential, which brings none"):
         cut(nn.Sequential(Plain()), {"*": "auto", "0.up": "column", "0.down": "row"})
-
-
-class Layers(nn.Module):
-    """Layers without a forward of their own."""
-
-    def __init__(self, heads: int = 0, **layers: nn.Module) -> None:
-        super().__init__()
-        self.num_heads = heads
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-def _nano() -> nn.Module:
-    attention, mlp = Nano(), Layers(c_fc=nn.Linear(32, 128), c_proj=nn.Linear(128, 32))
-    head = nn.Linear(32, 67)
-    layers = nn.ModuleList([Layers(attn=attention, mlp=mlp) for _ in range(2)])
-    return Layers(h=layers, wte=nn.Embedding(67, 32), lm_head=head)
-
-
-NANO = {"h.*.attn.c_attn": "column", "h.*.attn.c_proj": "row"}
-MLP_OF_NANO = {"lm_head": "vocab", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row"}
-PROPOSED: dict[str, tuple[Callable[[], nn.Module], Any, int, dict[str, Any]]] = {
-    "nanoGPT": (_nano, "auto", 2, MLP_OF_NANO | NANO),
-    "heads that 8 does not divide": (_nano, "auto", 8, MLP_OF_NANO),
-    "attention that the user leaves whole": (
-        _nano, {"*": "auto", "h.*.attn": "whole"}, 2, {"h.*.attn": "whole", **MLP_OF_NANO},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", PROPOSED)
-def test_the_message_names_a_plan_that_fits(case: str) -> None:
-    make, plan, size, expected = PROPOSED[case]
-    with pytest.raises(TensorPlanError, match="which brings none") as raised:
-        cut(make(), plan, size=size)
-    said = str(raised.value)
-    proposed = json.loads("{" + said[said.index('"plan": {') :] + "}")["plan"]
-    assert proposed == expected
-    cut(make(), proposed, size=size)
 
 
 def test_key_and_value_with_fewer_heads_than_ranks_stay_whole() -> None:

@@ -28,15 +28,12 @@ from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.parallel_blocks import Layer, Number, ParallelBlock
 from zerolite.tensor_parallel.plan import (
     Match,
-    NoPlanError,
     TensorPlanError,
     advice,
     generalize,
     matches,
-    no_plan_sentence,
     unmatched,
 )
-from zerolite.tensor_parallel.proposed_plan import propose_plan
 from zerolite.tensor_parallel.regions import FirstForwardErrors, LocalShapeHook, Region, ReplicatedModuleCheck
 from zerolite.tensor_parallel.shard_spec import is_partial, mark_partial, shard_spec_of
 from zerolite.utils.nested import map_tensors
@@ -70,14 +67,6 @@ def parallelize_module(
         return []
     try:
         return _parallelize(model, settings, comm, device, stage)
-    except NoPlanError:
-        patterns = settings.plan.items() if isinstance(settings.plan, Mapping) else ()
-        proposed = propose_plan(
-            dict(model.named_modules(remove_duplicate=False)),
-            {pattern: style for pattern, style in patterns if pattern != "*"},
-            lambda plan: _read(model, settings, plan, comm, stage).tp_blocks,
-        )
-        raise NoPlanError(no_plan_sentence(model, proposed)) from None
     except TensorPlanError as error:
         raise error.with_advice(settings.plan) from None
 
@@ -111,13 +100,11 @@ class _Reading:
     partial: list[nn.Parameter]
 
 
-def _read(
-    model: nn.Module, settings: TensorParallelConfig, plan: str | Mapping[str, object], comm: Communicator, stage: bool
-) -> _Reading:
-    """Match ``plan`` to the model. Raises TensorPlanError if they do not fit each other."""
+def _read(model: nn.Module, settings: TensorParallelConfig, comm: Communicator, stage: bool) -> _Reading:
+    """Match the plan to the model. Raises TensorPlanError if they do not fit each other."""
     modules = dict(model.named_modules(remove_duplicate=False))
     matching.check_model(model)
-    matches, unused = matching.find_matches(model, modules, plan, stage)
+    matches, unused = matching.find_matches(model, modules, settings.plan, stage)
     layers = matching.find_layers(matches, modules)
     tp_blocks = parallel_blocks.find_parallel_blocks(layers, modules)
     arrangements = _set_sizes(layers, tp_blocks, comm.world_size, settings.divide == "auto")
@@ -134,7 +121,7 @@ def _read(
 def _parallelize(
     model: nn.Module, settings: TensorParallelConfig, comm: Communicator, device: torch.device, stage: bool
 ) -> list[str]:
-    reading = _read(model, settings, settings.plan, comm, stage)
+    reading = _read(model, settings, comm, stage)
     modules, tp_blocks = reading.modules, [*reading.tp_blocks, *reading.written]
     if comm.is_rank0:
         for how, names in reading.arrangements.items():

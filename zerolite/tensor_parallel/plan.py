@@ -287,22 +287,13 @@ def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, S
     return plan
 
 
-def no_plan_sentence(model: nn.Module, proposed: Mapping[str, object] | None = None) -> str:
-    """Return the message for a model without a plan.
-
-    Args:
-        model: the model.
-        proposed: a plan that fits it, if one is known.
-    """
-    remedy = (
-        "by the names and sizes of its layers this one fits, which leaves all others whole (compare its first loss "
-        f'with that of one rank): write "plan": {json.dumps(proposed, default=dict)}'
-        if proposed
-        else 'write the patterns of its layers, as {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}'
-    )
+def no_plan_sentence(model: nn.Module) -> str:
+    """Return the message for a model without a plan."""
     return (
         'expected a model that brings a plan (base_model_tp_plan or _tp_plan) for tensor_parallel.plan "auto", got '
-        f"{type(model).__name__}, which brings none; {remedy}"
+        f"{type(model).__name__}, which brings none; write the patterns of its layers, as "
+        '{"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"} (docs/tensor-parallelism.md has those of GPT-2, OPT '
+        "and BERT)"
     )
 
 
