@@ -30,7 +30,7 @@ RECIPE = replace(RECIPES["tied tokens"], config=BF16 | scheduler("WarmupLR", war
 
 
 def engine_after(steps: int, stage: int = STAGE, recipe: Recipe = RECIPE) -> Any:
-    engine = make_engine(recipe, stage, checkpoint={"timeout_s": 20.0})
+    engine = make_engine(recipe, stage)
     return go_on(engine, steps, recipe)
 
 

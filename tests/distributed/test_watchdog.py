@@ -91,7 +91,7 @@ def part(
             os.kill(os.getpid(), signal.SIGSTOP)
         elif doing == "unfreeze":
             model.head.bias.requires_grad_(True)
-        elif doing == "save":
+        elif doing.startswith("save") or (how == "save again" and step == 0):
             engine.save_checkpoint(directory)
         try:
             if doing == "metric":
@@ -122,6 +122,10 @@ PARTINGS: dict[str, tuple[int, list[str]]] = {
     "sleep": (2, ["rank 1 is outside of the engine", "in part", "docs/uneven-data.md", "waits for no rank"]),
     "sleep in forward": (3, ["rank 1 is slow or stuck in the forward", "in forward", "desync_timeout_s"]),
     "save": (2, ["rank 1 called engine.save_checkpoint(), and the other", "on all ranks"]),
+    "save again": (
+        2,
+        ["rank 1 called engine.save_checkpoint()", "the other ranks in engine.save_checkpoint"],
+    ),
     "branch": (3, ["'experts.first'", "'experts.second'", "leaf_modules", "number 4 in this step"]),
     "stop": (1, ["rank 1: no answer, last seen in step", "rank 1 died", "native code"]),
     "gradient": (1, ["rank 1 called an operation on p.grad, and the other", "on all ranks"]),

@@ -27,7 +27,7 @@ from zerolite.checkpoint.matching import (
 from zerolite.checkpoint.model_state import OPTIMIZER, RANKS, Kinds, ModelState
 from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.saving import barrier, one_request, undisturbed
+from zerolite.checkpoint.saving import agreed, undisturbed
 from zerolite.checkpoint.state import (
     ModelFacts,
     OptimizerState,
@@ -98,8 +98,7 @@ class Loader:
 
         Raises CheckpointError. Until the tensors are read, nothing has been changed when it is raised.
         """
-        ranks = barrier(self._host, self._parts.config, _CALL)
-        one_request(_CALL, ranks.gather(lambda: request))
+        request, ranks = agreed(self._host, _CALL, request)
         path = self._find(request, ranks)
         if path is None:
             return None, {}

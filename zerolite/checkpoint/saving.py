@@ -26,7 +26,6 @@ from zerolite.checkpoint.state import ModelFacts, joined
 from zerolite.checkpoint.storage import Commit, Scalars, now, write_checkpoint
 from zerolite.checkpoint.training_run import run_of_this_job
 from zerolite.comm import HostGroup, RaiseTogether, collective, keep_track
-from zerolite.config import ZeroliteConfig
 from zerolite.data.dataloader import Loaders
 from zerolite.utils.accelerator import host_memory
 from zerolite.utils.lazy import collector_off
@@ -68,12 +67,10 @@ class _Offer:
     """Message of each rank to the others before they save.
 
     Attributes:
-        request: arguments of its call.
         buffers: checksums by name.
         stage: facts of a pipeline stage, from the first rank of each.
     """
 
-    request: SaveRequest
     buffers: dict[str, int]
     stage: ModelFacts | None
 
@@ -111,7 +108,7 @@ class Saver:
             scheduler: the learning rate schedule.
         """
         self.wait_for_all()
-        ranks = barrier(self._host, self._parts.config, _CALL)
+        request, ranks = agreed(self._host, _CALL, request)
         self._parts.reducer.wait()  # on all ranks before they exchange anything, see `StepPipeline.look_at_grads`
         # Parameters that the user has just unfrozen need masters and states, which are part of the checkpoint.
         self._register_unfrozen_params()
@@ -125,20 +122,19 @@ class Saver:
             user.update(loaders=self._loaders.state_dict(), client_state=dict(client_state or {}))
             # Encode it once here, so that a value that cannot be saved is an error before anything is written.
             json_codec.encode(user["client_state"], "client_state", [])
-            return self._offer(request)
+            return self._offer()
 
         offers = ranks.gather(offer)
-        agreed = one_request(_CALL, [of_rank.request for of_rank in offers])
         self._parts.pipeline.check_ranks()
-        save_dir = Path(agreed.save_dir)
-        tag = agreed.tag or default_tag(self._parts.pipeline.state.global_steps)
-        in_background = agreed.async_save and not self._offloads_to_disk()
+        save_dir = Path(request.save_dir)
+        tag = request.tag or default_tag(self._parts.pipeline.state.global_steps)
+        in_background = request.async_save and not self._offloads_to_disk()
 
         def collect() -> Callable[[], None]:
-            shards, scalars = self._shards(offers, agreed.exclude_frozen_parameters)
+            shards, scalars = self._shards(offers, request.exclude_frozen_parameters)
             commit = None
             if self._host.rank == 0:
-                commit, tensors = self._commit(tag, agreed, offers, user, scheduler)
+                commit, tensors = self._commit(tag, request, offers, user, scheduler)
                 shards += tensors
             if in_background:
                 shards = self._copied(shards)
@@ -234,7 +230,7 @@ class Saver:
 
     # ---------------------------------------------------------------- contents
 
-    def _offer(self, request: SaveRequest) -> _Offer:
+    def _offer(self) -> _Offer:
         pipeline = self._parts.pipeline
         pipeline.check_between_steps()
         pipeline.check_no_failed_update()
@@ -248,7 +244,7 @@ class Saver:
             )
         pipeline.written.collect_all()
         buffers = {name: _checksum(buffer) for name, buffer in self._model_state.named_buffers().items()}
-        return _Offer(request, buffers, self._facts() if self._model_state.speaks_for_stage else None)
+        return _Offer(buffers, self._facts() if self._model_state.speaks_for_stage else None)
 
     def _facts(self) -> ModelFacts:
         return replace(self._model_state.describe(), extra=self._model_state.extra_state())
@@ -279,7 +275,7 @@ class Saver:
         return shards
 
     def _commit(
-        self, tag: str, agreed: SaveRequest, offers: Sequence[_Offer], user: dict[str, object], scheduler: Any
+        self, tag: str, request: SaveRequest, offers: Sequence[_Offer], user: dict[str, object], scheduler: Any
     ) -> tuple[Commit, list[Shard]]:
         """Return the inputs of the commit, and the user's tensors, which the rank that commits writes."""
         model = joined([offer.stage for offer in offers if offer.stage is not None] or [self._facts()])
@@ -290,8 +286,8 @@ class Saver:
         shards = [Shard.whole(f"{CLIENT}{index}", tensor) for index, tensor in enumerate(tensors)]
         settings = self._parts.config.checkpoint
         run = None if settings.overwrite else self._run
-        manifest = self._manifest(tag, agreed)
-        return Commit(Path(agreed.save_dir), manifest, state, run, agreed.save_latest, settings.keep_last), shards
+        manifest = self._manifest(tag, request)
+        return Commit(Path(request.save_dir), manifest, state, run, request.save_latest, settings.keep_last), shards
 
     def _state(self, model: ModelFacts, user: dict[str, object], scheduler: Any) -> dict[str, object]:
         """Return the content of state.json before it is encoded. ``model``: facts of the full model."""
@@ -313,7 +309,7 @@ class Saver:
             **user,
         }
 
-    def _manifest(self, tag: str, agreed: SaveRequest) -> Manifest:
+    def _manifest(self, tag: str, request: SaveRequest) -> Manifest:
         parts = self._parts
         return Manifest(
             tag=tag,
@@ -323,7 +319,7 @@ class Saver:
             stage=parts.config.zero_optimization.stage,
             config=parts.config.model_dump(mode="json"),
             versions=library_versions(),
-            exclude_frozen_parameters=agreed.exclude_frozen_parameters,
+            exclude_frozen_parameters=request.exclude_frozen_parameters,
             run=self._run.id,
         )
 
@@ -332,34 +328,27 @@ def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(bytes_of(tensor))
 
 
-def barrier(host: HostGroup, config: ZeroliteConfig, call: str) -> RaiseTogether:
-    """Wait until all ranks are here. Returns the object that raises one rank's error on all ranks, as CheckpointError.
+def agreed(host: HostGroup, call: str, request: Request) -> tuple[Request, RaiseTogether]:
+    """Wait until all ranks make this ``call``, and compare their requests, dataclasses.
 
-    Raises CheckpointError after checkpoint.timeout_s seconds, naming the missing ranks.
+    If a rank does not come, the watchdog ends the job and names it.
+
+    Returns:
+        The request of all ranks, and the object that raises one rank's error on all ranks, as CheckpointError.
+
+    Raises:
+        CheckpointError: on all ranks, if the requests differ.
     """
-    try:
-        host.barrier(config.checkpoint.timeout_s, call)
-    except RuntimeError as error:
-        raise CheckpointError(str(error)) from error
-    return RaiseTogether(host, call, CheckpointError, same=CheckpointError)
-
-
-def one_request(what: str, requests: Sequence[Request]) -> Request:
-    """Return the request of all ranks. Raises CheckpointError on all of them if the requests differ.
-
-    Args:
-        what: the call.
-        requests: dataclasses by rank.
-    """
+    requests = host.gather(request, call)
     first: Any = requests[0]
-    for rank, request in enumerate(requests):
+    for rank, of_rank in enumerate(requests):
         for name, value in asdict(first).items():
-            if getattr(request, name) != value:
+            if getattr(of_rank, name) != value:
                 raise CheckpointError(
-                    f"{what}: expected the same arguments on all ranks, got {name}={value!r} on rank 0 and "
-                    f"{name}={getattr(request, name)!r} on rank {rank}"
+                    f"{call}: expected the same arguments on all ranks, got {name}={value!r} on rank 0 and "
+                    f"{name}={getattr(of_rank, name)!r} on rank {rank}"
                 )
-    return requests[0]
+    return requests[0], RaiseTogether(host, call, CheckpointError, same=CheckpointError)
 
 
 def directory_of(path: str | os.PathLike[str], what: str) -> str:

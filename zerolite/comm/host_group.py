@@ -1,9 +1,8 @@
-"""Exchanges on the host, independent of all other collectives: objects, largest numbers, and a barrier with names."""
+"""Exchanges on the host, independent of all other collectives: objects and largest numbers."""
 
 from __future__ import annotations
 
-import zlib
-from collections import Counter
+import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -14,11 +13,9 @@ from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.flight_recorder import blocked, collective, wait_for
 from zerolite.comm.objects import broadcast_object, gather_objects, pack, unpack
-from zerolite.comm.process_group import made_once, second_group
-from zerolite.comm.store import StoreBarrier
+from zerolite.comm.process_group import second_group
 from zerolite.utils.accelerator import HostRead
-from zerolite.utils.text import name_ranks
-from zerolite.utils.torch_private import backends_of, job_store
+from zerolite.utils.torch_private import backends_of
 
 T = TypeVar("T", int, float)
 
@@ -34,19 +31,10 @@ class HostGroup:
 
     def __init__(self, comm: Communicator, purpose: str) -> None:
         self.rank, self.world_size = comm.rank, comm.world_size
-        self._members = comm.members()
         self._comm, self._purpose = comm, purpose
         self._alone = comm.group is None or comm.world_size == 1
-        self.global_rank = comm.rank if self._alone else self._members[comm.rank]
+        self.global_rank = comm.rank if self._alone else comm.members()[comm.rank]
         self._group: dist.ProcessGroup | None = None
-        self._barriers, self._key = 0, ""
-        if comm.group is not None and not self._alone:
-            made = made_once(comm.group, "host groups", Counter[str])  # by purpose; equal on all ranks
-            made[purpose] += 1
-            key = f"zerolite/{purpose}/{zlib.crc32(repr(self._members).encode())}/{made[purpose]}"
-            # The launcher's store outlives process groups, so it may have keys of an earlier one. Every rank adds one
-            # for each group: after world_size additions all ranks are in the next round and get fresh keys.
-            self._key = f"{key}/{(job_store().add(f'{key}/made', 1) - 1) // self.world_size}"
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -65,44 +53,18 @@ class HostGroup:
         """True if there is one process, or the group has not been destroyed."""
         return self._alone or dist.is_initialized()
 
-    def barrier(self, timeout_s: float, what: str) -> None:
-        """Wait until all ranks are here. Raises RuntimeError after ``timeout_s`` seconds, on all that have come, naming
-        the others.
-
-        It uses the rendezvous store, where a missing rank blocks no other. A rank may come after the others have given
-        up, or may have skipped one of their calls. It waits for them at their next call. (After a call that some ranks
-        miss, torch's barriers would wait for each other's next ones for ever.)
+    def gather(self, value: object, call: str = "") -> list[Any]:
+        """Return every rank's ``value``, in rank order.
 
         Args:
-            timeout_s: seconds to wait.
-            what: the call that all ranks make; the message begins with it.
+            call: function of the user's that all ranks must be in; the watchdog times the wait for them. "": nothing
+                does.
         """
-
-        def too_late(missing: list[int]) -> str:
-            return (
-                f"{name_ranks(missing)} did not take part within {timeout_s:g} s; all ranks must make this call, in "
-                "the same place (not inside `if rank == 0`), and ranks that are slow need a longer "
-                "checkpoint.timeout_s"
-            )
-
-        if self._alone:
-            return
-        met = False
-        # False: the others had given up on this call before this rank came. Join their next one.
-        while not met:
-            self._barriers += 1
-            met = self._barrier(self._barriers, what).wait(timeout_s, too_late)
-        if self._barriers > 1:  # all ranks are here, so all have left the barrier before: its keys can go
-            self._barrier(self._barriers - 1, what).clean()
-
-    def _barrier(self, number: int, what: str) -> StoreBarrier:
-        store = dist.PrefixStore(f"{self._key}/{number}", job_store())
-        return StoreBarrier(store, self.global_rank, self._members, what)
-
-    def gather(self, value: object) -> list[Any]:
-        """Return every rank's ``value``, in rank order."""
         group = self.group
-        return [value] if group is None else gather_objects(value, group)
+        if group is None:
+            return [value]
+        with blocked(("call", call, 0, None, 0)) if call else contextlib.nullcontext():
+            return gather_objects(value, group)
 
     def gather_to_first(self, value: object) -> list[Any]:
         """Return every rank's ``value``, in rank order, on the first rank, and [] on the others."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import socket
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -13,11 +16,53 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm.flight_recorder import collective
-from zerolite.comm.store import Patience, StoreBarrier, StoreSilent, call_with_timeout
+from zerolite.comm.store import StoreSilent, ask_store, call_with_timeout, exited_ranks
 from zerolite.utils.network import keep_store
 from zerolite.utils.text import list_of, name_ranks
 
+logger = logging.getLogger("zerolite")
+_CALL = "init_distributed"
 _ANSWER_S = 60.0  # how long a process that listens at the port may take to answer as a store
+_FIRST_WARNING_S, _WARNINGS_S = 30.0, 60.0
+_LONGEST_PAUSE_S = 0.5  # between two requests
+_LOOKS_PER_S = 4000  # requests of all ranks together: a store answers about 10,000 a second
+_GRACE_S = 10.0  # after the timeout: how long the others wait for the first rank to decide which ranks are missing
+_FAREWELL_S = 3.0  # how long rank 0 stays, if the store ends with it, until others have read why the barrier failed
+
+
+class Patience:
+    """A wait that asks again and again until a timeout, with warnings on the way.
+
+    Short sleeps in Python let Ctrl-C through, which a blocking request to the store would not.
+    """
+
+    def __init__(self, timeout_s: float, lookers: int = 1) -> None:
+        """
+        Args:
+            timeout_s: seconds until the wait is over.
+            lookers: number of processes that ask the same store.
+        """
+        self._start = time.monotonic()
+        self._timeout_s = timeout_s
+        self._shortest_s = max(0.002, lookers / _LOOKS_PER_S)
+        self._warn_at = _FIRST_WARNING_S
+
+    def left(self) -> float:
+        """Return the seconds that are left; 0 or less when the time is over."""
+        return self._start + self._timeout_s - time.monotonic()
+
+    def pause(self, complaint: Callable[[], str] | None = None) -> None:
+        """Sleep a little; longer, the longer the wait has lasted.
+
+        Args:
+            complaint: makes the text of the warning, "" for none.
+        """
+        waited, left = time.monotonic() - self._start, self.left()
+        if waited >= self._warn_at and complaint is not None and (sentence := complaint()):
+            self._warn_at += _WARNINGS_S
+            logger.warning("%s (waiting for %.0f s, giving up after %g s)", sentence, waited, self._timeout_s)
+        longest = min(waited / 10, _LONGEST_PAUSE_S)
+        time.sleep(max(self._shortest_s, min(longest, left) if left > 0 else longest))
 
 
 # ------------------------------------------------------------------ the store
@@ -112,6 +157,95 @@ def _refusal(host: str, port: int, left_s: float) -> str | None:
 # ------------------------------------------------------------------ the first barrier
 
 
+class _FirstBarrier:
+    """The barrier of all ranks of a job, which names those that do not come.
+
+    A rank that arrives says so in the store. The first rank to set the outcome decides it, for all that have arrived.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+
+    def decide(self, failure: str, missing: Sequence[int] = ()) -> None:
+        """Set the outcome, unless there is one already.
+
+        Args:
+            failure: "" if all ranks are here, else a sentence about the missing ones.
+            missing: the missing ranks.
+        """
+        # Sets a missing key only: all later ranks read the first outcome.
+        self._store.compare_set("outcome", "", json.dumps([failure, list(missing)]))
+
+    def wait(self, timeout_s: float, too_late: Callable[[list[int]], str]) -> bool:
+        """Wait until all ranks are here. Return False if the others had given up before this rank came.
+
+        A warning names the missing ranks after 30 s and then once a minute.
+
+        Raises:
+            RuntimeError: on all ranks that have come, with a sentence about the missing ones. After ``timeout_s``
+                seconds it is ``too_late(missing)``. A rank that is known to have exited raises it at once.
+            StoreSilent: the store does not answer.
+        """
+        store, patience = self._store, Patience(timeout_s, self._world_size)
+        store.set(f"here/{self._rank}", "")
+        arrived = store.add("here", 1)
+        # Only the first to arrive asks for each rank by itself, and it gives up before the others. Otherwise all ranks
+        # would send world_size requests each, at the same moment.
+        first = arrived == 1
+        latest_s = 0.0 if first else -_GRACE_S
+        if arrived == self._world_size:
+            self.decide("")
+        while not ask_store(lambda: self._is_decided(too_late if patience.left() <= latest_s else None)):
+            patience.pause((lambda: ask_store(self._complaint)) if first else None)
+        failure, missing = json.loads(store.get("outcome"))
+        if self._rank in missing:
+            return False
+        if failure:
+            self._wait_for_readers(how_many_is_known=bool(missing))
+            raise RuntimeError(f"{_CALL}: {failure}")
+        return True
+
+    def _is_decided(self, too_late: Callable[[list[int]], str] | None) -> bool:
+        """Return True if there is an outcome. Set one if ranks cannot come any more or, with ``too_late``, have not
+        come."""
+        if self._store.check(["outcome"]):
+            return True
+        if exited := self._missing(exited_ranks(self._store, self._rank, self._world_size)):
+            self.decide(self._exited_message(exited), exited)
+        elif too_late is not None and (missing := self._missing(range(self._world_size))):
+            self.decide(too_late(missing), missing)
+        return False
+
+    def _missing(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([f"here/{rank}"])]
+
+    def _exited_message(self, exited: list[int]) -> str:
+        who = name_ranks(exited)
+        return (
+            f"{who} of {self._world_size} exited with status 0 before this call, and the others wait for "
+            f"{'it' if len(exited) == 1 else 'them'}: the script has come to its end there, or has called sys.exit or "
+            f"os._exit. All ranks must make this call, or none (see the output of {who})"
+        )
+
+    def _complaint(self) -> str:
+        if not (missing := self._missing(range(self._world_size))):
+            return ""
+        have = "has" if len(missing) == 1 else "have"
+        return f"{_CALL}: {name_ranks(missing)} of {self._world_size} {have} not arrived yet"
+
+    def _wait_for_readers(self, how_many_is_known: bool) -> None:
+        """Wait a little until the other ranks have read the outcome, because the store may end with this process.
+
+        If processes contradict each other (two with the same rank), it is unknown how many will read it: wait the full
+        time.
+        """
+        store, patience = self._store, Patience(_FAREWELL_S if self._rank == 0 else 0.0)
+        left = store.add("left", 1)
+        while patience.left() > 0 and (not how_many_is_known or left < store.add("here", 0)):
+            patience.pause()
+            left = store.add("left", 0)
+
+
 @collective
 def first_barrier(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
     """Wait until all ranks are here. Called once for each ``store`` (its keys).
@@ -123,8 +257,7 @@ def first_barrier(store: dist.Store, rank: int, world_size: int, timeout_s: floa
             processes have the same rank or processes differ in ``world_size``.
     """
     store = dist.PrefixStore("arrival", store)
-    what = "init_distributed"
-    barrier = StoreBarrier(store, rank, range(world_size), what)
+    barrier = _FirstBarrier(store, rank, world_size)
 
     def too_late(missing: list[int]) -> str:
         known = next(rank for rank in range(world_size) if rank not in missing)
@@ -142,10 +275,10 @@ def first_barrier(store: dist.Store, rank: int, world_size: int, timeout_s: floa
             barrier.decide(trouble)
         came_in_time = barrier.wait(timeout_s, too_late)
     except StoreSilent as error:
-        raise RuntimeError(f"{what}: rank {rank} waits for the others, and {error}") from error
+        raise RuntimeError(f"{_CALL}: rank {rank} waits for the others, and {error}") from error
     except dist.DistError as error:
         raise RuntimeError(
-            f"{what}: rank {rank} has lost the store of the rendezvous while it waited for the others; it ends with "
+            f"{_CALL}: rank {rank} has lost the store of the rendezvous while it waited for the others; it ends with "
             "rank 0 or its launcher, whose output says why"
         ) from error
     if not came_in_time and not trouble:
@@ -154,7 +287,7 @@ def first_barrier(store: dist.Store, rank: int, world_size: int, timeout_s: floa
             "took this rank so long, or give a longer timeout"
         )
     if trouble:
-        raise RuntimeError(f"{what}: {trouble}")
+        raise RuntimeError(f"{_CALL}: {trouble}")
 
 
 def _same_job(store: dist.Store, rank: int, world_size: int) -> str:

@@ -95,9 +95,6 @@ class CheckpointConfig(Block):
     overwrite: Bool = False
     """Let a job that has not loaded a checkpoint of a run replace and remove that run's checkpoints. false: to replace
     one is an error, and they are not removed. (zerolite's own key.)"""
-    timeout_s: Positive = 300.0
-    """Seconds that ranks wait for each other at the beginning of a save or load, before an error names the missing
-    ones. (zerolite's own key.)"""
 
 
 class ZeroliteConfig(Block):

@@ -207,6 +207,8 @@ def describe(entry: Entry, names: Names | None) -> str:
     """Return a collective in words. Ranks that launch the same collective get the same words."""
     if entry.op == "message":
         return "a message from another stage of the pipeline"
+    if entry.op == "call":
+        return f"the other ranks in {entry.tag}"
     if isinstance(entry.what, int):
         numel, dtype, tensors = entry.what, entry.dtype, 1
         members = names.of_bucket(entry.key) if names is not None else []
