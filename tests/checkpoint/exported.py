@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tests.checkpoint import faults
+from zerolite.checkpoint.directory import TrainingRun
 from zerolite.checkpoint.manifest import SavedGrid
 from zerolite.checkpoint.storage import Commit, write_checkpoint
-from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.utils.dtypes import BY_CODE, CODES
 
 Tensors = dict[str, torch.Tensor]

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint import filesystem
-from zerolite.checkpoint.directory import default_tag, find
+from zerolite.checkpoint.directory import TrainingRun, default_tag, find
 from zerolite.checkpoint.flat_ranges import Shard, range_of, split_evenly
 from zerolite.checkpoint.manifest import Manifest, SavedGrid
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
-from zerolite.checkpoint.training_run import TrainingRun
 
 Operation = tuple[str, str]  # what is to happen, and the name of the file
 

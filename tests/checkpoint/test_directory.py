@@ -23,10 +23,17 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
 from zerolite.checkpoint import directory as directories
 from zerolite.checkpoint import filesystem
-from zerolite.checkpoint.directory import MANIFEST, NoCheckpoint, complete_checkpoints, find, locked
+from zerolite.checkpoint.directory import (
+    MANIFEST,
+    NoCheckpoint,
+    TrainingRun,
+    complete_checkpoints,
+    find,
+    locked,
+    run_of_this_job,
+)
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import read_manifest
-from zerolite.checkpoint.training_run import TrainingRun, run_of_this_job
 
 
 @pytest.fixture

@@ -20,10 +20,9 @@ from tests.checkpoint.test_crashes import about_to_save
 from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint import filesystem
-from zerolite.checkpoint.directory import NoCheckpoint, find
+from zerolite.checkpoint.directory import NoCheckpoint, TrainingRun, find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.training_run import TrainingRun
 
 Save = Callable[[Path], Any]
 

@@ -17,14 +17,13 @@ import torch
 from tests.checkpoint import faults
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import Box
-from zerolite.checkpoint.directory import find
+from zerolite.checkpoint.directory import TrainingRun, find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.filesystem import BLOCK_BYTES, BUFFER_BYTES, CheckedFile, FileEntry, FileWriter
 from zerolite.checkpoint.flat_ranges import FlatRange, Shard
 from zerolite.checkpoint.reader import CheckpointReader, part_of
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.checkpoint.storage import Commit, write_checkpoint
-from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.utils.dtypes import CODES
 
 

@@ -1,4 +1,4 @@
-"""Directory of checkpoints: list, begin, commit, prune, and the file `latest`.
+"""Directory of checkpoints: list, begin, commit, prune, the file `latest`, and whose run a checkpoint is of.
 
 A checkpoint is a directory with a manifest. It is written under a name that begins with a dot, and renamed when it is
 complete. Then the file ``latest``, which contains its name, is replaced. So a process may be killed at any point: all
@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ LATEST = "latest"
 _INCOMPLETE, _REPLACED, _REMOVED = ".incomplete-", ".replaced-", ".removed-"
 MOST_JSON_BYTES = 1 << 30  # limit of a manifest, which has 8 bytes for each MiB of the checkpoint
 _MOST_LATEST_BYTES = 4096
+_JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"  # the launcher's: the same on all nodes and after a restart, then "-" and the node
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
 
@@ -156,6 +158,40 @@ def _latest(directory: Path) -> str | None:
         ) from None
 
 
+# -------------------------------------------------------------------- runs
+
+
+class TrainingRun:
+    """The run of one job: a save never replaces or removes a checkpoint of another run, whose id its manifest names.
+
+    A run is one training, of one or more jobs: a job that loads a checkpoint completely continues its run. Only the
+    rank that commits uses it, so ranks cannot disagree on it.
+    """
+
+    def __init__(self, run_id: str = "") -> None:
+        """
+        Args:
+            run_id: default: a random one.
+        """
+        self.id = run_id or secrets.token_hex(16)
+        self._earlier = {""}  # runs that this one continues; imported checkpoints name none
+
+    def resume(self, run: str) -> None:
+        """Continue the run of a loaded checkpoint, which may name none ("")."""
+        self._earlier.add(self.id)
+        self.id = run or self.id
+
+    def owns(self, known: CompleteCheckpoint) -> bool:
+        """Return True if a save of this job may replace or remove a checkpoint."""
+        return known.run == self.id or known.run in self._earlier
+
+
+@functools.cache
+def run_of_this_job() -> TrainingRun:
+    """Return the run of this process, which all its engines share."""
+    return TrainingRun(os.environ.get(_JOB_ID_VARIABLE, "").partition("-")[0])
+
+
 # -------------------------------------------------------------------- saving
 
 
@@ -184,20 +220,20 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def begin(directory: Path, tag: str, owns: Callable[[CompleteCheckpoint], bool]) -> Path:
+def begin(directory: Path, tag: str, run: TrainingRun | None) -> Path:
     """Make a fresh directory for the checkpoint ``tag``. Called by one rank, with the lock.
 
     It removes the remains of killed saves.
 
     Args:
-        owns: whether the job may replace a checkpoint.
+        run: run of the job; None may replace the checkpoints of all runs.
 
     Raises:
         CheckpointError: something that is not a checkpoint has the name, or a checkpoint that the job does not own.
     """
     path = _candidates(directory).get(tag)
     known = None if path is None else _read_head(path, tag)
-    if known is not None and not owns(known):
+    if known is not None and run is not None and not run.owns(known):
         raise CheckpointError(
             f"this save would replace checkpoint '{tag}' (step {known.global_steps}, saved at {known.saved_at}), which "
             f"is of another run ('{known.run}'). To continue that run, call engine.load_checkpoint on that directory "
@@ -267,14 +303,15 @@ def set_latest(directory: Path, tag: str) -> None:
     filesystem.replace_file(directory / LATEST, f"{tag}\n".encode())
 
 
-def prune(directory: Path, keep: int, saved: str, owns: Callable[[CompleteCheckpoint], bool]) -> None:
+def prune(directory: Path, keep: int, saved: str, run: TrainingRun | None) -> None:
     """Remove checkpoints with a default tag, except the ``keep`` newest, ``saved`` and the latest.
 
     Tags that the user has chosen stay, and checkpoints that the job does not own. Called by one rank, with the lock.
     """
     latest = _latest(directory)
-    others = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag) and owns(known)]
-    others = sorted((known for known in others if known.tag != saved), key=lambda known: known.saved_at)
+    others = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag)]
+    others = [known for known in others if known.tag != saved and (run is None or run.owns(known))]
+    others.sort(key=lambda known: known.saved_at)
     keep -= 1 if _DEFAULT_TAG.fullmatch(saved) else 0
     for known in others[: max(len(others) - keep, 0)]:
         if known.tag != latest:

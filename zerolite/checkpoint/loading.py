@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.directory import find
+from zerolite.checkpoint.directory import find, run_of_this_job
 from zerolite.checkpoint.errors import CheckpointError, NoCheckpoint
 from zerolite.checkpoint.flat_ranges import Shard
 from zerolite.checkpoint.manifest import INDEX, SavedGrid
@@ -37,7 +37,6 @@ from zerolite.checkpoint.state import (
     check_hyperparameters,
     joined,
 )
-from zerolite.checkpoint.training_run import run_of_this_job
 from zerolite.comm import HostGroup, RaiseTogether, collective
 from zerolite.data.dataloader import Loaders
 from zerolite.zero.optimizer import LOCAL_GROUP_KEYS

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerolite.checkpoint import json_codec
-from zerolite.checkpoint.directory import check_tag, default_tag
+from zerolite.checkpoint.directory import check_tag, default_tag, run_of_this_job
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.flat_ranges import Shard
 from zerolite.checkpoint.manifest import Manifest, SavedGrid, library_versions
@@ -24,7 +24,6 @@ from zerolite.checkpoint.random_state import save_random_state
 from zerolite.checkpoint.safetensors import bytes_of
 from zerolite.checkpoint.state import ModelFacts, joined
 from zerolite.checkpoint.storage import Commit, Scalars, now, write_checkpoint
-from zerolite.checkpoint.training_run import run_of_this_job
 from zerolite.comm import HostGroup, RaiseTogether, collective, keep_track
 from zerolite.data.dataloader import Loaders
 from zerolite.utils.accelerator import host_memory

@@ -15,7 +15,7 @@ import torch
 
 from zerolite.checkpoint import directory, filesystem, json_codec
 from zerolite.checkpoint.boxes import Box
-from zerolite.checkpoint.directory import MANIFEST, CompleteCheckpoint, newest_complete
+from zerolite.checkpoint.directory import MANIFEST, TrainingRun, newest_complete
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.filesystem import FileEntry, FileWriter
 from zerolite.checkpoint.flat_ranges import Shard
@@ -29,7 +29,6 @@ from zerolite.checkpoint.manifest import (
     index_to_json,
 )
 from zerolite.checkpoint.safetensors import ToStore, build_header, bytes_of
-from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import Communicator, HostGroup, RaiseTogether, collective
 
 Result = TypeVar("Result")
@@ -187,11 +186,8 @@ class Commit:
                     f"{error}; nothing was saved. This is a bug in zerolite: please report it"
                 ) from error
         self._open.enter_context(directory.locked(self.save_dir))
-        self._path = directory.begin(self.save_dir, self.manifest.tag, self._owns)
+        self._path = directory.begin(self.save_dir, self.manifest.tag, self.run)
         return self._path
-
-    def _owns(self, known: CompleteCheckpoint) -> bool:
-        return self.run is None or self.run.owns(known)
 
     def _add(self, part: _Part) -> None:
         known = self._tensors.setdefault(part.key, StoredTensor(part.shape, part.dtype, []))
@@ -226,7 +222,7 @@ class Commit:
                     f"({error.strerror}) and names another one, or none; load it with tag='{tag}'"
                 ) from error
         if self.keep_last is not None:
-            directory.prune(self.save_dir, self.keep_last, tag, self._owns)
+            directory.prune(self.save_dir, self.keep_last, tag, self.run)
 
     def close(self) -> None:
         """Unlock the directory, and remove a checkpoint that was not committed."""

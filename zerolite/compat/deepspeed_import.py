@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 
 from zerolite.checkpoint import json_codec
-from zerolite.checkpoint.directory import MANIFEST, check_tag
+from zerolite.checkpoint.directory import MANIFEST, TrainingRun, check_tag
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.flat_ranges import Shard, everything
 from zerolite.checkpoint.manifest import Manifest, SavedGrid, library_versions
 from zerolite.checkpoint.state import StoredModel
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
-from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.utils.text import command_parser
 
