@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from tests.cli.helpers import free_port
 from zerolite.comm import store
-from zerolite.comm.rendezvous import first_barrier
-from zerolite.comm.store import Patience
+from zerolite.comm.rendezvous import Patience, first_barrier
 from zerolite.launcher.board import Judge, NodeRendezvous, NodeRendezvousError, NodeState
 from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob

@@ -91,7 +91,6 @@ class Saver:
         self._loaders, self._register_unfrozen_params = loaders, register_unfrozen_params
         self._run = run_of_this_job()  # which the checkpoints belong to
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._warned = False  # the warning that nothing is saved in the background has been logged
         self._running: threading.Thread | None = None
         self._failure: BaseException | None = None
         keep_track(self)
@@ -127,7 +126,8 @@ class Saver:
         self._parts.pipeline.check_ranks()
         save_dir = Path(request.save_dir)
         tag = request.tag or default_tag(self._parts.pipeline.state.global_steps)
-        in_background = request.async_save and not self._offloads_to_disk()
+        # States that offload keeps on disk may be too large for a copy in the host's memory.
+        in_background = request.async_save and not self._parts.buffer.placements.on_disk
 
         def collect() -> Callable[[], None]:
             shards, scalars = self._shards(offers, request.exclude_frozen_parameters)
@@ -145,19 +145,6 @@ class Saver:
         else:
             write()
         return str(save_dir / tag)
-
-    def _offloads_to_disk(self) -> bool:
-        """Return True if offload keeps states on disk, so that host memory may be too small for a copy. Logs that,
-        once."""
-        on_disk = self._parts.buffer.placements.on_disk
-        if on_disk and not self._warned and self._host.rank == 0:
-            logger.warning(
-                "%s: async_save copies what is saved into the host's memory first, and offload keeps states of this "
-                "job on disk because they are too large for it: checkpoints are complete when the call returns",
-                _CALL,
-            )
-        self._warned = self._warned or on_disk
-        return on_disk
 
     # ---------------------------------------------------------------- in the background
 
