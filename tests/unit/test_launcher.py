@@ -208,17 +208,6 @@ def test_the_last_lines_name_rank_host_and_cause() -> None:
     assert silent[1:4] == ["zerolite: the last lines of rank 1's standard error:", "a", "b"]
 
 
-def test_a_kill_for_memory_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "membership").write_text("0::/a/b\n")
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    events = tmp_path / "a" / "b" / "memory.events"
-    events.write_text("low 0\noom 1\noom_kill 2\noom_group_kill 7\n")
-    watch = failures.MemoryKills(tmp_path, tmp_path / "membership")
-    assert not watch.happened()
-    events.write_text("low 0\noom 2\noom_kill 3\n")
-    assert watch.happened()
-
-
 def test_a_marker_finds_what_is_no_descendant() -> None:
     """A process of another job, or with a longer marker, is not found."""
     command = "exec setsid sleep 100 </dev/null >/dev/null 2>&1 & echo $!"

@@ -132,3 +132,14 @@ def test_the_quota_is_the_strictest_of_nested_groups(tmp_path: Path, monkeypatch
     for group, text in (("slice", "800000 100000"), ("slice/job", "250000 100000"), ("slice/job/step", "max 100000")):
         machine.write(f"sys/fs/cgroup/{group}/cpu.max", text)
     assert read_cpu_quota(tmp_path) == 2.5
+
+
+def test_a_kill_for_memory_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, [[0]])
+    machine.write("proc/self/cgroup", "0::/a/b")
+    assert resources.count_memory_kills(tmp_path) == 0
+    machine.write("sys/fs/cgroup/a/b/memory.events", "low 0\noom 1\noom_kill 2\noom_group_kill 7")
+    assert resources.count_memory_kills(tmp_path) == 2
+    machine.write("proc/self/cgroup", "4:memory:/docker/1")
+    machine.write("sys/fs/cgroup/memory/memory.oom_control", "under_oom 0\noom_kill 3")
+    assert resources.count_memory_kills(tmp_path) == 3

@@ -15,11 +15,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from zerolite.launcher.board import LEAVE_S, SILENCE_S, Board, NodeRendezvous, NodeRendezvousError, NodeState
-from zerolite.launcher.failures import Failure, MemoryKills, count, describe, exit_status, headline
+from zerolite.launcher.failures import Failure, count, describe, exit_status, headline
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
 from zerolite.launcher.logs import RankLogs
 from zerolite.launcher.processes import JobProcesses, send
 from zerolite.launcher.rank import BIND_VARIABLE, PARENT_VARIABLE
+from zerolite.launcher.resources import count_memory_kills
 from zerolite.launcher.supervisor import INTERRUPT_GRACE_S, SIGNALS, say, write
 from zerolite.utils import failure_record
 from zerolite.utils.failure_record import FailureRecord
@@ -56,7 +57,7 @@ class NodeAgent(LocalElasticAgent):
         self._signals: list[int] = []
         self._interrupted_at: float | None = None
         self._restart_reason = ""
-        self._memory_kills = MemoryKills()
+        self._memory_kills = count_memory_kills()
         self._ended_at: dict[int, float] = {}
         self._reported_at: dict[int, float] = {}
         super().__init__(make_spec(job, self._rendezvous_handler), self._logs, exit_barrier_timeout=5)
@@ -165,7 +166,7 @@ class NodeAgent(LocalElasticAgent):
             exitcode=1 if code is None else code,
             seen=self._ended_at.get(worker.local_rank, time.time()),
             record=record,
-            killed_for_memory=code == -signal.SIGKILL and self._memory_kills.happened(),
+            killed_for_memory=code == -signal.SIGKILL and count_memory_kills() > self._memory_kills,
             output=self._logs.outputs[worker.global_rank],
             tail="" if code == 0 else self._logs.tail(worker.global_rank),
             by_itself=code is not None,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from zerolite.utils.failure_record import FailureRecord
@@ -193,35 +190,3 @@ def count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
-
-
-class MemoryKills:
-    """Kills by the kernel for lack of memory in this process's control group, counted since the object was made.
-
-    Control groups of both versions are read. In a container only the file at the root exists, which is the container's.
-
-    Args:
-        root: directory in which the control groups are mounted.
-        membership: file that says which group this process is in.
-    """
-
-    def __init__(self, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> None:
-        self._files: list[Path] = []
-        with contextlib.suppress(OSError):
-            for line in membership.read_text(encoding="utf-8").splitlines():
-                _, controllers, path = line.split(":", 2)
-                place, name = (root / "memory", "memory.oom_control") if controllers else (root, "memory.events")
-                if not controllers or "memory" in controllers.split(","):
-                    self._files += [place / path.lstrip("/") / name, place / name]
-        self._at_start = self._count()
-
-    def _count(self) -> int:
-        for file in self._files:
-            with contextlib.suppress(OSError, UnicodeError):
-                match = re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-                return int(match[1]) if match else 0
-        return 0
-
-    def happened(self) -> bool:
-        """Return True if the kernel has killed a process of the group since the start."""
-        return self._count() > self._at_start

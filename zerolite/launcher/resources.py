@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -147,22 +148,27 @@ def core_sets(nproc: int, root: Path = ROOT) -> list[list[int]]:
     ]
 
 
+def control_groups(controller: str, root: Path = ROOT) -> list[Path]:
+    """Return this process's control group and those around it, the innermost first, in version 2 or 1.
+
+    In a container the group's path may be the host's, while the mount shows the container's part as the root.
+    """
+    groups: list[Path] = []
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controllers
+            own_group = base / group.strip("/")
+            groups += [own_group, *(base / parent for parent in own_group.relative_to(base).parents)]
+    return groups
+
+
 def read_cpu_quota(root: Path = ROOT) -> float | None:
     """Return the CPUs that this process's control groups allow, such as 1.5; None without a limit.
 
-    The strictest limit of the group and its parents counts: `cpu.max` in version 2, `cpu.cfs_quota_us` in version 1.
+    The strictest limit counts: `cpu.max` in version 2, `cpu.cfs_quota_us` in version 1.
     """
-    mounted = root / "sys/fs/cgroup"
-    quotas = []
-    for line in _read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = mounted / controllers if controllers else mounted
-        # In a container the group's path may be the host's, while the mount shows the container's part as the root.
-        own_group = base / group.strip("/")
-        around = own_group.relative_to(base).parents
-        quotas += [_read_quota(directory) for directory in (own_group, *(base / parent for parent in around))]
+    quotas = map(_read_quota, control_groups("cpu", root))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
@@ -173,6 +179,15 @@ def _read_quota(group: Path) -> float | None:
     if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words):  # -1: no limit
         return None
     return int(words[0]) / int(words[1])
+
+
+def count_memory_kills(root: Path = ROOT) -> int:
+    """Return the number of processes of this control group that the kernel has killed for lack of memory."""
+    for group in control_groups("memory", root):
+        for name in ("memory.events", "memory.oom_control"):
+            if match := re.search(r"^oom_kill (\d+)$", _read_text(group / name), re.MULTILINE):
+                return int(match[1])
+    return 0
 
 
 def _read_cpu_list(path: Path) -> set[int]:
