@@ -119,12 +119,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
     },
-    entry_points={
-        "console_scripts": [
-            "zerolite = zerolite.launcher.cli:main",
-            "zerolite_report = zerolite.diagnostics.report:main",
-        ]
-    },
+    entry_points={"console_scripts": ["zerolite = zerolite.launcher.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

@@ -72,30 +72,6 @@ def test_other_errors_and_other_precisions_are_left_alone():
     assert "zerolite" not in raised(lambda: nn.Linear(4, 4).to(BF16)(torch.ones(2, 4)), model), "of no module of ours"
 
 
-def test_a_loop_that_trains_an_engine_without_an_optimizer():
-    model, hook, optimizer = Model(), _ExceptHook(), None
-    told: list[str] = []
-    hook._before = lambda kind, error, trace: told.append(str(error))
-
-    def ended_by(call):
-        try:
-            call()
-        except Exception as caught:
-            hook(type(caught), caught, caught.__traceback__)
-        return told[-1]
-
-    calls = (lambda: optimizer.zero_grad(), lambda: torch.ones(()).backward())
-    assert not any("zerolite" in ended_by(call) for call in calls), "no such engine"
-    hook.evaluated.add(model)
-    for call, words in zip(calls, ("no attribute 'zero_grad'", "does not require grad"), strict=True):
-        first, sentence = ended_by(call).split("\n", 1)
-        assert (
-            words in first and "the engine of a Model has no optimizer" in sentence and '"optimizer" block' in sentence
-        )
-    assert "zerolite" not in ended_by(lambda: optimizer.unknown)
-    assert "zerolite" not in ended_by(lambda: model.zero_grad.step)
-
-
 def test_what_an_uncaught_exception_prints(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     model, hook = Model().to(BF16), _ExceptHook()

@@ -1,4 +1,4 @@
-"""Handler of uncaught exceptions in processes with engines: Ctrl-C in one line, dtype errors and others explained."""
+"""Handler of uncaught exceptions in processes with engines: Ctrl-C in one line, and dtype errors explained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class _ExceptHook:
 
     def __init__(self) -> None:
         self.models: weakref.WeakKeyDictionary[torch.nn.Module, torch.dtype | None] = weakref.WeakKeyDictionary()
-        self.evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models of engines without an optimizer
         self.rank = 0
         self._before: Any = None
 
@@ -34,52 +33,22 @@ class _ExceptHook:
             return
         for model, compute in list(self.models.items()):
             explain(error, model, compute)
-        _explain_missing_optimizer(error, sorted({type(model).__name__ for model in self.evaluated}))
         self._before(error_type, error, trace)
 
 
 _hook = _ExceptHook()
 
 
-def watch(model: torch.nn.Module, compute: torch.dtype | None, rank: int, trains: bool = True) -> None:
+def watch(model: torch.nn.Module, compute: torch.dtype | None, rank: int) -> None:
     """Let uncaught exceptions be explained with facts about an engine's model.
 
     Args:
         model: the engine's model.
         compute: see :func:`explain`.
         rank: rank in the job; only rank 0 prints.
-        trains: the engine has an optimizer.
     """
     _hook.models[model], _hook.rank = compute, rank
-    if trains:
-        _hook.evaluated.discard(model)
-    else:
-        _hook.evaluated.add(model)
     _hook.install()
-
-
-_OF_OPTIMIZERS = ("zero_grad", "step", "param_groups", "state", "state_dict", "load_state_dict", "add_param_group")
-
-
-def _explain_missing_optimizer(error: BaseException, classes: list[str]) -> None:
-    """Explain the errors of Python and torch in a loop that trains an engine without an optimizer.
-
-    Args:
-        error: the exception.
-        classes: names of the classes of the models of such engines.
-    """
-    misses = isinstance(error, AttributeError) and error.obj is None and error.name in _OF_OPTIMIZERS
-    ungraded = isinstance(error, RuntimeError) and str(error).startswith(_NEEDS_NO_GRADIENT)
-    if classes and (misses or ungraded):
-        error.args = (
-            f"{error}\nzerolite: the engine of a {' and of a '.join(classes)} has no optimizer, so its parameters are "
-            "frozen, engine.optimizer is None, and it only evaluates. To train the model, give zerolite.initialize a "
-            'config with an "optimizer" block, or optimizer=...; to train it later, end this '
-            "engine with engine.destroy(), call model.requires_grad_(True), and make a second one",
-        )
-
-
-_NEEDS_NO_GRADIENT = "element 0 of tensors does not require grad"
 
 
 def _only_prints(hook: Any) -> bool:

@@ -107,7 +107,7 @@ def _explain_failures(engine: Engine, watchdog: Watchdog) -> None:
     """Let hangs and uncaught exceptions be explained with facts about the engine."""
     parts = parts_of(engine)
     watchdog.watch(engine, parts)
-    uncaught.watch(parts.model, engine.compute_dtype, parts.topology.world.rank, trains=parts.trains)
+    uncaught.watch(parts.model, engine.compute_dtype, parts.topology.world.rank)
 
 
 def _print_state(engine: Engine, topology: Topology) -> None:
