@@ -157,6 +157,11 @@ def test_the_first_node_waits_for_the_cause() -> None:
 
 def test_a_node_without_a_sign_of_life_is_lost() -> None:
     judge, going = Judge(["a", "b"]), NodeState()
-    assert judge.decide([going, going], [1, 1], 0.0) is judge.decide([going, going], [2, 1], 19.0) is None
-    (lost,) = judge.decide([going, going], [3, 1], 21.0) or []
+    beats = [(number, number if number < 5 else 5) for number in range(40)]
+    told = [judge.decide([going, going], pair, float(pair[0])) for pair in beats]
+    assert told[:26] == [None] * 26 and told[26] is not None
+    (lost,) = told[26]
     assert lost.node_failure.startswith("host b gave no sign of life for 20 s")
+    judge = Judge(["a", "b"])
+    for now in (0.0, 100.0, 200.0):  # this process was suspended
+        assert judge.decide([going, going], [1, 1], now) is None

@@ -100,8 +100,8 @@ class NodeAgent(LocalElasticAgent):
             self._obey_signal(codes)
         board, state = self._board, self._state(codes)
         board.state = state
-        verdict = board.verdict
-        if verdict is None and self.job.node_rank and (board.disconnected or board.silence_s > SILENCE_S):
+        verdict, silence_s = board.verdict, board.look()
+        if verdict is None and self.job.node_rank and (board.disconnected or silence_s > SILENCE_S):
             why = "has gone: its agent has ended or cannot be reached"
             why = why if board.disconnected else f"has not answered for {SILENCE_S:.0f} s"
             sentence = f"the first node, {self.job.master_addr}, {why}"

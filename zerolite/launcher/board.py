@@ -33,6 +33,9 @@ POLL_INTERVAL_S = 0.2
 SILENCE_S = 20.0
 """A node without a sign of life for so many seconds is lost."""
 
+_STEP_S = 1.0
+"""Most seconds of silence between two looks: a process that was suspended has heard nothing meanwhile."""
+
 LEAVE_S = 5.0
 """The first node keeps the store, so it waits up to so many seconds until the others have read the verdict."""
 
@@ -183,7 +186,8 @@ class Judge:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = list(hosts)
-        self._beats: dict[int, tuple[int, float]] = {}
+        self._beats: dict[int, tuple[int, float]] = {}  # latest number and seconds of silence since, by node
+        self._looked_at = float("-inf")
         self._failed_at: float | None = None
 
     def decide(self, states: Sequence[NodeState], beats: Sequence[int], now: float) -> list[Failure] | None:
@@ -211,11 +215,11 @@ class Judge:
 
     def _find_lost_nodes(self, beats: Sequence[int], now: float) -> list[Failure]:
         lost = []
+        step, self._looked_at = min(now - self._looked_at, _STEP_S), now
         for node, host in enumerate(self._hosts):
-            known, since = self._beats.setdefault(node, (beats[node], now))
-            if beats[node] != known:
-                self._beats[node] = (beats[node], now)
-            elif now - since > SILENCE_S:
+            known, silent_s = self._beats.get(node, (-1, 0.0))
+            self._beats[node] = (beats[node], silent_s + step if beats[node] == known else 0.0)
+            if self._beats[node][1] > SILENCE_S:
                 sentence = (
                     f"host {host} gave no sign of life for {SILENCE_S:.0f} s: its agent has ended, the machine is "
                     "down, or the network to it is broken"
@@ -227,8 +231,8 @@ class Judge:
 class Board(threading.Thread):
     """Thread in which a node reports to the first one, and reads its verdict, in one attempt.
 
-    A request waits for ever if the first node's host is cut off. So only this thread makes requests, and others look at
-    :attr:`silence_s`.
+    A request waits for ever if the first node's host is cut off. So this thread alone makes requests, and the agent
+    calls :meth:`look`.
 
     Attributes:
         state: what is reported.
@@ -245,21 +249,25 @@ class Board(threading.Thread):
         self._judge = Judge(hosts)
         self._beats = 0
         self._announced: set[int] = set()
-        self._answered_at = time.monotonic()
+        self._answered = True  # since the latest look
+        self._looked_at, self._silent_s = time.monotonic(), 0.0
         self.state = NodeState()
         self.verdict: list[Failure] | None = None
         self.disconnected = False
 
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the store has answered."""
-        return time.monotonic() - self._answered_at
+    def look(self) -> float:
+        """Return the seconds for which the store has not answered. Called again and again."""
+        now = time.monotonic()
+        step, self._looked_at = min(now - self._looked_at, _STEP_S), now
+        self._silent_s = 0.0 if self._answered else self._silent_s + step
+        self._answered = False
+        return self._silent_s
 
     def run(self) -> None:
         try:
             while self.verdict is None:
                 self._exchange()
-                self._answered_at = time.monotonic()
+                self._answered = True
                 time.sleep(POLL_INTERVAL_S if self.verdict is None else 0.0)
             self._store.set(f"left/{self._node}", "")
             if self._node == 0:
