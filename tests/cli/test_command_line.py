@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import resource
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import ROOT, output_of, run, run_command
+from tests.cli.helpers import ROOT, output_of, run
 from zerolite.version import __version__
 
 ASK_FOR_IMPORTS = """\
@@ -49,39 +47,6 @@ def test_the_command_answers_at_once_and_imports_nothing_heavy(
     assert result.stdout.splitlines()[-1] == f"status 0{imported}", result.stdout + result.stderr
     assert all(word in result.stdout for word in words)
     assert not words or after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.8
-
-
-def check_mistake(result: subprocess.CompletedProcess[str], *parts: str) -> None:
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("zerolite: error: ")
-    for part in parts:
-        assert part in last, (part, last)
-
-
-@pytest.mark.fast("no script", "missing script", "port 0")
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        pytest.param(["--nproc", "2"], ["expected a script"], id="no script"),
-        pytest.param(["no such.py", "--lr", "1"], ["no such.py", "{directory}"], id="missing script"),
-        pytest.param(["-m", "no_such_package.train"], ["no_such_package"], id="missing module"),
-        pytest.param(["--nproc=0", "train.py"], ["--nproc", "1 or more"], id="0 processes"),
-        pytest.param(["--master-port=0", "train.py"], ["--master-port", "0"], id="port 0"),
-    ],
-)
-def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
-    (tmp_path / "train.py").write_text("")
-    check_mistake(run_command(*arguments, cwd=tmp_path), *(part.format(directory=tmp_path) for part in parts))
-
-
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        check_mistake(run_command("--master-port", port, "train.py", cwd=tmp_path), f"--master-port {port}", "in use")
 
 
 def test_import_zerolite_adds_little_to_import_torch() -> None:

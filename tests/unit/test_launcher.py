@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zerolite.launcher import failures, options, plan, rank, supervisor
+from zerolite.launcher import cli, failures, options, plan, rank, supervisor
 from zerolite.launcher.failures import Failure
 from zerolite.launcher.hosts import HostsError
 from zerolite.launcher.job import NodeJob
@@ -97,6 +98,30 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], line: str
     assert last.startswith("zerolite: error: ") and all(part in last for part in parts), last
 
 
+def test_mistakes_that_the_machine_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are one sentence too, behind which nothing has been started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for line, *parts in (
+            ("--nproc 2", "expected a script"),
+            ("gone.py --lr 1", "gone.py", str(tmp_path)),
+            ("-m no_such_package.train", "no_such_package"),
+            ("--nproc=0 train.py", "--nproc", "1 or more"),
+            ("--master-port=0 train.py", "--master-port", "0"),
+            (f"--master-port {port} train.py", f"--master-port {port}", "in use"),
+        ):
+            with pytest.raises(SystemExit) as stop:
+                cli.main(line.split())
+            said = capsys.readouterr()
+            assert stop.value.code == 2 and said.out == "" and "Traceback" not in said.err
+            last = said.err.splitlines()[-1]
+            assert last.startswith("zerolite: error: ") and all(part in last for part in parts), last
+
+
 def test_what_a_node_must_be_told() -> None:
     for line, part in (
         ("--no-ssh --num-nodes 2", "needs --node-rank"),
@@ -104,6 +129,7 @@ def test_what_a_node_must_be_told() -> None:
         ("--num-nodes 2 --node-rank 2 --master-addr a", "0 to 1"),
         ("--node-rank 1 --master-addr a", "needs --num-nodes"),
         ("--no-ssh --include h", "--hostfile"),
+        ("--num-nodes 2", "--num-nodes asks for 2 hosts and nothing says which: give a --hostfile"),
     ):
         with pytest.raises(HostsError, match=part):
             plan.make_plan(request_of(*line.split(), "t.py"))

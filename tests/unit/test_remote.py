@@ -105,11 +105,6 @@ def test_the_address_of_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_address("localhost", True) == "10.0.0.5" and first_address("127.0.1.1", False) == "127.0.1.1"
 
 
-def test_several_nodes_need_a_hostfile() -> None:
-    with pytest.raises(HostsError, match="--num-nodes asks for 2 hosts and nothing says which: give a --hostfile"):
-        make_plan(LaunchRequest(["t.py"], num_nodes=2))
-
-
 def test_a_node_with_a_command_of_its_own_finds_its_place(hostfile: str) -> None:
     def own_part(**given: object) -> NodeJob:
         plan = make_plan(LaunchRequest(["t.py"], hostfile=hostfile, no_ssh=True, **given))  # type: ignore[arg-type]
