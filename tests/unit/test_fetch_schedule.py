@@ -345,18 +345,14 @@ def test_an_order_is_adopted_only_if_it_is_the_one_that_was_compared():
     schedule = mock.Mock(gathers=0, candidate_hash=7)
     agreement = ScheduleAgreement(schedule, 0, 1, logs=False)
     numbers = torch.zeros(3)
-    agreement.write_slice(numbers)  # of a step before
-    agreement.on_collected()
-    agreement.write_slice(numbers)  # this step's statistics
+    agreement.read_slice(agreement.write_slice(numbers), numbers)  # of a step before
+    written = agreement.write_slice(numbers)  # this step's statistics
     schedule.candidate_hash = 9
     agreement.before_update()
-    agreement.on_collected()
-    agreement.read_slice(None, numbers)
+    agreement.read_slice(written, numbers)
     agreement.before_update()
     assert schedule.adopt.call_count == 0
-    agreement.write_slice(numbers)
-    agreement.on_collected()
-    agreement.read_slice(None, numbers)
+    agreement.read_slice(agreement.write_slice(numbers), numbers)
     agreement.before_update()
     assert schedule.adopt.call_count == 1 and schedule.reject.call_count == 0
 

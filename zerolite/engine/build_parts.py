@@ -119,8 +119,7 @@ class PartsBuilder:
             param_groups: its param groups.
             trains: False for an engine without an optimizer.
         """
-        model, config, ranks = self.model, self.config, self._groups.shard.world_size
-        self._communication_dtype = communication_dtypes(model, config, self.precision, ranks)
+        model, config = self.model, self.config
         self._make_placements()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         trained, owned = self._choose_parameters(param_groups, trains, names)
@@ -132,8 +131,7 @@ class PartsBuilder:
         if memory.options.reduce_each_backward and memory.options.use_reduce_scatter and self._groups.has_replicas:
             self._observers.add(ReplicaSums(self._groups, self._buffer, accumulation))
         synchronize_untrained(model, trained, self.precision, self.topology.data, self.device)
-        parallel = trains and not self.topology.trivial
-        collector = self._make_collector(parallel)
+        collector = self._make_collector(trains and not self.topology.trivial)
         self._reducer = Reducer(self._buffer, self._observers)
         inputs = self._observe_model_ranks() if trains else None
         optimizer = self._make_optimizer(choice, param_groups)
@@ -265,7 +263,8 @@ class PartsBuilder:
         return collector
 
     def _make_gradient_memory(self, accumulation: GradAccumulation) -> GradientMemory:
-        placements = self._placements
+        placements, ranks = self._placements, self._groups.shard.world_size
+        self._communication_dtype = communication_dtypes(self.model, self.config, self.precision, ranks)
         options = reduction_options(
             self.config,
             self.policy,

@@ -81,10 +81,9 @@ class EvaluationEngine(Engine):
     def _agree_on_schedule(self, agreement: ScheduleAgreement) -> None:
         """Let stage 3 follow its recorded schedule if all ranks have the same; the host waits for the answer."""
         numbers = torch.zeros(agreement.slice_size, dtype=torch.float64, device=self.device)
-        agreement.write_slice(numbers)
+        written = agreement.write_slice(numbers)
         self.topology.data.all_reduce(numbers, tag="stats").wait()
-        agreement.on_collected()
-        agreement.read_slice(None, HostRead(numbers).get())
+        agreement.read_slice(written, HostRead(numbers).get())
         agreement.before_update()
 
     forward = __call__

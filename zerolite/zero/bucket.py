@@ -92,14 +92,10 @@ class Bucket:
         self.layout, self.index, self.parameters = layout, layout.index, list(parameters)
         self.groups = memory.groups.of_spread(layout.spread)
         self._parameter_of = {slot.index: p for slot, p in zip(layout.slots, parameters, strict=True)}
-        self.strides = {
-            index: dense_strides(p.data) if (sharded_param := sharded_param_of(p)) is None else sharded_param.strides
-            for index, p in self._parameter_of.items()
-        }
+        self.strides = {index: _strides_of(parameter) for index, parameter in self._parameter_of.items()}
         shapes = {index: getattr(p, "ds_shape", p.shape) for index, p in self._parameter_of.items()}
         self.is_sharded = buffer.shard
-        rank = buffer.rank if self.is_sharded else None
-        self.fragments = list(buffer.layout.bucket_fragments(layout, rank))
+        self.fragments = list(buffer.layout.bucket_fragments(layout, buffer.rank if self.is_sharded else None))
         self._fragment_of = {fragment.slot.index: fragment for fragment in self.fragments}
         self.placement, self.compute_placement = placements.optimizer_placement(layout.index), compute_placement
         self.updates_on_host = self.placement.location != DEVICE
@@ -116,22 +112,23 @@ class Bucket:
         self.shards: list[OptimParamShard] = []
         self.states: dict[str, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # each parameter's view of `compute`; none at stage 3
-        self._storage = compute.untyped_storage()
-        self._own_users, self._has_readers = 0, True
+        self._storage, self._own_users, self._has_readers = compute.untyped_storage(), 0, True
         self._stand_ins: list[torch.Tensor] = []  # of hidden parameters
-        self.is_hidden = False
+        self.is_hidden = self.is_lent = False
         self.absent_class: type = AbsentParameter
         self._memory = memory
         self.dtypes = GradientDtypes(compute.dtype, memory.options.communication_dtype(parameters[0]), memory.options)
         self.local = LocalSum(layout, shapes, self.strides, self.device, self.dtypes, memory)
         self.gathering: Pending | None = None
         self.reduced: torch.Tensor | None = None
-        self.is_lent = False
-        self._offloaded: OffloadedGradient | None = None
-        if memory.offloads is not None and not placements.is_accessible(self.placement, on_host=False):
-            numel = layout.numel // self.groups.states.world_size
-            self._offloaded = OffloadedGradient(memory.offloads, self.index, self.placement, numel, self.dtypes.mean[0])
+        accessible = memory.offloads is None or placements.is_accessible(self.placement, on_host=False)
+        self._offloaded = None if accessible else self._offload_gradient()
         self.is_offloaded = self._offloaded is not None
+
+    def _offload_gradient(self) -> OffloadedGradient:
+        offloads, numel = self._memory.offloads, self.layout.numel // self.groups.states.world_size
+        assert offloads is not None
+        return OffloadedGradient(offloads, self.index, self.placement, numel, self.dtypes.mean[0])
 
     # ---------------------------------------------------------------- the mean gradient
 
@@ -367,3 +364,8 @@ class Bucket:
         self.collect_written()
         chosen = [f for f in self.fragments if f.slot.index in indices] if self.separate else []
         return [self.master_view(f).copy_(self.view_of(f, self.owned)) for f in chosen]
+
+
+def _strides_of(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    sharded_param = sharded_param_of(parameter)
+    return dense_strides(parameter.data) if sharded_param is None else sharded_param.strides

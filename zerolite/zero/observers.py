@@ -116,9 +116,6 @@ class StepObserver:
     def before_update(self, facts: UpdateFacts) -> None:
         """Called before every update, before its statistics are needed. It may communicate and raise."""
 
-    def on_collected(self) -> None:
-        """Called when the update has the statistics that it uses, and nothing has been read yet."""
-
     def on_update_begin(self) -> None:
         """Called when an update begins to change the masters."""
 
@@ -189,7 +186,6 @@ class Observers:
         self.on_phase_begin: list[Callable[[str], None]] = []
         self.on_phase_end: list[Callable[[str], None]] = []
         self.before_update: list[Callable[[UpdateFacts], None]] = []
-        self.on_collected: list[Callable[[], None]] = []
         self.on_update_begin: list[Callable[[], None]] = []
         self.on_step_end: list[Callable[[int], None]] = []
         self.on_parameters_updated: list[Callable[[], None]] = []

@@ -125,8 +125,6 @@ class StepPipeline:
             refused = vector.refused
         elif vector.refused is None:  # clipping has collected them before
             state.leave_out(refused)
-        for notify in observers.on_collected:
-            notify()
         user_factor = self.grads.take_common_factor(vector) if self.grads.is_multiplied else 1.0
         self._updated = True  # set before the update: after an exception in it, nothing is applied twice
         if self.grads.is_touched:

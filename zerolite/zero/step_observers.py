@@ -77,18 +77,19 @@ class ScheduleAgreement(StepObserver):
         """
         self.schedule, self._logs = schedule, logs
         self._place, self.slice_size = 3 * place, 3 * places
-        self._collected = 0  # hash in the statistics that were collected last
-        self._compared = 0  # hash in the statistics that an update has used
+        self._compared = 0  # hash in the statistics that the update before has used
         self._match = True
 
-    def write_slice(self, numbers: torch.Tensor) -> None:
-        """Write 1, the hash, and its square."""
-        candidate = self._collected = self.schedule.candidate_hash
+    def write_slice(self, numbers: torch.Tensor) -> int:
+        """Write 1, the hash, and its square. Return the hash."""
+        candidate = self.schedule.candidate_hash
         for place, number in enumerate((1, candidate, candidate**2), self._place):
             if number:  # fill_ passes it as an argument of a kernel; a copy from the host may wait for the device
                 numbers[place].fill_(number)
+        return candidate
 
-    def read_slice(self, written: None, sums: torch.Tensor) -> None:
+    def read_slice(self, written: int, sums: torch.Tensor) -> None:
+        self._compared = written
         count, first, second = sums[self._place : self._place + 3].tolist()
         # n equal hashes h have the sum n h and the sum of squares n h². Different ones have a larger sum of squares
         # (Cauchy and Schwarz), so one sum over ranks compares them all. In integers, which are exact.
@@ -105,8 +106,3 @@ class ScheduleAgreement(StepObserver):
                 logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
         elif compared and self.schedule.candidate_hash == compared:
             self.schedule.adopt()
-
-    def on_collected(self) -> None:
-        """Note that the update uses the statistics with the latest hash. Only this hash counts: clipping may have
-        collected statistics before :meth:`before_update`."""
-        self._compared = self._collected
