@@ -297,18 +297,17 @@ def scheduler_of(scheduler: Any, config: ZeroliteConfig, optimizer: ShardedOptim
     return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 
 
-def check_loss(loss: object) -> None:
-    """Raise ValueError for a loss that ``Engine.backward`` cannot take."""
+def loss_error(loss: object) -> ValueError:
+    """Return the error for a loss that ``Engine.backward`` cannot take."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(
+        return ValueError(
             f"engine.backward: expected a loss with one element, got {shape}; reduce it with .mean() or .sum()"
         )
-    if not loss.requires_grad:
-        raise ValueError(
-            "engine.backward: the loss needs no gradient: it was computed under torch.no_grad() or from no "
-            "trainable parameter"
-        )
+    return ValueError(
+        "engine.backward: the loss needs no gradient: it was computed under torch.no_grad() or from no trainable "
+        "parameter"
+    )
 
 
 def checked_weight(weight: float | torch.Tensor, scale_wrt_gas: bool) -> float:

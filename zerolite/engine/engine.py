@@ -16,7 +16,7 @@ from zerolite.data.even_loader import EvenLoader
 from zerolite.data.micro_batch import check_batches
 from zerolite.diagnostics.consistency import SameInputs
 from zerolite.engine import whole_steps
-from zerolite.engine.arguments import Arguments, check_loss, checked_weight
+from zerolite.engine.arguments import Arguments, checked_weight, loss_error
 from zerolite.engine.compiling import compile_blocks
 from zerolite.engine.engine_base import EngineBase
 from zerolite.engine.step_observers import LearningRateSchedule
@@ -136,7 +136,8 @@ class Engine(EngineBase):
             ValueError: for a loss that is not a scalar or needs no gradient, and for a weight that is negative or not a
                 number.
         """
-        check_loss(loss)
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            raise loss_error(loss)
         pipeline, reducer, accumulation = self._parts.pipeline, self._parts.reducer, self._parts.accumulation
         if reducer.current.open:
             pipeline.end_failed_backward()

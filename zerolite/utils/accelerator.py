@@ -178,7 +178,7 @@ class HostRead:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._host, self._event = current_platform().read(tensor.detach())
+        self._host, self._event = _platforms[-1].read(tensor.detach())
 
     def get(self) -> torch.Tensor:
         """Return the values, as a CPU tensor."""

@@ -83,7 +83,7 @@ class KernelUpdate(UpdateMethod):
         self._counts = False  # the last update counts as a step, because some param group has states
         self._not_counted: list[int] = []  # parameters that missed the last update
         self._maybe_unused: frozenset[int] = frozenset()
-        self._group_values: list[object] = []  # sizes and values of the param groups, when they were last checked
+        self._group_values: list[object] = []  # of the param groups, when they were last checked
         self._is_shown = False  # `inner.state` has all states, with their counts of steps
         self._has_fresh = False  # it has none of shards that the next update counts for the first time
         self._entries: dict[int, State] = {}  # what `inner.state` was given, by index of the parameter
@@ -110,9 +110,9 @@ class KernelUpdate(UpdateMethod):
     def take_over(self) -> None:
         # Compared by identity in C loops: in most steps nothing has changed.
         groups = self._inner.param_groups
-        values: list[object] = [len(group["params"]) for group in groups]
-        values += chain.from_iterable(map(dict.values, groups))
-        if len(values) != len(self._group_values) or not all(map(is_, values, self._group_values)):
+        values = list(chain.from_iterable(map(dict.values, groups)))
+        is_known = len(values) == len(self._group_values) and all(map(is_, values, self._group_values))
+        if not is_known or [len(group["params"]) for group in groups] != self._group_sizes:
             self._take_over_groups()
             self._group_values = values
         values = list(chain.from_iterable(map(dict.values, self._inner.state.values())))

@@ -186,7 +186,8 @@ class Reducer:
                 bucket.local.copy_in_held()
         waiting = current.end()
         try:
-            if complete or not self.shown.all_dropped():  # else the user has dropped all gradients
+            some_hidden = len(self.used) < len(self.parameters) or current.accumulated > 1
+            if some_hidden and (complete or not self.shown.all_dropped()):  # else the user has dropped all gradients
                 self._show()
             if reducing:
                 if self.by_group or self._learning or self._new_buckets:
