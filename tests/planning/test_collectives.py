@@ -72,3 +72,11 @@ def test_the_host_waits_only_where_an_update_runs_on_it(stage: int, precision: s
         setting = {**config, "zero_optimization": {"stage": stage, **offload}}
         made = plan(lambda: Llama(2, 32, 64, 96), setting, 8, batch=lambda: torch.zeros(1, 16, dtype=torch.long))
         assert made.host_waits == waits, (stage, precision, device)
+
+
+@pytest.mark.parametrize(("fused", "waits"), [(True, 0), (False, 1)])
+def test_the_host_waits_for_kernels_that_cannot_skip(fused: bool, waits: int) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "fused": fused}}
+    setting = {**CONFIG, "optimizer": optimizer, "zero_optimization": {"stage": 1}}
+    made = plan(lambda: Llama(1, 32, 64, 96), setting, 8, batch=lambda: torch.zeros(1, 16, dtype=torch.long))
+    assert made.host_waits == waits

@@ -309,7 +309,7 @@ class PartsBuilder:
         if skips:
             # Torch's fused kernels decide for themselves, and one rank alone may have states that keep it from them.
             (never,) = largest([int(not method.can_skip_on_device)], self.topology.world, self.device, "kernels")
-            method.can_skip_on_device = skips = not never
+            method.can_skip_on_device = skips = method.can_skip_on_device and not never  # a dry run reads zeros
         options = step_options(self.config, numel, skips, self.topology)
         self._scaler = loss_scaler(self.config) if trains else None
         state = StepState(accumulation, self._scaler, buffer, method, self._observers, options)
