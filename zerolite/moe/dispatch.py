@@ -141,8 +141,15 @@ def _exchanged(
     comm: Communicator, sent: Sequence[int], received: Sequence[int], tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Send rows of several tensors [rows, columns] as one message of bytes to each rank."""
-    parts = [tensor.detach().contiguous().view(torch.uint8) for tensor in tensors]
+    parts = [_dense(tensor.detach()).view(torch.uint8) for tensor in tensors]
     rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     arrived = comm.all_to_all_rows(rows, sent, received, TAG).wait()
     columns = arrived.split([part.shape[1] for part in parts], 1)
-    return tuple(part.contiguous().view(tensor.dtype) for part, tensor in zip(columns, tensors, strict=True))
+    return tuple(_dense(part).view(tensor.dtype) for part, tensor in zip(columns, tensors, strict=True))
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """Return ``rows`` in memory of their own strides. A single row is contiguous for torch whatever its stride."""
+    if rows.stride() == (rows.shape[1], 1):
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)

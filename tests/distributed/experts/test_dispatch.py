@@ -1,0 +1,115 @@
+"""Exchange of tokens: uneven numbers, experts and ranks without tokens, what travels, and the graphs of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.toolkit import experts
+from tests.toolkit.experts import CHOSEN, EXPERTS, WIDTH
+from tests.toolkit.ranks import on_ranks
+from zerolite.comm import create_communicator, record
+from zerolite.moe.dispatch import TAG, over_ranks
+from zerolite.moe.expert_parallel import ExpertParallel
+
+
+def layer() -> ExpertParallel:
+    torch.manual_seed(5)
+    return ExpertParallel(experts.Expert() for _ in range(EXPERTS)).double()
+
+
+def tokens_of(rank: int, how: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, experts and weights of one rank's tokens."""
+    generator = torch.Generator().manual_seed(rank)
+    count = {"uneven": 3 + 5 * rank, "none on rank 0": 4 * rank, "nowhere": 0}.get(how, 6)
+    hidden = torch.randn(count, WIDTH, dtype=torch.float64, generator=generator)
+    index = torch.stack(
+        [torch.randperm(EXPERTS, generator=generator)[:CHOSEN] for _ in range(count)]
+        or [torch.zeros(CHOSEN, dtype=torch.int64)]
+    )[:count]
+    if how == "one expert":
+        index = torch.full_like(index[:, :1], 5)
+    if how == "empty places":  # the number behind the last expert
+        index[:, 1] = EXPERTS
+    return hidden, index, torch.rand(index.shape, dtype=torch.float64, generator=generator)
+
+
+def run(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    """Return the output, and gradients of tokens, weights and experts."""
+    inputs = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    output = module(inputs[0], index, inputs[1])
+    factors = torch.arange(1.0, output.numel() + 1, dtype=output.dtype).view_as(output).cos()
+    (output * factors).sum().backward()
+    return output.detach(), *(one.grad for one in inputs)  # type: ignore[return-value]
+
+
+def spread(module: ExpertParallel, rank: int, size: int) -> Any:
+    """Leave ``module`` the experts of one rank, and return its call."""
+    share = EXPERTS // size
+    for parameter in module.parameters():
+        parameter.data = parameter.data[rank * share : (rank + 1) * share].clone()
+    module.num_experts = share
+    comm = create_communicator(torch.device("cpu"))
+    return lambda hidden, index, weights: over_ranks(comm, share, module.forward, True, (hidden, index, weights))
+
+
+HOW = ["uneven", "none on rank 0", "nowhere", "one expert", "empty places"]
+
+
+@on_ranks(2, 4, timeout=60)
+@pytest.mark.parametrize("how", HOW)
+def test_values_and_gradients_are_those_of_one_rank(how: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole, part = layer(), layer()
+    call = spread(part, rank, size)
+    found = run(call, *tokens_of(rank, how))
+    wanted = [run(whole, *tokens_of(other, how)) for other in range(size)]
+    torch.testing.assert_close(found, wanted[rank], rtol=0, atol=1e-12)
+    share = EXPERTS // size
+    for one, other in zip(part.parameters(), whole.parameters(), strict=True):
+        gradient = other.grad[rank * share : (rank + 1) * share]  # type: ignore[index]
+        of_rank = torch.zeros_like(one) if one.grad is None else one.grad
+        torch.testing.assert_close(of_rank, gradient, rtol=0, atol=1e-12)
+
+
+@on_ranks(4, timeout=60)
+@pytest.mark.parametrize("how", HOW)
+def test_every_rank_launches_the_same(how: str) -> None:
+    """Three all-to-alls in a forward and two in its backward, whatever a rank's tokens are, also where a checkpoint
+    computes the layer again, and where only experts require gradients."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hidden, index, weights = tokens_of(rank, how)
+    call = spread(layer(), rank, size)
+    with record() as plain:
+        run(call, hidden, index, weights)
+    with record() as repeated:
+        run(lambda h, i, w: checkpoint(call, h, i, w, use_reentrant=False), hidden, index, weights)
+    with record() as of_experts:
+        call(hidden, index, weights).sum().backward()
+    with record() as in_evaluation, torch.no_grad():
+        call(hidden, index, weights)
+    counts = [one.count("all_to_all", TAG) for one in (plain, repeated, of_experts, in_evaluation)]
+    assert counts == [5, 8, 4, 3]
+
+
+@on_ranks(4, timeout=60)
+def test_bytes_are_those_of_the_formula() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hidden, index, weights = tokens_of(rank, "uneven")
+    share = EXPERTS // size
+    rows = [sum(len({int(e) // share for e in of_token} & {r}) for of_token in index) for r in range(size)]
+    all_rows = torch.tensor(rows)
+    everyone = [torch.empty_like(all_rows) for _ in range(size)]
+    dist.all_gather(everyone, all_rows)
+    sent, came = sum(rows), int(sum(int(row[rank]) for row in everyone))
+    with record() as recorder:
+        run(spread(layer(), rank, size), hidden, index, weights)
+    counts, forth, back, back_again, gradients = (call.nbytes for call in recorder.calls if call.tag == TAG)
+    assert counts == 2 * 8 * size
+    assert (forth, back) == (sent * (8 * WIDTH + CHOSEN * (8 + 4)), came * 8 * WIDTH)
+    assert (back_again, gradients) == (sent * 8 * WIDTH, came * (8 * WIDTH + CHOSEN * 8))

@@ -1,0 +1,261 @@
+"""What an engine does with experts of several ranks beside plain training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from tests.distributed.experts.test_parity import EXACT, ROUNDED, assert_like_one_process
+from tests.toolkit import experts
+from tests.toolkit.configs import STATIC_SCALE, at
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.sequences import needs_transformers
+from zerolite.config import ConfigError
+
+
+@pytest.mark.fast("2-2", "3 moving-4")
+@on_ranks(2, 4, timeout=60)
+@pytest.mark.parametrize("stage", ["0", "2", "3 moving"])
+def test_all_tokens_for_one_expert(stage: str) -> None:
+    """The other ranks' experts get no token in any step."""
+    assert_like_one_process("Mixture", 2, stage, EXACT, double=True, favourite=0, clip=0.3)
+
+
+@needs_transformers
+@pytest.mark.fast("3 moving-True-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("stage", ["2", "3 moving"])
+def test_activation_checkpoints(stage: str, reentrant: bool) -> None:
+    engine = experts.make("qwen3_moe", 2, stage)
+    engine.module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        engine.module.enable_input_require_grads()
+    windows = [[experts.batch_of(2 * s + r, 4 + 3 * r) for r in range(2)] for s in range(2)]
+    for window in windows:
+        engine.backward(experts.loss_of(engine(**window[dist.get_rank()], use_cache=False)))
+        engine.step()
+    wanted, _ = experts.in_one_process("qwen3_moe", windows, False, 0.0)
+    found = experts.parameters_of(engine)
+    torch.testing.assert_close(found, experts.own_part(engine, wanted), rtol=0, atol=ROUNDED)
+
+
+@pytest.mark.fast("3 moving-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("stage", ["1", "3 moving"])
+def test_checkpointed_modules_of_the_config(stage: str) -> None:
+    how = {"activation_checkpointing": {"modules": ["blocks.*"]}}
+    assert_like_one_process("Mixture", 2, stage, EXACT, double=True, config=how)
+
+
+@pytest.mark.fast("2-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("stage", ["1", "2", "3 moving"])
+def test_states_on_the_host(stage: str) -> None:
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    assert_like_one_process("Mixture", 2, stage, EXACT, double=True, clip=0.3, config={"zero": offload})
+
+
+@pytest.mark.fast("2-4")
+@on_ranks(4, timeout=60)
+@pytest.mark.parametrize("stage", ["0", "2", "3 moving"])
+def test_weights_of_losses(stage: str) -> None:
+    """A rank whose loss has the weight 0 computes for the others' tokens all the same."""
+    engine = experts.make("Mixture", 2, stage, double=True)
+    batches, weights = [experts.batch_of(r, 3 + r) for r in range(4)], [0.0, 2.0, 1.0, 0.5]
+    rank = dist.get_rank()
+    engine.backward(engine(**batches[rank]), weight=weights[rank])
+    engine.step()
+    plain = experts.build("Mixture", True)
+    sum(plain(**b) * (w / sum(weights)) for b, w in zip(batches, weights, strict=True)).backward()
+    assert engine.get_global_grad_norm() == pytest.approx(
+        float(nn.utils.get_total_norm([p.grad for p in plain.parameters()])), rel=EXACT
+    )
+
+
+@pytest.mark.fast("2-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3 moving"])
+def test_a_plain_loop_clips_by_the_norm_of_all_experts(stage: str) -> None:
+    config = {"stage": stage, "double": True}
+    engine, other = experts.make("Mixture", 2, clip=0.1, **config), experts.make("Mixture", 2, **config)
+    batch = experts.batch_of(dist.get_rank(), 6)
+    engine.backward(engine(**batch))
+    engine.step()
+    other(**batch).backward()
+    norm = nn.utils.clip_grad_norm_(other.module.parameters(), 0.1)
+    other.optimizer.step()
+    assert float(norm) == pytest.approx(engine.get_global_grad_norm(), rel=EXACT)
+    torch.testing.assert_close(experts.parameters_of(other), experts.parameters_of(engine), rtol=0, atol=EXACT)
+    other(**batch).backward()
+    largest = nn.utils.get_total_norm([p.grad for p in other.module.parameters()], float("inf"))
+    found = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(found, largest.detach().double().reshape(1))
+    assert float(found[0]) == float(found[1]) > 0
+
+
+@pytest.mark.fast("bf16-2-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("stage", ["0", "2", "3 moving"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_skip_together(precision: str, stage: str) -> None:
+    """A gradient that is not finite in one rank's tokens skips the step on all ranks, and the next step trains."""
+    sixteen: dict[str, Any] = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    if precision == "fp16":
+        sixteen = {"fp16": {"enabled": True, "loss_scale": STATIC_SCALE}}
+    engine = experts.make("Mixture", 2, stage, optimizer=("SGD", {"lr": 0.5}), **sixteen)
+    before = experts.parameters_of(engine)
+    loss = engine(**experts.batch_of(dist.get_rank(), 6))
+    engine.backward(loss * (float("nan") if dist.get_rank() else 1.0))
+    engine.step()
+    torch.testing.assert_close(experts.parameters_of(engine), before, rtol=0, atol=0)
+    engine.backward(engine(**experts.batch_of(dist.get_rank(), 6)))
+    engine.step()
+    assert engine.skipped_steps == 1
+    changed = [n for n, p in experts.parameters_of(engine).items() if not torch.equal(p, before[n])]
+    assert {"blocks.0.experts.up_weight", "head.weight"} <= set(changed)
+
+
+@pytest.mark.fast("3 moving-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("stage", ["0", "2", "3 moving"])
+def test_frozen_experts_are_trained_later(stage: str) -> None:
+    """Weights that all ranks hold are compared in each step, and experts are not."""
+    model = experts.build("Mixture", True)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.experts.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    optimizer = ("SGD", {"lr": 0.5})
+    config = at(stage, optimizer=optimizer, expert_parallel={"size": 2}, consistency_check_interval=1)
+    engine, sgd = zerolite.initialize(model, config), torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(3):
+        if step == 1:
+            for one in (model, plain):
+                one.requires_grad_(True)
+        batches = [experts.batch_of(2 * step + r, 3 + r) for r in range(2)]
+        engine.backward(engine(**batches[dist.get_rank()]))
+        engine.step()
+        sgd.zero_grad()
+        sum(plain(**batch) / 2 for batch in batches).backward()
+        sgd.step()
+    wanted = {name: p.detach() for name, p in plain.named_parameters()}
+    torch.testing.assert_close(experts.parameters_of(engine), experts.own_part(engine, wanted), rtol=0, atol=EXACT)
+
+
+@on_ranks(2, timeout=60)
+def test_models_built_in_zero_init_and_ranks_with_other_values() -> None:
+    torch.manual_seed(dist.get_rank())
+    with zerolite.zero.Init():
+        model = experts.Mixture()
+    config = at("3", optimizer=("SGD", {"lr": 0.5}), expert_parallel={"size": 2})
+    engine = zerolite.initialize(model, config)
+    torch.manual_seed(0)
+    torch.testing.assert_close(engine.full_state_dict(), dict(experts.Mixture().state_dict()), rtol=0, atol=0)
+    torch.manual_seed(dist.get_rank())
+    engine = zerolite.initialize(experts.Mixture(), config | {"zero_optimization": {"stage": 1}})
+    torch.manual_seed(0)
+    torch.testing.assert_close(engine.full_state_dict(), dict(experts.Mixture().state_dict()), rtol=0, atol=0)
+
+
+@needs_transformers
+@pytest.mark.fast("2-4")
+@on_ranks(4, timeout=60)
+@pytest.mark.parametrize("stage", ["2", "3 moving"])
+def test_parts_of_sequences_have_tokens_for_experts(stage: str) -> None:
+    """Sequences are divided over two ranks, and experts over two or four."""
+    for size in (2, 4):
+        engine = experts.make("mixtral", size, stage, sequence_parallel={"size": 2})
+        batches = [experts.batch_of(r, 16) for r in range(2)]
+        engine.backward(experts.loss_of(engine(**batches[engine.data_parallel_rank])))
+        engine.step()
+        wanted, norms = experts.in_one_process("mixtral", [batches], False, 0.0)
+        found = experts.parameters_of(engine)
+        torch.testing.assert_close(found, experts.own_part(engine, wanted), rtol=0, atol=5 * ROUNDED)
+        assert engine.get_global_grad_norm() == pytest.approx(norms[0], rel=1e-5)
+
+
+@needs_transformers
+@on_ranks(2, timeout=60)
+def test_auxiliary_losses_are_the_mean_of_the_ranks() -> None:
+    how = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    assert_like_one_process("mixtral", 2, "2", ROUNDED, **how)
+
+
+class Listed(nn.Module):
+    def __init__(self, stacked: bool = False) -> None:
+        super().__init__()
+        self.gate, self.num_experts = nn.Linear(4, 4), 4
+        self.experts: nn.Module = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        if stacked:
+            self.experts = OtherExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OtherExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.weight = 4, nn.Parameter(torch.zeros(4, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight[0]
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: Listed(), {}, r"'experts' \(ModuleList\); use zerolite.moe.ExpertParallel"),
+    (lambda: Listed(stacked=True), {}, r"'experts' \(OtherExperts\)"),
+    (lambda: nn.Linear(2, 2), {}, "a model without modules of experts"),
+    (experts.Mixture, {"expert_parallel": {"size": 3}}, "expected a divisor of the 2 data-parallel ranks, got 3"),
+    (experts.Mixture, {"expert_parallel": {"size": 2, "autoep_size": 4}}, "leave one of the two out"),
+    (experts.Mixture, {"tensor_parallel": {"size": 2}}, "does not know experts on several ranks yet"),
+    (experts.Mixture, {"pipeline": {"stages": 2}}, "does not know experts on several ranks yet"),
+    (experts.Mixture, {"zero": {"shard_size": 1}}, "does not know experts on several ranks yet"),
+    (
+        experts.Mixture,
+        {"zero": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        "does not know experts on several ranks yet",
+    ),
+]
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_refusals_change_nothing(case: int) -> None:
+    make, more, message = REFUSED[case]
+    model = make()
+    before = {name: p.shape for name, p in model.named_parameters()}
+    config = at("2", **({"expert_parallel": {"size": 2}} | more))
+    with pytest.raises(ConfigError, match=message):
+        zerolite.initialize(model, config)
+    assert {name: p.shape for name, p in model.named_parameters()} == before
+
+
+@on_ranks(2, timeout=60)
+def test_keys_of_deepspeed() -> None:
+    keys = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe"}
+    engine = zerolite.initialize(experts.Mixture(), at("2", expert_parallel=keys))
+    assert engine.module.blocks[0].experts.up_weight.shape[0] == experts.EXPERTS // 2
+    off = zerolite.initialize(experts.Mixture(), at("2", expert_parallel=keys | {"enabled": False}))
+    assert off.module.blocks[0].experts.up_weight.shape[0] == experts.EXPERTS
+
+
+@on_ranks(2, timeout=60)
+def test_gradients_and_values_that_no_rank_has_in_full() -> None:
+    for stage in ("0", "2"):
+        engine = experts.make("Mixture", 2, stage)
+        engine.backward(engine(**experts.batch_of(dist.get_rank(), 4)))
+        parameter = engine.module.blocks[0].experts.up_weight
+        parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(RuntimeError, match=r"up_weight.*zerolite.set_full_grad"):
+            engine.step()
+        engine.zero_grad()
+    engine = experts.make("Mixture", 2, "3 moving")
+    with pytest.raises(ValueError, match="modifier_rank=None for parameters of experts"):
+        zerolite.zero.GatheredParameters(engine.module, modifier_rank=0)
