@@ -106,12 +106,25 @@ def partitioned_gpt() -> nn.Module:
         return gpt(10)
 
 
+class WrittenRMSNorm(nn.Module):
+    """As in Hugging Face's Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
 class LongBlock(nn.Module):
     """A block of a Llama without rotations: causal attention with few heads of keys, and an MLP of three layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.after = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.before, self.after = WrittenRMSNorm(), WrittenRMSNorm()
         self.qkv, self.out = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.mlp = LongMlp()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from zerolite.nn.tiled_mlp import find_mlps, tile_mlps
+from zerolite.nn.tiled_mlp import find_mlps, find_norms, tile_mlps
 
 WIDTH, WIDE, TILE = 6, 17, 8
 
@@ -51,14 +51,28 @@ class Other(nn.Module):
         self.c_fc, self.c_proj, self.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2)
 
 
+class GatedRMSNorm(nn.Module):
+    """As in Hugging Face's Llama, with the name of a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
 class Largest(TorchDispatchMode):
-    """Largest result of an operation that has the wide dimension, in elements."""
+    """Largest result of an operation that has the wide dimension, or that squares, in elements."""
 
     numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dim() > 1 and result.shape[-1] == WIDE:
+        squares = func is torch.ops.aten.pow.Tensor_Scalar
+        if isinstance(result, Tensor) and result.dim() > 1 and (result.shape[-1] == WIDE or squares):
             self.numel = max(self.numel, result.numel())
         return result
 
@@ -75,7 +89,7 @@ def run(model: nn.Module, x: Tensor, recomputed: bool = False) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad((out * torch.linspace(0, 1, WIDTH, dtype=x.dtype)).sum(), [x, *trained])]
 
 
-@pytest.mark.parametrize("kind", [Gated, Plain, lambda: Gated(bias=False)])
+@pytest.mark.parametrize("kind", [Gated, Plain, lambda: Gated(bias=False), GatedRMSNorm])
 def test_numbers(kind: Any) -> None:
     for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         for shape in ((3, 7, WIDTH), (21, WIDTH), (1, 3, 7, WIDTH)):
@@ -85,7 +99,7 @@ def test_numbers(kind: Any) -> None:
                 expected = run(model, x)
                 with Largest() as largest:
                     made = run(tiled(model), x, recomputed)
-                assert largest.numel == TILE * WIDE
+                assert largest.numel == TILE * (WIDTH if kind is GatedRMSNorm else WIDE)
                 for one, other in zip(made, expected, strict=True):
                     assert (one - other).norm() <= limit * other.norm()
                     assert one.shape == other.shape
@@ -153,8 +167,8 @@ def test_models_of_transformers() -> None:
     pytest.importorskip("transformers")
     from tests.toolkit.models import hugging_face_gpt2, hugging_face_llama
 
-    for build in (hugging_face_gpt2, hugging_face_llama):
-        assert len(list(find_mlps(build()))) == 2
+    for build, norms in ((hugging_face_gpt2, 0), (hugging_face_llama, 5)):
+        assert (len(list(find_mlps(build()))), len(list(find_norms(build())))) == (2, norms)
 
 
 class DropsOut(Plain):

@@ -1,8 +1,11 @@
-"""MLPs over tiles of tokens, whose wide activations are never whole.
+"""MLPs, and norms that Python computes, over tiles of tokens, whose wide activations are never whole.
 
 The MLP of a Llama widens each token to three times 14,336 numbers, and its backward needs them all: 2.6 GiB for 32
 thousand tokens in bf16. A token's output depends on its own input alone. So the backward computes one tile again at a
 time, and adds its gradients of the weights to those of the tiles before. They reach autograd, and hooks, once.
+
+A Llama's RMSNorm is written in Python. It keeps its input in fp32 and again in 16 bits, and its backward makes three
+more such tensors: over long sequences the most of all memory, once the MLPs are tiled.
 """
 
 from __future__ import annotations
@@ -49,6 +52,17 @@ def find_mlps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
 
 
+def find_norms(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the RMS norms that are written in Python, as in Hugging Face's models: torch's own is one operation."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if "RMSNorm" not in type(module).__name__ or isinstance(module, torch.nn.RMSNorm) or is_compiled(module):
+            continue
+        is_leaf = not any(True for _ in module.children()) and not any(True for _ in module.buffers())
+        if is_leaf and len(own) == 1 and own[0].dim() == 1:
+            yield module
+
+
 def _is_linear(module: torch.nn.Module) -> bool:
     """Return True for nn.Linear and Hugging Face's Conv1D."""
     return type(module) is torch.nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
@@ -59,15 +73,15 @@ def _has_state(module: torch.nn.Module) -> bool:
     return bool(tensors) or any(True for _ in module.children())
 
 
-def _width(mlp: torch.nn.Module) -> int:
+def _width(module: torch.nn.Module) -> int:
     """Return the number of elements of a token's widest activation."""
-    return max(parameter.shape[0] for child in mlp.children() for parameter in child.parameters() if parameter.dim())
+    return max(parameter.shape[0] for parameter in module.parameters() if parameter.dim())
 
 
 def tile_mlps(
     model: torch.nn.Module, setting: Tiles, is_divided: Callable[[torch.nn.Module], bool]
 ) -> list[ReplacedCall]:
-    """Let the MLPs of ``model`` compute over tiles of tokens.
+    """Let the MLPs and norms of ``model`` compute over tiles of tokens.
 
     Args:
         setting: the config's ``tiled_mlp``.
@@ -79,7 +93,7 @@ def tile_mlps(
     if setting is False:
         return []
     handles: list[ReplacedCall] = []
-    for mlp in find_mlps(model):
+    for mlp in (*find_mlps(model), *find_norms(model)):
         if is_replaced(mlp) or is_divided(mlp):
             continue
         tile = setting if type(setting) is int else max(256, TILE_NUMEL // _width(mlp) // 128 * 128)
@@ -88,7 +102,7 @@ def tile_mlps(
 
 
 class _TiledCall(ReplacedCall):
-    """Call of an MLP, whose forward goes over tiles if there are many tokens. Its hooks see whole tensors."""
+    """Call of an MLP or a norm, whose forward goes over tiles if there are many tokens. Its hooks see whole tensors."""
 
     def __init__(self, mlp: torch.nn.Module, tile: int, most: int) -> None:
         """most: tokens of a call that is not tiled."""
