@@ -1,4 +1,4 @@
-"""What peers do in a step, as events of the plan's clock: FSDP2 and HSDP, and DeepSpeed's stages with hpZ and ZeRO++.
+"""Steps of peers as events of the plan's clock: FSDP2 and HSDP, and DeepSpeed's stages with hpZ and ZeRO++.
 
 Of DeepSpeed 0.19.8 the launches and bytes of stages 1 and 3 were counted (scale.py), those of hpZ and ZeRO++ follow the
 paper (arXiv 2306.10209). The clock takes the host to be ahead, so hooks around each module cost nothing here, and what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from typing import Any
 
 import pytest
@@ -248,15 +249,36 @@ def test_new_values_arrive_behind_the_forward(gather: float, exposed: float) -> 
     assert made.time.exposed == pytest.approx(exposed, abs=0.1)  # the statistics take 0.02 and 0.08 s
 
 
+def in_sets(nodes: int, replicas: bool) -> float:
+    """ms of a step whose shards are divided in a node of 8: what does not hide behind forward and backward.
+
+    Both ends of a step wait for the first block and the embedding: a gather within the node, before it with parameters
+    divided there the new values between nodes (16 bits); and a reduction in 16 bits within the node and in 32 between
+    nodes, as a scatter or with replicas as an all-reduce. Passes: gradients are copied into buckets and checked (6
+    bytes an element), the node's part becomes fp32 (6), norm and update take 36 of what a rank owns.
+    """
+    block, embedding = 4 * 4096**2 + 3 * 4096 * 11_008, 32_000 * 4096
+    numel, first = 32 * block + 2 * embedding, block + embedding
+    owned = numel / 8 / (1 if replicas else nodes)
+    passes = (6 * numel + 6 * numel / 8 + 36 * owned) / 3000e9
+    within = 2 * first * 7 / 8 / 360e9
+    byte_between = first / 8 * (nodes - 1) / nodes / (340e9 / 8)  # of each element
+    hops = math.log2(nodes) * 10e-6
+    start = within + (0.0 if replicas else 2 * byte_between + hops)
+    end = within + (8 if replicas else 4) * byte_between + (2 if replicas else 1) * hops
+    return 1e3 * (0.353 + passes + start + end)
+
+
 # ms of a step of Llama-2-7B, 4096 tokens a rank, on H100s with 8 network cards of 400 Gb/s for 8 GPUs, computed by hand
-# block by block, without a clock: forward and backward 353 ms. Of hierarchical shards and replicas the end of a range.
+# block by block, without a clock: forward and backward 353 ms.
 STAGE_1, OVERLAPPED = {"stage": 1}, {"stage": 1, "overlap_comm": True}
 STAGE_3, HIERARCHICAL = {"stage": 3}, {"stage": 3, "zero_hpz_partition_size": 8}
 REPLICAS = {"stage": 3, "shard_size": 8}
 BY_HAND = [
     (8, STAGE_1, 412), (8, OVERLAPPED, 379), (8, STAGE_3, 378), (64, STAGE_1, 449), (64, OVERLAPPED, 386),
-    (64, STAGE_3, 385), (64, REPLICAS, 383), (64, HIERARCHICAL, 374), (1024, STAGE_1, 461), (1024, OVERLAPPED, 401),
-    (1024, STAGE_3, 425), (1024, REPLICAS, 386), (1024, HIERARCHICAL, 374),
+    (64, STAGE_3, 385), (64, REPLICAS, in_sets(8, True)), (64, HIERARCHICAL, in_sets(8, False)), (1024, STAGE_1, 461),
+    (1024, OVERLAPPED, 401), (1024, STAGE_3, 425), (1024, REPLICAS, in_sets(128, True)),
+    (1024, HIERARCHICAL, in_sets(128, False)),
 ]  # fmt: skip
 
 
@@ -277,6 +299,8 @@ def test_times_are_those_of_arithmetic_by_hand() -> None:
         assert made.time is not None
         found.append(1e3 * made.time.step)
     assert found == pytest.approx(by_hand, rel=0.03)
+    sets = [index for index, (_, zero, _) in enumerate(BY_HAND) if zero in (REPLICAS, HIERARCHICAL)]
+    assert [found[index] for index in sets] == pytest.approx([by_hand[index] for index in sets], rel=0.01)
     for one, other in itertools.permutations(range(len(BY_HAND)), 2):
         if by_hand[one] > 1.02 * by_hand[other]:
             assert found[one] > found[other], (BY_HAND[one], BY_HAND[other])
