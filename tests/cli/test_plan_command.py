@@ -125,9 +125,6 @@ def test_json_in_a_file_and_on_the_output(ask: Ask, made: list[Any]) -> None:
         (["--input-spec", "int64[B,S]"], "--seq-len and S in --input-spec go together"),
         (["--input-spec", "int64[B,S]", "--seq-len", "auto"], "--seq-len auto needs --device-memory"),
         (["--input-spec", "int64[S]", "--seq-len", "many"], "expected a whole number, 1 or more, got 'many'"),
-        (["--grids"], "--grids is no option any more: plan the grids that you consider one by one"),
-        (["--check"], "--check is no option any more: compare the plan with engine.memory_report()"),
-        (["--speeds=1,1GB,1GB"], "--speeds=1,1GB,1GB is no option any more"),
     ],
 )
 def test_mistakes_of_the_command_line(ask: Ask, made: list[Any], options: list[str], sentence: str) -> None:

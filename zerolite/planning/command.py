@@ -52,12 +52,6 @@ exit status:
   141  the reader of the output, such as head, has ended"""
 
 AUTO = "auto"
-_GONE = {
-    "--grids": "plan the grids that you consider one by one, by the config's pipeline.stages and tensor_parallel.size",
-    "--speeds": "see --grids",
-    "--check": "compare the plan with engine.memory_report() in a real job of few steps",
-}
-"""Former options, and what to do instead."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -172,9 +166,6 @@ def _add_actions(group: argparse._ArgumentGroup) -> None:
 def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
     """Return the options. A mistake that shows without the model prints a sentence and exits with status 2."""
     parser = build_parser(prog)
-    for word in sys.argv[1:] if argv is None else argv:
-        if word.partition("=")[0] in _GONE:
-            parser.error(f"{word} is no option any more: {_GONE[word.partition('=')[0]]}")
     options = parser.parse_args(argv)
     problem = find_problem(options)
     if problem is not None:

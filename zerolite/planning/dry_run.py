@@ -18,7 +18,6 @@ from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
     Recorder,
     Topology,
-    create_communicator,
     dry_communicator,
     dry_topology,
     record,
@@ -36,10 +35,10 @@ from zerolite.engine.engine_base import parts_of
 from zerolite.engine.initialize import parallelize_model
 from zerolite.engine.special_engines import PipelineEngine
 from zerolite.monitor.flops import Flops
-from zerolite.pipe.dependencies import Skeleton
 from zerolite.planning.clock import Event, Trace
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu, one_document_each
+from zerolite.planning.result import PlanError
 from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker, PeakMoment
 from zerolite.planning.traffic import Grid
 from zerolite.planning.training_step import (
@@ -51,15 +50,12 @@ from zerolite.planning.training_step import (
     walk_through_parameters,
 )
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
-from zerolite.utils.accelerator import current_platform, default_device, is_fake, use_platform
+from zerolite.utils.accelerator import current_platform, is_fake, use_platform
 from zerolite.utils.lazy import collector_off
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.utils.nested import map_tensors
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.groups import RankGroups
-from zerolite.zero.stage3.param_group import CommContext
-from zerolite.zero.stage3.partition_parameters import partition
-from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_numel
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 
 if TYPE_CHECKING:
     from zerolite.pipe.dry_stage import DryPipeline
@@ -84,7 +80,7 @@ class Job:
         grid: all ranks of the job.
         rank: the simulated rank, among all.
         device: "cuda" or "cpu": the simulated kind of device and of its communicator.
-        shared_memory: on the CPU, all ranks are on one host.
+        nodes: number of hosts; None: unknown, and one for the communicator.
         batch: makes one micro-batch. With None no forward runs, and every parameter is used once, in the order of
             registration.
         loss: function of the outputs, or of outputs and targets.
@@ -95,7 +91,7 @@ class Job:
     grid: Grid
     rank: int = 0
     device: str = "cuda"
-    shared_memory: bool = True
+    nodes: int | None = None
     batch: MakeBatch | None = None
     loss: Callable[..., torch.Tensor] | None = None
 
@@ -122,7 +118,7 @@ class Job:
     def communicator(self) -> str:
         if self.device == "cuda":
             return "nccl"
-        return "shared_memory" if self.shared_memory else "gloo"
+        return "shared_memory" if self.nodes in (None, 1) else "gloo"
 
     def topology(self) -> Topology:
         device, shard = torch.device(self.device), self.config.zero_optimization.ranks_of_shards
@@ -352,8 +348,11 @@ class _DryRun:
         with as_refusal():
             check_model(model)
         if not getattr(model, "is_pipeline_module", False) or model.built:  # otherwise only this stage is built, later
-            if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
-                model = DrySkeleton(model).model  # the constructor returned a real model, which must not change
+            if not all(map(is_fake, model.parameters())):
+                raise PlanError(
+                    "expected a function that makes the model, where tensors have no memory, got one that returns a "
+                    "model made before; make it inside the function"
+                )
             move_meta_to_fake_cpu(model)
         return model
 
@@ -444,33 +443,3 @@ def _unsharded_numel(parameter: torch.nn.Parameter) -> int:
     """Return the number of elements of the tensor without tensor parallelism."""
     spec = shard_spec_of(parameter)
     return unpartitioned_numel(parameter) if spec is None else spec.full_numel
-
-
-class DrySkeleton(Skeleton):
-    """Copy of a live model with fake tensors, partitioned where the model's are. Made inside a dry run."""
-
-    device = "cpu"
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        device = default_device(0)  # that of the DryPlatform: the CPU
-        self._context = CommContext(RankGroups.over(create_communicator(device)), device)
-        super().__init__(model)
-        # Tensors computed from parameters, as by weight_norm, are the original's, and the engine would hook them.
-        for module in self.model.modules():
-            for name, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    del vars(module)[name]
-
-    def make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the copy of a parameter or buffer."""
-        handle = sharded_param_of(tensor)
-        if handle is None:
-            copied = super().make(tensor, name)
-        else:
-            values = torch.empty_strided(handle.shape, handle.strides, dtype=tensor.dtype, device=self.device)
-            copied = torch.nn.Parameter(values, tensor.requires_grad)
-            del values
-            partition(copied, name, self._context)
-        if hasattr(tensor, "use_muon"):
-            vars(copied)["use_muon"] = tensor.use_muon
-        return copied

@@ -116,7 +116,9 @@ class DryFakeMode(FakeMode):
 
 
 def move_meta_to_fake_cpu(model: torch.nn.Module) -> None:
-    """Replace meta parameters and buffers of ``model`` by fake ones on the CPU. Called inside a FakeTensorMode.
+    """Replace meta parameters, and meta and real buffers of ``model``, by fake ones on the CPU.
+
+    Called inside a FakeTensorMode.
 
     Tied parameters stay tied.
     """
@@ -128,7 +130,7 @@ def move_meta_to_fake_cpu(model: torch.nn.Module) -> None:
                     made[id(parameter)] = torch.nn.Parameter(as_fake(parameter), parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+            if buffer is not None and (buffer.is_meta or not is_fake(buffer)):  # a constant of the user's, for example
                 module._buffers[name] = made.setdefault(id(buffer), as_fake(buffer))
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:  # the constant of torch.tensor(0.5) has its old dtype even after a conversion

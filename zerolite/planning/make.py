@@ -12,7 +12,7 @@ from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
 from zerolite.planning.clock import step_time
 from zerolite.planning.dry_run import Job, Outcome, run_stages
-from zerolite.planning.result import Items, Machine, Peak, Plan, PlanError, Stage, StepTime, TimePoint
+from zerolite.planning.result import Items, Machine, Peak, Plan, PlanError, StepTime, TimePoint
 from zerolite.planning.tracker import PeakMoment
 from zerolite.planning.traffic import grid_of, resolve, summarize
 from zerolite.planning.training_step import required_parameters
@@ -43,66 +43,48 @@ def plan(
     loss: Callable[..., torch.Tensor] | None = None,
     machine: Machine | None = None,
 ) -> Plan:
-    """Plan memory and traffic of one rank of a training job, and the time of a step.
-
-    The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated. No
-    process group is needed or started.
+    """Plan memory and traffic of one rank of a training job, and the time of a step, on tensors without memory.
 
     Args:
-        model_fn: makes the model; called where tensors have no memory. The model may be an ordinary one, made in
-            ``zerolite.zero.Init``, or on the meta device.
-        config: the engine's config. Its ``tensor_parallel`` and ``pipeline`` set the grid of the ranks.
+        model_fn: makes the model: an ordinary one, in ``zerolite.zero.Init``, or on the meta device.
+        config: the engine's config, which sets the grid of the ranks.
         world_size: number of all ranks.
-        nodes: number of hosts, which the ranks fill evenly and in order, for the traffic between them.
+        nodes: number of hosts, which the ranks fill evenly and in order.
         rank: the rank to plan; None: rank 0, or with a pipeline the first rank of the stage with the highest peak.
-        device: "cuda" or "cpu"; the plan uses the communicators and code paths of that kind.
+        device: "cuda" or "cpu", for the communicators and code paths of that kind.
         device_memory: memory of each rank's device, in bytes or as text such as "80GB".
         host_memory: memory of each host, which its ranks share, in the same forms.
         batch: ``batch()`` or ``batch(micro_batch_size)`` makes the arguments of one forward, a tuple, or a dict by
-            name; the tensors may be real. With None no forward runs, so activations and the traffic of tensor
-            parallelism and pipelines are not in the numbers.
-        loss: function of the model's output that returns a scalar; default: the output itself, its ``loss``, or the
-            mean of its first floating tensor. It may be a function of outputs and targets. Then, and if a
-            PipelineModule has a loss function, a batch is a pair (inputs, targets), as for ``engine.train_batch``.
-        machine: speeds of devices and wires, for the time of a step; None: it is not computed.
+            name. Without it no forward runs, and activations are not in the numbers.
+        loss: function of the model's output, or of outputs and targets (then a batch is a pair of inputs and targets);
+            default: the output itself, its ``loss``, or the mean of its first floating tensor.
+        machine: speeds of devices and wires, for the time of a step.
 
     Raises:
         PlanError: the model reads values of tensors, or the engine refuses the job (RefusedError).
         ConfigError: for the config.
         ValueError: for the other arguments.
     """
-    _check_arguments(world_size, nodes, rank, device)
-    if machine is not None and (lacking := machine.lacks(world_size, nodes)):
-        raise ValueError(f"plan: the time of a step of {world_size} ranks needs {lacking}")
+    _check_arguments(world_size, nodes, rank, device, machine)
     memory = _memory("device_memory", device_memory), _memory("host_memory", host_memory)
     loaded = load_config(config)
     grid, resolved = grid_of(loaded, world_size), resolve(silent(loaded), world_size)
-    job = Job(
-        make_model=model_fn,
-        config=resolved,
-        grid=grid,
-        rank=rank or 0,
-        device=device,
-        shared_memory=nodes in (None, 1),
-        batch=batch_maker(batch, resolved.train_micro_batch_size_per_gpu),
-        loss=loss,
-    )
+    batches = batch_maker(batch, resolved.train_micro_batch_size_per_gpu)
+    job = Job(model_fn, resolved, grid, rank or 0, device, nodes, batches, loss)
     outcomes = run_stages(job)
-    plans = {
-        stage: _plan_of(job.at_stage(stage), outcome, nodes, machine, *memory) for stage, outcome in outcomes.items()
-    }
+    plans = {stage: _plan_of(job.at_stage(stage), made, machine, *memory) for stage, made in outcomes.items()}
     if grid.pipe == 1:
         return plans[0]
-    chosen = plans[job.stage] if rank is not None else max(plans.values(), key=lambda made: made.peak.bytes)
-    return _with_stages(chosen, plans, outcomes)
+    chosen = None if rank is None else plans[job.stage]
+    return _with_stages(chosen or max(plans.values(), key=lambda made: made.peak.bytes), plans, outcomes)
 
 
 def _with_stages(chosen: Plan, plans: dict[int, Plan], outcomes: dict[int, Outcome]) -> Plan:
-    """Return the plan ``chosen`` with a table of all pipeline stages, and the parameters of all."""
+    """Return the plan ``chosen`` with those of all pipeline stages, and the parameters of all."""
     update = {
         "parameters": sum(one.parameters - one.tied_parameters for one in outcomes.values()),
         "trained_parameters": sum(one.trained_parameters - one.tied_parameters for one in outcomes.values()),
-        "stages": [_stage(made) for made in plans.values()],
+        "stages": [made.model_copy(update={"timeline": [], "notes": []}) for made in plans.values()],
     }
     return chosen.model_copy(update=update)
 
@@ -113,7 +95,9 @@ def silent(config: ZeroliteConfig) -> ZeroliteConfig:
     return config.model_copy(update={name: fields[name].get_default(call_default_factory=True) for name in _SILENT})
 
 
-def _check_arguments(world_size: int, nodes: int | None, rank: int | None, device: str) -> None:
+def _check_arguments(
+    world_size: int, nodes: int | None, rank: int | None, device: str, machine: Machine | None
+) -> None:
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"plan: expected world_size, a number of ranks, 1 or more, got {world_size!r}")
     if rank is not None and not 0 <= rank < world_size:
@@ -125,6 +109,8 @@ def _check_arguments(world_size: int, nodes: int | None, rank: int | None, devic
         )
     if device not in ("cuda", "cpu"):
         raise ValueError(f"plan: expected device 'cuda' or 'cpu', got {device!r}")
+    if machine is not None and (lacking := machine.lacks(world_size, nodes)):
+        raise ValueError(f"plan: the time of a step of {world_size} ranks needs {lacking}")
 
 
 def _memory(name: str, size: int | str | None) -> int | None:
@@ -147,12 +133,13 @@ def batch_maker(batch: Callable[..., Any] | None, size: int | None) -> Callable[
     return lambda: batch(size)
 
 
-def _time(job: Job, outcome: Outcome, nodes: int | None, machine: Machine | None) -> StepTime | None:
+def _time(job: Job, outcome: Outcome, machine: Machine | None) -> StepTime | None:
     """Return the time of a step; None where it is not asked for, or where the clock does not know all of it."""
     if machine is None or why_untimed(job):
         return None
-    messages = job.device == "cpu" and (nodes or 1) > 1
-    return step_time(outcome.events, machine, Wires(machine, job.grid, nodes or 1, messages))
+    nodes = job.nodes or 1
+    messages = job.device == "cpu" and nodes > 1
+    return step_time(outcome.events, machine, Wires(machine, job.grid, nodes, messages))
 
 
 def why_untimed(job: Job) -> str:
@@ -168,12 +155,7 @@ def why_untimed(job: Job) -> str:
 
 
 def _plan_of(
-    job: Job,
-    outcome: Outcome,
-    nodes: int | None,
-    machine: Machine | None,
-    device_memory: int | None,
-    host_memory: int | None,
+    job: Job, outcome: Outcome, machine: Machine | None, device_memory: int | None, host_memory: int | None
 ) -> Plan:
     """Make the plan of one rank from its dry run. Sizes in bytes."""
     config = job.config
@@ -185,7 +167,7 @@ def _plan_of(
     return Plan(
         model=outcome.model_name,
         **_describe_job(job),
-        nodes=nodes,
+        nodes=job.nodes,
         parameters=outcome.parameters,
         trained_parameters=outcome.trained_parameters,
         rank_parameters=outcome.rank_parameters,
@@ -195,7 +177,7 @@ def _plan_of(
         initialize_peak=peaks[0],
         step_peak=peaks[2],
         timeline=[TimePoint(items=items, phase=phase, module=module) for items, phase, module in outcome.timeline],
-        traffic=summarize(outcome.recorder.calls, job.grid, nodes, job.stage, looped),
+        traffic=summarize(outcome.recorder.calls, job.grid, job.nodes, job.stage, looped),
         host_waits=outcome.host_waits if job.device == "cuda" else 0,
         host=_items_or_none(outcome.largest[HOST]),
         disk=_items_or_none(outcome.largest[DISK]),
@@ -203,7 +185,7 @@ def _plan_of(
         checkpoint=outcome.checkpoint,
         flops=None if outcome.flops is None else outcome.flops.model,
         recomputed_flops=0 if outcome.flops is None else outcome.flops.recomputed,
-        time=_time(job, outcome, nodes, machine),
+        time=_time(job, outcome, machine),
         device_memory=device_memory,
         host_memory=host_memory,
         notes=list(_notes(job, outcome, machine is not None)),
@@ -228,11 +210,6 @@ def _describe_job(job: Job) -> dict[str, Any]:
         "pipeline_stage": job.stage,
         "schedule": config.pipeline.schedule if grid.pipe > 1 else None,
     }
-
-
-def _stage(plan_of_rank: Plan) -> Stage:
-    fields = {name: getattr(plan_of_rank, name) for name in Stage.model_fields if name != "stage"}
-    return Stage(stage=plan_of_rank.pipeline_stage, **fields)
 
 
 def _items(items: dict[str, int]) -> Items:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolite.planning.result import Comparison, Peak, Plan, Stage, Traffic, counted, item_label, total
+from zerolite.planning.result import Comparison, Peak, Plan, Traffic, counted, item_label, total
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 from zerolite.utils.text import format_size, with_unit
 
@@ -106,7 +106,9 @@ def _stages(plan: Plan, screen: Screen) -> Iterator[list[str]]:
     rows = [["stage", *heads, "in"]]
     for stage in plan.stages:
         cells, here = _needs(stage), " <- shown below" if stage.rank == plan.rank else ""
-        rows.append([f"{stage.stage} (rank {stage.rank})", *(cells[head] for head in heads), stage.peak.phase + here])
+        rows.append(
+            [f"{stage.pipeline_stage} (rank {stage.rank})", *(cells[head] for head in heads), stage.peak.phase + here]
+        )
     yield screen.table(_with_nodes(plan, rows), ("at rest", "states", "parameters"))
     text = f"Schedule: {plan.schedule}, {counted(plan.accumulation, 'micro-batch', 'es')}."
     if plan.schedule in ("gpipe", "1f1b"):
@@ -308,7 +310,7 @@ def _cells(plan: Plan) -> dict[str, str]:
     }
 
 
-def _needs(rank: Plan | Stage) -> dict[str, str]:
+def _needs(rank: Plan) -> dict[str, str]:
     """Return the cells of a rank's parameters, memory and traffic, by column heading."""
     return {
         "parameters": f"{rank.rank_parameters:,}",

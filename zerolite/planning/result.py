@@ -136,33 +136,11 @@ class StepTime(_Frozen):
     exposed: float
 
 
-class Stage(_Frozen):
-    """Needs of a rank of one pipeline stage: the fields of :class:`Plan` that differ from stage to stage."""
-
-    stage: int
-    rank: int
-    rank_parameters: int
-    states: Items
-    at_rest: Items
-    peak: Peak
-    step_peak: Peak
-    traffic: list[Traffic]
-    host_peak: int
-    checkpoint: int
-    flops: int | None
-    recomputed_flops: int = 0
-
-    @property
-    def sent(self) -> int:
-        """Bytes that the rank sends in one step."""
-        return sum(entry.sent for entry in self.traffic)
-
-
 class Plan(_Frozen):
     """Memory and traffic of one rank of a job, found by running the engine on tensors without memory. Sizes in bytes.
 
-    The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline, ``stages`` has one rank
-    of each stage. All other fields belong to the rank with the highest peak, or to the rank that was asked for.
+    The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline, ``stages`` has the plan
+    of a rank of each stage, and all other fields are of the rank with the highest peak, or that was asked for.
 
     Attributes:
         parameters: elements of the full model.
@@ -204,7 +182,7 @@ class Plan(_Frozen):
     tensor_parallel: int = 1
     pipeline_stage: int = 0
     schedule: str | None = Field(default=None, description="of the pipeline")
-    stages: list[Stage] = Field(default=[], description="of the pipeline; none without one")
+    stages: list[Plan] = Field(default=[], description="of the pipeline, without time lines; none without one")
     states: Items
     at_rest: Items
     peak: Peak
