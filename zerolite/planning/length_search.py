@@ -18,6 +18,8 @@ UNIT = 1024
 
 _FIRST = 16  # units, and then four times as many: from there on most models need more memory with each token alike
 
+_MOST = 1 << 40  # tokens
+
 
 @older_objects_frozen()
 def longest(
@@ -49,6 +51,8 @@ def longest(
     low, guess = 0, _FIRST  # units: what fits, and what to plan next
     high: int | None = None  # what does not fit
     while high is None or high - low > _gap(low):
+        if guess * step > _MOST:
+            raise PlanError(f"expected memory that grows with the length, got room for {low * step:,} tokens and more")
         made = plan(model_fn, loaded, world_size, batch=batch(guess * step), device_memory=device_memory, **options)
         plans[guess] = made
         low, high = (guess, high) if made.fits else (low, guess)
@@ -68,9 +72,9 @@ def _gap(low: int) -> int:
 
 
 def _filled(made: Plan) -> float:
-    """Return the part of its memory that the device or the host needs, whichever needs more."""
+    """Return the part of its memory that the device needs in a step, or the host, whichever is more."""
     assert made.device_memory is not None
-    parts = [made.peak.bytes / made.device_memory]
+    parts = [made.step_peak.bytes / made.device_memory]
     if made.host_spare is not None and made.host_memory:
         parts.append(1 - made.host_spare / made.host_memory)
     return max(parts)
@@ -85,5 +89,5 @@ def _next(low: int, high: int | None, filled: dict[int, float]) -> int:
         return high // 2
     one, other = sorted(filled)[-2:] if high is None else (low, high)
     slope = max(filled[other] - filled[one], 1e-9) / (other - one)
-    most = 64 * low if high is None else high - _gap(low)
+    most = 8 * low if high is None else high - _gap(low)
     return max(low + _gap(low), min(int(one + (1 - filled[one]) / slope), most))
