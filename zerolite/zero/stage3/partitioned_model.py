@@ -96,7 +96,7 @@ class PartitionedModel:
             expected = context.groups.shard.world_size
             if ranks != expected:
                 raise ValueError(
-                    f"zerolite.initialize: expected parameter '{name}' to be split over {expected} ranks,  one "
+                    f"zerolite.initialize: expected parameter '{name}' to be split over {expected} ranks, got one "
                     f"that is split over {ranks}; give zero.Init the same config (config_dict_or_path=)"
                 )
             sharded_param.attach_to_engine(context, len(self.sharded_params), name)
