@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zerolite.config import ConfigError, ZeroliteConfig
     from zerolite.data.dataloader import RepeatingLoader
     from zerolite.engine.engine import Engine
+    from zerolite.engine.inference import stream_full_weights
     from zerolite.engine.initialize import initialize
     from zerolite.planning import Plan, PlanError, plan
 
@@ -54,6 +55,7 @@ __all__ = [
     "set_full_grad",
     "set_full_master",
     "set_full_optimizer_state",
+    "stream_full_weights",
     "tensor_parallel",
     "zero",
 ]
@@ -63,6 +65,7 @@ __getattr__ = lazy_names(
     {
         "initialize": "zerolite.engine.initialize",
         "Engine": "zerolite.engine.engine",
+        "stream_full_weights": "zerolite.engine.inference",
         "RepeatingLoader": "zerolite.data.dataloader",
         "Plan": "zerolite.planning.result",
         "PlanError": "zerolite.planning.result",

@@ -126,6 +126,10 @@ class FullModel:
     def tensors(self) -> Iterable[tuple[str, FullTensor]]:
         return ((name, entry) for name, entry in self.entries.items() if isinstance(entry, FullTensor))
 
+    def local(self, entry: FullTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensor on this rank, and its value in the state dict, which is empty if it is partitioned."""
+        return self._local[entry.owner]
+
     @collective
     def get(self, entry: FullTensor, dtype: torch.dtype | None, rank0_only: bool) -> torch.Tensor | None:
         """Return the full values, a copy on the CPU, or None on ranks that are not to have them. ``dtype``: see

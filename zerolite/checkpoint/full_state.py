@@ -20,7 +20,8 @@ from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.saving import directory_of
 from zerolite.checkpoint.state import clean
-from zerolite.comm import HostGroup, Topology, collective, raise_together
+from zerolite.checkpoint.weight_stream import Piece, StreamOptions, WeightStream, fingerprint, plan_buckets
+from zerolite.comm import HostGroup, RaiseTogether, Topology, collective, raise_together
 from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS, HALF
@@ -113,6 +114,31 @@ class FullState:
                 copies[entry.owner] = full.get(entry, dtype, rank0_only)
             state[name] = copies[entry.owner] if isinstance(entry, FullTensor) else entry
         return state if not rank0_only or self._topology.world.rank == 0 else {}
+
+    @torch.no_grad()
+    def stream(self, options: StreamOptions) -> WeightStream:
+        """See ``zerolite.stream_full_weights``."""
+        if self._topology.pipe.world_size > 1:
+            raise RuntimeError(
+                "zerolite.stream_full_weights: expected all layers on every rank, got a pipeline, whose stages each "
+                "have their own; engine.full_state_dict() returns all of them"
+            )
+        self._check_readable()
+        full = self._full_model()
+        planned: list[list[Piece]] = []
+
+        def plan() -> int:
+            planned.extend(plan_buckets(full, self._parts.model, options))
+            return fingerprint(planned, options.dtype)
+
+        # Ranks that gather other tensors would wait for each other, so all know of errors and differences first.
+        plans = RaiseTogether(self._host, "zerolite.stream_full_weights", ValueError).gather(plan)
+        if len(set(plans)) > 1:
+            raise ValueError(
+                "zerolite.stream_full_weights: expected the same arguments on all ranks, got others on ranks "
+                f"{listed([str(rank) for rank, one in enumerate(plans) if one != plans[0]])} than on rank 0"
+            )
+        return WeightStream(full, self._parts, planned, options.dtype)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any] | None, strict: bool) -> None:

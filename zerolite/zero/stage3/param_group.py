@@ -388,9 +388,23 @@ class CommContext:
                 sharded_param.pending.wait()
 
     @collective
-    @torch.inference_mode(False)  # the copies may outlive the user's inference mode
     def gather_copies(self, sharded_params: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
         """Return copies of the full values, each flat and with padding. No parameter changes its state."""
+        copies, all_gather = self.launch_copies(sharded_params)
+        if all_gather is not None:
+            all_gather.wait_for_values()
+        return copies
+
+    @collective
+    @torch.inference_mode(False)  # the copies may outlive the user's inference mode
+    def launch_copies(
+        self, sharded_params: Sequence[PartitionedParameter]
+    ) -> tuple[list[torch.Tensor], AllGather | None]:
+        """Launch a gather of copies of the full values, each flat and with padding. No parameter changes its state.
+
+        Returns:
+            The copies, and what to wait for before they are read; None if nothing is in flight.
+        """
         for sharded_param in sharded_params:
             if sharded_param.pending is not None:
                 sharded_param.pending.wait()
@@ -398,12 +412,12 @@ class CommContext:
             self.note_gather(released)
         copies = [p.full.clone() if p.has_full_values else p.full.new_empty(p.full.shape) for p in sharded_params]
         missing = [index for index, sharded_param in enumerate(sharded_params) if not sharded_param.has_full_values]
-        if missing:
-            to_gather, fulls = [sharded_params[index] for index in missing], [copies[index] for index in missing]
-            for full in fulls:
-                tag_memory(full, GATHERED)
-            AllGather(self, to_gather, to_gather, fulls).wait_for_values()
-        return copies
+        if not missing:
+            return copies, None
+        to_gather, fulls = [sharded_params[index] for index in missing], [copies[index] for index in missing]
+        for full in fulls:
+            tag_memory(full, GATHERED)
+        return copies, AllGather(self, to_gather, to_gather, fulls)
 
     def note_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
         """Report a launch to the schedule, which hashes all gathers, and wait for what an update still sends to the

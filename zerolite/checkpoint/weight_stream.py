@@ -1,0 +1,344 @@
+"""Full weights in buckets of whole tensors, for an inference engine that takes them from a model in training.
+
+::
+
+    the caller          | uses bucket 0 | uses bucket 1 | uses bucket 2 |
+    collectives    | 0  | 1             | 2             |
+
+A bucket is one gather over the data-parallel ranks (stage 3), and one more over the ranks that have other shards of
+layers, or other experts. While the caller uses a bucket, the next one is gathered: so there are two, and never a third.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from zerolite.checkpoint.adapters import adapted_layers, base_prefix, without_adapters
+from zerolite.checkpoint.full_model import TAG, FullModel, FullTensor
+from zerolite.checkpoint.huggingface import exported_dtype
+from zerolite.checkpoint.matching import listed
+from zerolite.checkpoint.state import clean
+from zerolite.comm import Pending, Topology, collective
+from zerolite.utils.dtypes import FLOATS
+from zerolite.zero.engine_parts import EngineParts
+from zerolite.zero.stage3.param_group import AllGather, group_by_context
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
+
+Names = Mapping[str, str] | Iterable[str] | Callable[[str], str | None] | None
+
+
+# -------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tensors of a bucket that are made of the same gathered ones: one tensor, or a layer with adapters.
+
+    Attributes:
+        sources: descriptions of the gathered tensors, by their owner.
+        names: names under which tensors are yielded: of a layer by the names in the layer without adapters, of one
+            tensor by its owner.
+        nbytes: bytes of the gathered tensors, or of the yielded ones if they are more.
+        layer: the layer whose adapters are merged; None for one tensor.
+    """
+
+    sources: dict[str, FullTensor]
+    names: dict[str, str]
+    nbytes: int
+    layer: torch.nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """Arguments of ``zerolite.stream_full_weights``."""
+
+    bucket_bytes: int
+    names: Names
+    dtype: torch.dtype | None
+    merge_lora: bool
+
+    def check(self) -> None:
+        """Raise ValueError for a wrong argument."""
+        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+            raise ValueError(f"expected bucket_bytes to be a positive integer, got {self.bucket_bytes!r}")
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise ValueError(f"expected dtype to be None or one of {', '.join(map(str, FLOATS))}, got {self.dtype!r}")
+
+
+def plan_buckets(full: FullModel, model: torch.nn.Module, options: StreamOptions) -> list[list[Piece]]:
+    """Divide the tensors of a model, in the order of its state dict, into buckets; the same on all ranks.
+
+    Raises:
+        ValueError: for a wrong argument.
+    """
+    options.check()
+    pieces = list(_pieces(full, model, options))
+    chosen = _chosen(options.names, [name for piece in pieces for name in piece.names.values()])
+    buckets: list[list[Piece]] = []
+    filled = 0
+    for piece in pieces:
+        names = {key: chosen[name] for key, name in piece.names.items() if name in chosen}
+        if names:
+            if not buckets or filled + piece.nbytes > options.bucket_bytes:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(replace(piece, names=names))
+            filled += piece.nbytes
+    return buckets
+
+
+def fingerprint(buckets: Sequence[Sequence[Piece]], dtype: torch.dtype | None) -> int:
+    """Return a hash of what a stream gathers and yields."""
+    content = [[(sorted(piece.sources), piece.names, piece.nbytes) for piece in bucket] for bucket in buckets]
+    return zlib.crc32(repr((content, dtype)).encode())
+
+
+def _pieces(full: FullModel, model: torch.nn.Module, options: StreamOptions) -> Iterator[Piece]:
+    prefix, layers = ("", {}) if not options.merge_lora else (base_prefix(model), adapted_layers(model))
+    owners = {id(full.local(entry)[0]): entry for _, entry in full.tensors()}
+    layer_of = {id(tensor): name for name, layer in layers.items() for tensor in _tensors_of(layer)}
+    done: set[str] = set()
+    for _, entry in full.tensors():
+        tensor = full.local(entry)[0]
+        outer = layer_of.get(id(tensor), "")
+        key = f"layer {outer}" if outer else entry.owner
+        if key in done:
+            continue
+        done.add(key)
+        if not outer:
+            name = clean(entry.owner).removeprefix(prefix)
+            yield _piece({entry.owner: entry}, {entry.owner: name}, [entry], options.dtype)
+            continue
+        layer = layers[outer]
+        tensors = {id(t): t for t in _tensors_of(layer) if id(t) in owners}
+        sources = {owners[key].owner: owners[key] for key in tensors}
+        without_memory = {
+            t: torch.empty(owners[key].shape, dtype=owners[key].dtype, device="meta") for key, t in tensors.items()
+        }
+        plain = without_adapters(layer, without_memory, merge=False)
+        names = {name: f"{clean(outer)}.{name}".removeprefix(prefix) for name in plain}
+        yield _piece(sources, names, plain.values(), options.dtype, layer)
+
+
+def _piece(
+    sources: dict[str, FullTensor],
+    names: dict[str, str],
+    yielded: Iterable[FullTensor | torch.Tensor],
+    dtype: torch.dtype | None,
+    layer: torch.nn.Module | None = None,
+) -> Piece:
+    gathered = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in sources.values())
+    cast = sum(math.prod(entry.shape) * exported_dtype(entry.dtype, dtype).itemsize for entry in yielded)
+    return Piece(sources, names, max(gathered, cast), layer)
+
+
+def _tensors_of(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from layer.parameters()
+    yield from layer.buffers()
+
+
+def _chosen(names: Names, known: Collection[str]) -> dict[str, str]:
+    """Return the names under which tensors are yielded, by their own. Raises ValueError for an unknown name."""
+    if names is None:
+        return {name: name for name in known}
+    if callable(names):
+        renamed = {name: names(name) for name in known}
+        wrong = next((new for new in renamed.values() if not isinstance(new, str | None)), None)
+        if wrong is not None:
+            raise ValueError(f"expected names to return a name, or None to leave a tensor out, got {wrong!r}")
+        return {name: new for name, new in renamed.items() if new is not None}
+    if isinstance(names, str):
+        raise ValueError(f"expected names to be a collection of names, a mapping or a function, got {names!r}")
+    asked = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+    unknown = sorted(asked.keys() - set(known))
+    if unknown:
+        raise ValueError(
+            f"expected names of the model, got {listed(unknown)}; the names are those of engine.module.state_dict(), "
+            "without what adapters add to them where these are merged"
+        )
+    return asked
+
+
+# -------------------------------------------------------------------- one bucket
+
+
+class WeightBucket(Sequence[tuple[str, torch.Tensor]]):
+    """Some whole tensors of a model with their names: a sequence of (name, tensor).
+
+    They are copies, on the engine's device. The bucket has them until the next one is asked for, so that there is
+    memory for two; a tensor that the caller keeps stays valid.
+    """
+
+    def __init__(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self._tensors: list[tuple[str, torch.Tensor]] | None = tensors
+
+    def release(self) -> None:
+        """Release the memory of the tensors, as far as the bucket has it."""
+        self._tensors = None
+
+    def _present(self) -> list[tuple[str, torch.Tensor]]:
+        if self._tensors is None:
+            raise RuntimeError(
+                "zerolite.stream_full_weights: expected a bucket to be used before the next one is asked for, got a "
+                "use after it; keep its tensors: dict(bucket)"
+            )
+        return self._tensors
+
+    def __len__(self) -> int:
+        return len(self._present())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._present()[index]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._present())
+
+
+class BucketGather:
+    """Gather of the tensors of one bucket, in flight; made on all ranks.
+
+    Attributes:
+        tensors: the model's own tensors, by owner.
+    """
+
+    @collective
+    def __init__(self, full: FullModel, parts: EngineParts, bucket: Sequence[Piece]) -> None:
+        """Launch it."""
+        self._topology: Topology = parts.topology
+        self._entries = {owner: entry for piece in bucket for owner, entry in piece.sources.items()}
+        self.tensors = {owner: full.local(entry)[0] for owner, entry in self._entries.items()}
+        sharded_params = {owner: sharded_param_of(tensor) for owner, tensor in self.tensors.items()}
+        self._sharded = {owner: p for owner, p in sharded_params.items() if p is not None}
+        self._values = {
+            owner: full.local(entry)[1].detach().clone()
+            for owner, entry in self._entries.items()
+            if owner not in self._sharded
+        }
+        self._copies: dict[PartitionedParameter, torch.Tensor] = {}
+        self._all_gathers: list[AllGather] = []
+        for context, members in group_by_context(self._sharded.values()):  # experts have ranks of their own
+            copies, all_gather = context.launch_copies(members)
+            self._copies.update(zip(members, copies, strict=True))
+            self._all_gathers += [] if all_gather is None else [all_gather]
+        self._of_shards: list[tuple[Pending, dict[str, torch.Tensor]]] = []
+        if not self._all_gathers:  # otherwise these ranks have nothing to send yet
+            self._gather_shards()
+
+    @collective
+    def wait(self) -> dict[str, torch.Tensor]:
+        """Return the full values by owner. On CUDA the current stream waits, not the host."""
+        for all_gather in self._all_gathers:
+            all_gather.wait_for_values()
+        if self._all_gathers:
+            self._gather_shards()
+        for pending, gathered in self._of_shards:
+            pending.wait()
+            for owner in list(gathered):
+                self._values[owner] = self._assembled(self._entries[owner], gathered.pop(owner))
+        values, self._values = self._values, {}
+        return values
+
+    def _gather_shards(self) -> None:
+        """Take the values of this rank's data-parallel ranks, and launch the gathers over the ranks that have other
+        shards: of layers, or other experts."""
+        for owner, sharded_param in self._sharded.items():
+            flat = self._copies.pop(sharded_param)
+            self._values[owner] = flat.as_strided(sharded_param.shape, sharded_param.strides)
+        for ranks in (self._topology.tensor, self._topology.expert):
+            parts = {
+                owner: self._values.pop(owner)
+                for owner, entry in self._entries.items()
+                if entry.shards and (entry.shards[0].dimension == "expert") == (ranks is self._topology.expert)
+            }
+            if parts:
+                shards = [part.contiguous().view(-1) for part in parts.values()]
+                fulls = [shard.new_empty(ranks.world_size * shard.numel()) for shard in shards]
+                self._of_shards.append((ranks.gather_shards(fulls, shards, TAG), dict(zip(parts, fulls, strict=True))))
+
+    def _assembled(self, entry: FullTensor, gathered: torch.Tensor) -> torch.Tensor:
+        """Put the shards of the tensor-parallel ranks together."""
+        full = gathered.new_empty(entry.shape)
+        for spec, part in zip(entry.shards, gathered.chunk(len(entry.shards)), strict=True):
+            spec.into(full, part.view(spec.local_shape))
+        return full
+
+
+# -------------------------------------------------------------------- the stream
+
+
+class WeightStream(Iterator[WeightBucket]):
+    """Iterator over the buckets of a model; see ``zerolite.stream_full_weights``.
+
+    Ranks may stop at different buckets. A rank that stops takes part in the gathers of the others when its stream is
+    closed: by :meth:`close`, or when nothing refers to it any more, as after a ``break`` or an exception in a loop.
+    """
+
+    def __init__(
+        self, full: FullModel, parts: EngineParts, buckets: Sequence[Sequence[Piece]], dtype: torch.dtype | None
+    ) -> None:
+        self._full, self._parts, self._dtype = full, parts, dtype
+        self._steps = parts.pipeline.state.global_steps
+        self._buckets = deque(buckets)
+        self._next: tuple[Sequence[Piece], BucketGather] | None = None
+        self._yielded: WeightBucket | None = None
+        self._launch()
+
+    @collective
+    @torch.no_grad()
+    def __next__(self) -> WeightBucket:
+        if self._yielded is not None:
+            self._yielded.release()
+            self._yielded = None
+        if self._next is None:
+            raise StopIteration
+        if self._parts.pipeline.state.global_steps != self._steps:
+            self.close()
+            raise RuntimeError(
+                "zerolite.stream_full_weights: expected the weights to stay as they are until the stream has ended, "
+                "got a step of the engine; use the buckets first, and call it again for the new weights"
+            )
+        (bucket, gather), self._next = self._next, None
+        values = gather.wait()
+        tensors = [pair for piece in bucket for pair in self._made(piece, values, gather.tensors)]
+        del values, gather  # before there is memory for another bucket
+        self._launch()
+        self._yielded = WeightBucket(tensors)
+        return self._yielded
+
+    @collective
+    @torch.no_grad()
+    def close(self) -> None:
+        """End the stream: take part in the gathers that are left, for ranks that still iterate."""
+        if self._yielded is not None:
+            self._yielded.release()
+        while self._next is not None:
+            (_, gather), self._next = self._next, None
+            gather.wait()
+            self._launch()
+
+    def __del__(self) -> None:
+        if vars(self).get("_next") is not None:
+            self.close()
+
+    def _launch(self) -> None:
+        if self._buckets:
+            bucket = self._buckets.popleft()
+            self._next = bucket, BucketGather(self._full, self._parts, bucket)
+
+    def _made(
+        self, piece: Piece, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a piece."""
+        if piece.layer is not None:
+            of_layer = {tensors[owner]: values[owner] for owner in piece.sources}
+            values = without_adapters(piece.layer, of_layer, merge=True)
+        for key, name in piece.names.items():
+            value = values[key]
+            yield name, value.to(exported_dtype(value.dtype, self._dtype)).contiguous()
