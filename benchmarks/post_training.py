@@ -61,7 +61,8 @@ def make_engine(args: argparse.Namespace) -> Any:
 def plain_gather(engine: Any, bucket_bytes: int, reuse: bool) -> Callable[[], None]:
     """Return a function that gathers as many bytes as the model has, and no more.
 
-    reuse: all buckets go into the same memory, otherwise each into new memory, as where an inference engine takes the values.
+    reuse: all buckets go into the same memory, otherwise each into new memory, as an inference
+    engine needs it.
     """
     comm = engine.topology.data
     nbytes = sum(p.ds_numel * p.element_size() for p in engine.module.parameters())
