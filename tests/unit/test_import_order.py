@@ -38,7 +38,7 @@ THIRD_PARTY = {
     "zerolite.optim.keyword_params": {"pydantic"},
     "zerolite.checkpoint": {"pydantic"},
     "zerolite.launcher.processes": {"psutil"},
-    "zerolite.sequence_parallel.attention": {"transformers"},
+    "zerolite.sequence_parallel.huggingface": {"transformers"},
     "zerolite.utils.network": {"psutil"},
     "zerolite.diagnostics.report": {"cpuinfo"},
     "zerolite.monitor.memory_report": {"psutil"},

@@ -147,7 +147,7 @@ def with_replicas(topology: Topology, device: torch.device, shard: int, host: in
         )
     if shard == data.world_size:
         return topology
-    within, across = _sets(data, device, shard, "shards and replicas")
+    within, across = sets_of(data, device, shard, "shards and replicas")
     within.serve("shard", data.is_rank0)
     return replace(topology, shard=within, replicate=across.serve("replicate", data.is_rank0))
 
@@ -171,7 +171,7 @@ def with_sequence(topology: Topology, device: torch.device, size: int) -> Topolo
         )
     if size == 1:
         return topology
-    within, across = _sets(data, device, size, "parts of sequences")
+    within, across = sets_of(data, device, size, "parts of sequences")
     within.serve("sequence", data.is_rank0)
     # Named as data parallelism is elsewhere, which it is: these ranks have other samples.
     across.serve("data", data.is_rank0)
@@ -250,13 +250,13 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
     return _named(world, made, pipe, mesh)
 
 
-def _sets(data: Communicator, device: torch.device, size: int, purpose: str) -> tuple[Communicator, Communicator]:
+def sets_of(comm: Communicator, device: torch.device, size: int, purpose: str) -> tuple[Communicator, Communicator]:
     """Return the communicators of this rank's set of ``size`` neighbours, and of the ranks at its place in all sets."""
-    if data.group is None:
-        places = (data.rank % size, size), (data.rank // size, data.world_size // size)
-        within, across = (dry_communicator(_kind_of(data), *place) for place in places)
+    if comm.group is None:
+        places = (comm.rank % size, size), (comm.rank // size, comm.world_size // size)
+        within, across = (dry_communicator(_kind_of(comm), *place) for place in places)
     else:
-        groups = _groups_of_sets(data.group, size, purpose)
+        groups = _groups_of_sets(comm.group, size, purpose)
         within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
     return within, across
 

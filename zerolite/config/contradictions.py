@@ -220,11 +220,6 @@ def _sequence_parallel(config: ZeroliteConfig) -> Found:
     block = config.sequence_parallel
     if block.size == 1:
         return
-    if block.attention == "ring":
-        yield (
-            "sequence_parallel.attention sequence_parallel.size",
-            'expected "auto" or "ulysses", got "ring", which is not there yet; use one of these',
-        )
     if config.pipeline.stages > 1:
         yield (
             "sequence_parallel.size pipeline.stages",

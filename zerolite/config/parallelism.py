@@ -80,8 +80,8 @@ class SequenceParallelConfig(Block):
     size: Count = 1
     """Ranks that have parts of the same sequences; a divisor of the number of ranks. 1 = off."""
     attention: Literal["auto", "ulysses", "ring"] = "auto"
-    """How a token sees the other parts: `"ulysses"` exchanges tokens for heads, so `size` divides the number of heads.
-    `"auto"`: ulysses. `"ring"` is not there yet."""
+    """How a token sees the other parts: `"ulysses"` exchanges tokens for heads, so `size` divides the number of heads;
+    `"ring"` passes keys and values on. `"auto"`: ulysses within a host, as far as there are heads, and rings across."""
     inputs: Literal["whole", "parts", "parts in training"] = "whole"
     """What `engine(...)` is given: `"whole"` sequences, of which each rank takes its part, or `"parts"` that the loader
     has cut. Then the gradient is the mean over ranks, as in data parallelism, and the loss accounts for the labels of

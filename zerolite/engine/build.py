@@ -29,7 +29,7 @@ from zerolite.engine.compiling import warn_if_compiled_whole
 from zerolite.engine.engine import Engine
 from zerolite.engine.lifetime import own_until_end
 from zerolite.engine.options import SKIPS_ON_DEVICE
-from zerolite.engine.sequence_engine import SequenceEngine, SequenceEvaluationEngine, check_sequences, divide_sequences
+from zerolite.engine.sequence_engine import DividedModel, SequenceEngine, SequenceEvaluationEngine, check_sequences
 from zerolite.engine.special_engines import (
     CheckBeforeForward,
     EvaluationEngine,
@@ -94,7 +94,7 @@ def build_engine(
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)
     check_initialize(config, model, optimizer, groups, comm, device, **others)
-    check_sequences(model, topology.sequence.world_size)
+    divided = check_sequences(model, config.sequence_parallel)
     if not builder.policy.shard_parameters:
         unpartition_model(model)
     choice = choose_optimizer(optimizer, config, builder.policy, groups, topology.tensor.world_size > 1)
@@ -110,7 +110,7 @@ def build_engine(
         warn_if_compiled_whole(model, builder.policy.shard_parameters)
     parts = builder.build(choice, groups, trains)
     schedule = LearningRateSchedule(scheduler_of(arguments.lr_scheduler, config, parts.optimizer), parts.pipeline.state)
-    return _make_engine(parts, builder, arguments, schedule, pipe_stage)
+    return _make_engine(parts, builder, arguments, schedule, pipe_stage, divided)
 
 
 def _check_states_on_all_ranks(
@@ -134,6 +134,7 @@ def _make_engine(
     arguments: Arguments,
     schedule: LearningRateSchedule,
     pipe_stage: PreparedStage | None,
+    divided: DividedModel | None,
 ) -> Engine:
     """Install the hooks and observers, and make the engine."""
     model, config, topology, observers = parts.model, parts.config, parts.topology, parts.observers
@@ -157,19 +158,20 @@ def _make_engine(
     agreement = _observe_steps(parts, builder.device_kind)
     register = _connect_optimizer(parts, builder, _adopts(arguments), schedule, pipe_stage is not None)
     runner = None if pipe_stage is None else _make_runner(parts, pipe_stage, monitoring)
-    sequence = None if topology.sequence.world_size == 1 else divide_sequences(parts)
+    sequence = None if divided is None else divided.make_forward(parts)
     make = _engine_class(parts.trains, pipe_stage is not None, sequence is not None)
     engine = make(parts, arguments, schedule, monitoring, register, runner)
     if sequence is not None:
         assert isinstance(engine, SequenceEngine | SequenceEvaluationEngine), "see _engine_class"
-        engine.use_sequence(sequence[0])
-        hooks += sequence[1]
+        engine.use_sequence(sequence)
     if isinstance(engine, EvaluationEngine):
         engine.compare_schedules_by(agreement)
     if (shared := builder.shared_grads) is not None:
         parts.memory_sources.append(lambda: ((BUCKETS, t) for comm in shared.comms for t in comm.memory()))
     engine._reference.finalizers += monitoring.end_with(engine)
     stage3_hooks = [] if parts.partitioned is None else parts.partitioned.hooks
+    if divided is not None:
+        hooks += divided.install()  # last: an exception after it would leave attention replaced
     own_until_end(engine, (hooks, checkpointing.handles, stage3_hooks, builder.fp32.handles))
     return engine
 

@@ -3,42 +3,66 @@
 from __future__ import annotations
 
 import functools
+import os
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
-from zerolite.comm import collective
+from zerolite.comm import collective, ranks_of_host
+from zerolite.config.parallelism import SequenceParallelConfig
 from zerolite.data.micro_batch import LossFunction
 from zerolite.engine.engine import Engine
 from zerolite.engine.special_engines import EvaluationEngine
-from zerolite.sequence_parallel.attention import (
-    AttentionRanks,
-    check_huggingface,
-    install_attention,
-    install_huggingface,
-)
+from zerolite.sequence_parallel.attention import attention_ranks, install_attention
 from zerolite.sequence_parallel.forward import SequenceForward, check_model
+from zerolite.sequence_parallel.huggingface import check_huggingface, chosen_attention, heads_of, install_huggingface
+from zerolite.utils.memory_tags import BUCKETS
 from zerolite.zero.engine_parts import EngineParts
 
 
-def check_sequences(model: torch.nn.Module, size: int) -> None:
-    """Raise ValueError for a model whose sequences ``size`` ranks cannot divide, before anything of it is changed."""
-    if size > 1:
-        check_model(model)
-        check_huggingface(model, size)
+@dataclass(frozen=True)
+class DividedModel:
+    """A model whose sequences several ranks can divide, before anything of it is changed.
 
-
-def divide_sequences(parts: EngineParts) -> tuple[SequenceForward, list[Any]]:
-    """Let the forward of an engine cut sequences, and attention join them.
-
-    Returns:
-        The forward, and handles that undo it.
+    Attributes:
+        model: the model.
+        chosen: see :func:`~zerolite.sequence_parallel.huggingface.chosen_attention`.
+        setting: the config's ``sequence_parallel.attention``.
     """
-    forward = SequenceForward(parts, AttentionRanks(parts.topology.sequence))
-    parts.observers.before_backward.append(forward.before_backward)
-    handles = [*install_huggingface(parts.model), install_attention()]
-    parts.call.replace(forward)
-    return forward, handles
+
+    model: torch.nn.Module
+    chosen: dict[int, tuple[Any, str]]
+    setting: str
+
+    @collective
+    def make_forward(self, parts: EngineParts) -> SequenceForward:
+        """Return the function that cuts sequences, in the place of the model."""
+        topology, device = parts.topology, parts.device
+        ranks = attention_ranks(topology, device, self.setting, heads_of(self.chosen), ranks_of_host(os.environ))
+        made = [comm for comm in (ranks.heads, ranks.ring) if comm not in (None, ranks.comm)]
+        parts.memory_sources.append(lambda: ((BUCKETS, t) for comm in made if comm is not None for t in comm.memory()))
+        forward = SequenceForward(parts, ranks)
+        parts.observers.before_backward.append(forward.before_backward)
+        parts.call.replace(forward)
+        return forward
+
+    def install(self) -> list[Any]:
+        """Let attention join the parts. Returns handles that undo it."""
+        return [*install_huggingface(self.chosen), install_attention()]
+
+
+def check_sequences(model: torch.nn.Module, config: SequenceParallelConfig) -> DividedModel | None:
+    """Return what divides the sequences of ``model``; None if nothing does.
+
+    Raises ValueError for a model whose sequences cannot be divided.
+    """
+    if config.size == 1:
+        return None
+    check_model(model)
+    chosen = chosen_attention(model)
+    check_huggingface(chosen, config.size, config.attention)
+    return DividedModel(model, chosen, config.attention)
 
 
 def _with_part(sequence: SequenceForward, loss_fn: LossFunction, outputs: Any, targets: Any) -> torch.Tensor:

@@ -10,7 +10,6 @@ layer are N h / P elements each, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,39 +22,64 @@ TAG = "sequence"
 """Tag of every collective of sequence parallelism in :func:`zerolite.comm.record`."""
 
 
-def exchange(tensors: Sequence[Tensor], comm: Communicator, split: int, join: int) -> tuple[Tensor, ...]:
-    """Divide each tensor along ``split`` among the ranks, and join what they send along ``join``: one all-to-all.
+def exchange(tensor: Tensor, comm: Communicator, split: int, join: int) -> Tensor:
+    """Divide ``tensor`` along ``split`` among the ranks, and join what they send along ``join``: one all-to-all.
 
-    Called on all ranks of ``comm`` with tensors of equal shapes and one dtype. The gradients take the way back.
+    Called on all ranks of ``comm`` with tensors of equal shapes. The gradient takes the way back. Query, key and value
+    go one after another: in one, what is sent and received would be three times as much memory.
 
     Args:
         split: a dimension whose length the number of ranks divides.
         join: a dimension that becomes as many times longer.
     """
-    result: tuple[Tensor, ...] = _Exchange.apply(comm, split, join, *tensors)
+    result: Tensor = _Exchange.apply(tensor, comm, split, join)
     return result
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, split: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tensor: Tensor, comm: Communicator, split: int, join: int) -> Tensor:
         ctx.comm, ctx.split, ctx.join = comm, split, join
-        return _exchanged(tensors, comm, split, join)
+        return _exchanged(tensor.detach(), comm, split, join)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> object:
-        return None, None, None, *_exchanged(gradients, ctx.comm, ctx.join, ctx.split)
+    def backward(ctx: Any, gradient: Tensor) -> object:
+        return _exchanged(gradient, ctx.comm, ctx.join, ctx.split), None, None, None
 
 
-def _exchanged(tensors: Sequence[Tensor], comm: Communicator, split: int, join: int) -> tuple[Tensor, ...]:
-    size = comm.world_size
-    parts = [tensor.detach().unflatten(split, (size, -1)).movedim(split, 0) for tensor in tensors]
-    sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
-    received = comm.all_to_all(sent.view(-1), TAG).wait().view_as(sent) if sent.numel() else sent
-    columns = received.split([part[0].numel() for part in parts], 1)
+def _exchanged(tensor: Tensor, comm: Communicator, split: int, join: int) -> Tensor:
+    parts = tensor.unflatten(split, (comm.world_size, -1)).movedim(split, 0)
+    if parts.numel():
+        parts = comm.all_to_all(parts.reshape(-1), TAG).wait().view(parts.shape)
     # The ranks' parts lie behind each other along a new first dimension, which joins ``join``.
-    return tuple(
-        column.reshape(part.shape).movedim(0, join).flatten(join, join + 1)
-        for column, part in zip(columns, parts, strict=True)
-    )
+    return parts.movedim(0, join).flatten(join, join + 1)
+
+
+def swap(tensor: Tensor, comm: Communicator, dimension: int) -> Tensor:
+    """Swap the second half of ``tensor`` along ``dimension`` with the rank's mirror image, ``size - 1 - rank``.
+
+    Called on all ranks of ``comm`` with tensors of equal shapes. The gradient takes the way back.
+    """
+    result: Tensor = _Swap.apply(tensor, comm, dimension)
+    return result
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, comm: Communicator, dimension: int) -> Tensor:
+        ctx.comm, ctx.dimension = comm, dimension
+        return _swapped(tensor.detach(), comm, dimension)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> object:
+        return _swapped(gradient, ctx.comm, ctx.dimension), None, None
+
+
+def _swapped(tensor: Tensor, comm: Communicator, dimension: int) -> Tensor:
+    length, mirror = tensor.shape[dimension], comm.world_size - 1 - comm.rank
+    first, second = tensor.split([length - length // 2, length // 2], dimension)
+    if second.numel():
+        second = comm.permute(second.reshape(-1), mirror, mirror, TAG).wait().view(second.shape)
+    return torch.cat([first, second], dimension)

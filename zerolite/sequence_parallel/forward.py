@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from zerolite.comm import HostMaximum, collective
 from zerolite.comm.initial_sync import content_hash
 from zerolite.sequence_parallel import trial
-from zerolite.sequence_parallel.attention import AttentionRanks, Parts, attending, attends, chosen_attention
+from zerolite.sequence_parallel.attention import AttentionRanks, Parts, attending, current_parts
 from zerolite.sequence_parallel.cut import Cut, Inputs, Rules, cut_inputs, targets_of
 from zerolite.sequence_parallel.given_parts import first_tokens, take_parts
+from zerolite.sequence_parallel.huggingface import chosen_attention
 from zerolite.tensor_parallel.regions import fork_random_state
 from zerolite.utils.accelerator import host_value
 from zerolite.utils.nested import find_tensors
@@ -226,7 +227,7 @@ class SequenceForward:
     def before_backward(self) -> None:
         """Raise RuntimeError, on all ranks, in a backward that is not the engine's: checkpoints would repeat attention
         over this rank's tokens alone."""
-        if self.takes_parts and not attends():
+        if self.takes_parts and current_parts() is None:
             raise RuntimeError(
                 "expected engine.backward(loss) with parts of sequences (sequence_parallel), got a backward by "
                 "loss.backward() or torch.autograd; call engine.backward(loss)"

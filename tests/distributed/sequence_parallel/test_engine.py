@@ -169,7 +169,7 @@ def test_traffic_of_a_layer_is_that_of_the_paper() -> None:
     tokens = batch["tokens"].numel() // 2  # of this rank
     elements = 2 * 4 * tokens * sequences.WIDTH  # of two layers
     assert {(call.op, call.dimension) for call in both} == {("all_to_all", "sequence")}
-    assert len(forward) == 2 * 2 and len(both) == 2 * len(forward)  # query, key and value go in one
+    assert len(forward) == 2 * 4 and len(both) == 2 * len(forward)
     assert sum(call.nbytes for call in forward) == 4 * elements
     assert sum(call.nbytes for call in both) == 2 * 4 * elements
     engine.step()

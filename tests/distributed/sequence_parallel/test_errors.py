@@ -20,7 +20,7 @@ from zerolite.config import load_config
 
 
 def make(model: nn.Module, size: int = 2, **more: Any) -> Any:
-    return zerolite.initialize(model, at("2", sequence_parallel={"size": size}, **more))
+    return zerolite.initialize(model, at("2", **{"sequence_parallel": {"size": size}, **more}))
 
 
 class CountsItself(Decoder):
@@ -80,8 +80,18 @@ class Recurrent(Decoder):
 def test_bad_models_and_sizes_are_refused_by_initialize() -> None:
     for state in ("conv", "lstm", "A_log"):
         expect_words(raised(lambda state=state: make(Recurrent(state))), "'mixer'", "leave")
-    error = raised(lambda: make(sequences.build("llama", False, heads=3, kv_heads=3)))
-    expect_words(error, "attention heads", "2", "got 3")
+    three = sequences.build("llama", False, heads=3, kv_heads=3)
+    error = raised(lambda: make(three, sequence_parallel={"size": 2, "attention": "ulysses"}))
+    expect_words(error, "attention heads", "2", "got 3", "ring")
+    eager = sequences.build("llama", False, attention="eager")
+    error = raised(lambda: make(eager, sequence_parallel={"size": 2, "attention": "ring"}))
+    expect_words(error, "eager", "sdpa")
+    unknown = sequences.build("llama", False)
+    unknown.config._attn_implementation_internal = "paged|sdpa"
+    expect_words(raised(lambda: make(unknown)), "attn_implementation", "paged|sdpa")
+    for model in (three, eager, unknown):  # nothing of a refused model has been changed
+        assert "sequence_parallel" not in model.config._attn_implementation
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     error = raised(lambda: make(Decoder(), size=3))
     expect_words(error, "sequence_parallel.size", "divisor of the 2 ranks")
     assert F.scaled_dot_product_attention.__module__ != "zerolite.sequence_parallel.attention"
@@ -141,7 +151,6 @@ def test_padding_that_full_attention_would_see_is_refused() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"sequence_parallel": {"size": 2, "attention": "ring"}}, "not there yet"),
         ({"sequence_parallel": {"size": 2}, "pipeline": {"stages": 2}}, "pipeline"),
         (
             {"sequence_parallel": {"size": 2}, "tensor_parallel": {"size": 2, "sequence_parallel": True}},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -62,6 +64,59 @@ def test_fewer_heads_of_key_and_value_are_repeated(kv_heads: int) -> None:
     size = torch.distributed.get_world_size()
     assert_like_one_process("Decoder", size, EXACT, double=True, kv_heads=kv_heads)
     assert_like_one_process("llama", size, ROUNDED * 5, kv_heads=kv_heads)
+
+
+WAYS = {
+    "ulysses": {"attention": "ulysses"},
+    "ring": {"attention": "ring"},
+    "both": {"attention": "auto"},
+}
+
+
+@contextlib.contextmanager
+def way_of(name: str, size: int) -> Iterator[dict[str, Any]]:
+    """Yield the config of a way of attention. For "both", hosts have half of the ranks of a sequence."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "both":
+            patch.setenv("LOCAL_WORLD_SIZE", str(max(1, size // 2)))
+        yield {"sequence_parallel": {"size": size, **WAYS[name]}}
+
+
+@pytest.mark.fast("ring-3 moving-3", "both-2-4")
+@on_ranks(2, 3, 4, timeout=120)
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3 moving", "3 tight"])
+@pytest.mark.parametrize("way", ["ring", "both"])
+def test_rings_match_one_process(way: str, stage: str) -> None:
+    """In fp64 with accumulation over different lengths, clipping, and ranks without a counted label."""
+    size = torch.distributed.get_world_size()
+    with way_of(way, size) as config:
+        how: dict[str, Any] = {"stage": stage, "double": True, "clip": 0.3, "config": config}
+        assert_like_one_process("Decoder", size, EXACT, **how, accumulation=2)
+        assert_like_one_process("Decoder", size, EXACT, **how, causal=False, length=11 * size + 1, steps=1)
+
+
+@sequences.needs_transformers
+@pytest.mark.fast("ring-llama-packed-True-2", "both-mistral-masked-True-4", "ring-mistral--False-3")
+@on_ranks(2, 3, 4, timeout=120)
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("how", ["", "masked", "packed"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("way", list(WAYS))
+def test_masks_match_one_process(way: str, model: str, how: str, double: bool) -> None:
+    """Causal attention and sliding windows, with padding and with packed documents. These models compute norms and
+    their loss in fp32, even in fp64."""
+    size, tolerance = torch.distributed.get_world_size(), ROUNDED if double else ROUNDED * 5
+    with way_of(way, size) as config:
+        assert_like_one_process(model, size, tolerance, how=how, double=double, config=config)
+
+
+@sequences.needs_transformers
+@pytest.mark.fast("3-1-2", "6-3-4")
+@on_ranks(2, 3, 4, timeout=120)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (3, 1)])
+def test_numbers_of_heads_that_ranks_cannot_share_go_round_a_ring(heads: int, kv_heads: int) -> None:
+    size = torch.distributed.get_world_size()
+    assert_like_one_process("llama", size, ROUNDED, double=True, heads=heads, kv_heads=kv_heads)
 
 
 def architecture(name: str) -> Any:
