@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Collection
 from typing import BinaryIO
 
@@ -16,6 +17,7 @@ from zerolite.launcher.failures import TAIL_LINES
 
 _TAIL_BYTES = 16384
 _POLL_INTERVAL_S = 0.05
+_PROMPT_S = 0.3
 _CHUNK = 1 << 20  # bytes read at once
 
 
@@ -102,14 +104,14 @@ class LogTail:
     progress bar for the end of a line.
 
     Args:
-        paths: files of the ranks. Those of rank 0 are copied as they come, those of others line by line behind
-            `[rank 3] `.
+        paths: files of the ranks. Lines of rank 0 are copied as they are, those of others behind `[rank 3] `.
         stream: the terminal.
     """
 
     def __init__(self, paths: dict[int, str], stream: BinaryIO) -> None:
         self._files = {rank: open(path, "rb") for rank, path in paths.items()}
         self._partial_lines = dict.fromkeys(paths, b"")  # lines without an end so far
+        self._read_at = dict.fromkeys(paths, 0.0)
         self._stream = stream
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zerolite output", daemon=True)
@@ -137,11 +139,16 @@ class LogTail:
         return bool(text)
 
     def _read(self, rank: int, last: bool) -> bytes:
-        data = self._files[rank].read(_CHUNK)
-        if rank == 0:
-            return data
-        *lines, rest = (self._partial_lines[rank] + data).split(b"\n")
-        if rest and (last or len(rest) > _CHUNK):
-            lines, rest = [*lines, rest], b""
-        self._partial_lines[rank] = rest
-        return b"".join(b"[rank %d] %s\n" % (rank, line) for line in lines)
+        data, now = self._files[rank].read(_CHUNK), time.monotonic()
+        if data:
+            self._read_at[rank] = now
+        text = self._partial_lines[rank] + data
+        end = text.rfind(b"\n") + 1
+        if rank == 0:  # a progress bar, or a prompt behind which nothing follows for a moment
+            end = len(text) if now - self._read_at[rank] > _PROMPT_S else max(end, text.rfind(b"\r") + 1)
+        if last or len(text) - end > _CHUNK:
+            end = len(text)
+        self._partial_lines[rank] = text[end:]
+        if rank == 0 or not end:
+            return text[:end]
+        return b"".join(b"[rank %d] %s\n" % (rank, line) for line in text[:end].removesuffix(b"\n").split(b"\n"))
