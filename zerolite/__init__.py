@@ -16,7 +16,7 @@ from zerolite.utils.lazy import lazy_names
 from zerolite.version import __version__
 
 if TYPE_CHECKING:
-    from zerolite import checkpointing, comm, nn, pipe, tensor_parallel, zero
+    from zerolite import checkpointing, comm, moe, nn, pipe, tensor_parallel, zero
     from zerolite.checkpoint.parameter_access import (
         get_full_grad,
         get_full_master,
@@ -49,6 +49,7 @@ __all__ = [
     "get_full_optimizer_state",
     "init_distributed",
     "initialize",
+    "moe",
     "nn",
     "pipe",
     "plan",
@@ -82,6 +83,7 @@ __getattr__ = lazy_names(
         "set_full_optimizer_state": "zerolite.checkpoint.parameter_access",
         "checkpointing": "",
         "comm": "",
+        "moe": "",
         "nn": "",
         "op_builder": "zerolite.utils.builder",
         "pipe": "",

@@ -186,7 +186,7 @@ def choose_optimizer(
     optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups, tp: bool = False
 ) -> OptimizerChoice:
     """Choose the optimizer, and decide if a rank updates parts of parameters or whole ones. Raises ConfigError or
-    ValueError if it cannot work at this stage. ``tp``: ranks have shards of layers."""
+    ValueError if it cannot work at this stage. ``tp``: ranks have shards of layers, or parts of the experts."""
     if optimizer is not None and config.optimizer is not None:
         sentence = "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave one out"
         raise ConfigError([("optimizer", sentence)])
@@ -200,8 +200,8 @@ def choose_optimizer(
     if tp and (undivided or (reason is not None and not untested)):
         why = reason or "zero_optimization.whole_parameters is true."
         raise ValueError(
-            f"tensor_parallel gives each rank a part of the parameters of a layer to update. {why} Use an optimizer "
-            "that updates each element by itself, such as AdamW."
+            "tensor_parallel or expert_parallel gives each rank a part of the parameters of a layer to update. "
+            f"{why} Use an optimizer that updates each element by itself, such as AdamW."
         )
     if not policy.shard_optimizer:
         return OptimizerChoice(make, untested and tp)

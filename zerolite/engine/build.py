@@ -97,7 +97,8 @@ def build_engine(
     divided = check_sequences(model, config.sequence_parallel)
     if not builder.policy.shard_parameters:
         unpartition_model(model)
-    choice = choose_optimizer(optimizer, config, builder.policy, groups, topology.tensor.world_size > 1)
+    has_shards = topology.tensor.world_size > 1 or topology.expert.world_size > 1
+    choice = choose_optimizer(optimizer, config, builder.policy, groups, has_shards)
     if choice.existing is not None and choice.existing is not optimizer:  # a function has made it just now
         check_made_optimizer(choice.existing, model, comm, device)
     _check_states_on_all_ranks(choice, model, topology, device, not builder.policy.shard_optimizer)

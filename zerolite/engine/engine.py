@@ -321,7 +321,12 @@ class Engine(EngineBase):
         Args:
             *args: positional arguments of ``torch.nn.Module.compile``.
             **kwargs: its keyword arguments, such as ``backend``, ``mode`` and ``dynamic``.
+
+        Raises:
+            RuntimeError: experts are on several ranks, which exchange tokens in a way that it does not follow yet.
         """
+        if self._parts.topology.expert.world_size > 1:
+            raise RuntimeError("engine.compile: expected expert_parallel.size 1, got more; leave one of the two out")
         compile_blocks(self.module, *args, **kwargs)
 
     @collective

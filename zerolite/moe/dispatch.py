@@ -91,7 +91,7 @@ def _route(comm: Communicator, share: int, index: Tensor) -> Route:
     goes = torch.zeros((count, size + 1), dtype=torch.bool, device=index.device).scatter_(1, owner, True)[:, :size]
     pairs = torch.bincount(owner.reshape(-1), minlength=size + 1)[:size]
     counts = torch.stack([goes.sum(0), pairs], 1).reshape(-1)
-    arriving = comm.all_to_all(counts.clone(), TAG).wait()
+    arriving = comm.all_to_all(counts, TAG).wait()
     numbers = [int(number) for number in host_values(torch.cat([counts, arriving]))]
     sent, received = numbers[: 2 * size : 2], numbers[2 * size :: 2]
     by_rank = goes.t().reshape(-1).to(torch.uint8).argsort(descending=True, stable=True)[: sum(sent)]

@@ -20,7 +20,7 @@ from zerolite.comm import Communicator, Topology, collective
 from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.config import ConfigError
 from zerolite.moe.dispatch import over_ranks
-from zerolite.tensor_parallel.shard_spec import ShardSpec, shard_parameter
+from zerolite.tensor_parallel.shard_spec import ShardSpec, set_shard_spec, shard_parameter, shard_spec_of
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
 
 _KEY = "expert_parallel.size"
@@ -148,4 +148,10 @@ class SpreadCall:
         return over_ranks(comm, int(module.num_experts), forward, trains, (hidden, index, weights))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadCall:
-        return SpreadCall(copy.deepcopy(self._module, memo), self._comm)
+        # The module copies its parameters before its forward. Their copies are the same part of the experts.
+        copied = copy.deepcopy(self._module, memo)
+        for parameter in self._module.parameters(recurse=False):
+            spec = shard_spec_of(parameter)
+            if spec is not None and id(parameter) in memo:
+                set_shard_spec(memo[id(parameter)], spec)
+        return SpreadCall(copied, self._comm)

@@ -122,7 +122,11 @@ class RankGroups:
         """Return the groups of a bucket: see :class:`~zerolite.zero.layout.BucketLayout`."""
         if spread == 1:
             return self
-        assert self.experts is not None, "buckets of experts are spread alone"
+        if self.experts is None:
+            raise RuntimeError(
+                "zerolite.initialize: expected a model with all experts, got one of which an engine with "
+                "expert_parallel has left this rank a part; build the model again, or keep the block in the config"
+            )
         return self.experts
 
     def compress(self, values: bool, gradients: bool, feedback: ErrorFeedback | None) -> None:

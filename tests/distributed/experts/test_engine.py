@@ -259,3 +259,33 @@ def test_gradients_and_values_that_no_rank_has_in_full() -> None:
     engine = experts.make("Mixture", 2, "3 moving")
     with pytest.raises(ValueError, match="modifier_rank=None for parameters of experts"):
         zerolite.zero.GatheredParameters(engine.module, modifier_rank=0)
+
+
+@pytest.mark.fast("3 moving-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("stage", ["2", "3 moving"])
+def test_a_copy_of_the_model_has_the_same_part(stage: str) -> None:
+    engine = experts.make("Mixture", 2, stage, double=True)
+    copied = copy.deepcopy(engine.module)
+    batch = experts.batch_of(dist.get_rank(), 5)
+    torch.testing.assert_close(copied(**batch), engine(**batch), rtol=0, atol=EXACT)
+    with pytest.raises(RuntimeError, match=r"parts of parameters .*up_weight"):
+        copied.state_dict()
+    with torch.no_grad():
+        copied.blocks[0].experts.up_weight.zero_()
+    assert not torch.equal(copied(**batch), engine(**batch))
+
+
+@on_ranks(2, timeout=60)
+def test_what_cannot_be_done_with_a_part() -> None:
+    engine = experts.make("Mixture", 2, "2")
+    with pytest.raises(RuntimeError, match=r"engine.compile: expected expert_parallel.size 1"):
+        engine.compile()
+    model = engine.module
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="expected a model with all experts"):
+        zerolite.initialize(model, at("2"))
+    with pytest.raises(ConfigError, match="with its class's forward, got another one"):
+        zerolite.initialize(model, at("2", expert_parallel={"size": 2}))
+    with pytest.raises(ValueError, match="expert_parallel gives each rank a part"):
+        experts.make("Mixture", 2, "1", zero={"whole_parameters": True})
