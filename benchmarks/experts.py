@@ -78,7 +78,7 @@ def make_engine(options: argparse.Namespace, stage: int, size: int) -> Any:
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": options.dtype == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})},
         "expert_parallel": {"size": size},
     }
     return zerolite.initialize(Model(options), config)
@@ -90,7 +90,7 @@ def run_step(engine: Any, step: int, options: argparse.Namespace) -> float:
     loss = engine(torch.randint(VOCABULARY, (options.tokens,), generator=generator))
     engine.backward(loss)
     engine.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
