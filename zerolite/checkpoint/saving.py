@@ -106,8 +106,8 @@ class Saver:
             scheduler: the learning rate schedule.
         """
         self.wait_for_all()
-        request, ranks = agreed(self._host, _CALL, request)
         self._parts.reducer.wait()  # on all ranks before they exchange anything, see `StepPipeline.look_at_grads`
+        request, ranks = agreed(self._host, _CALL, request)
         # Parameters that the user has just unfrozen need masters and states, which are part of the checkpoint.
         self._register_unfrozen_params()
         user: dict[str, object] = {}
