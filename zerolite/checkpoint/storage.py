@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from zerolite.checkpoint import directory, filesystem, json_codec
 from zerolite.checkpoint.boxes import Box
@@ -63,7 +61,7 @@ def write_checkpoint(
 
     try:
         file = ranks.run(naming(lambda: _RankFile(host.rank, shards)))
-        parts = host.gather_to_first((file.parts, scalars))
+        parts = host.gather_to_first((file.tensors, scalars))
         path = ranks.gather(naming(lambda: save_dir if commit is None else commit.begin(parts)))[0]
         entry = ranks.run(naming(lambda: file.write(path)))
         entries = host.gather_to_first(entry)
@@ -98,19 +96,13 @@ def _sentence(error: Exception) -> str:
     return str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
 
 
-class _Part(NamedTuple):
-    """A shard without its values, as the first rank gets it. ``box`` is None for an empty tensor."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    box: StoredBox | None
-
-
 class _RankFile:
     """The file of one rank, with all of its shards; without any there is no file.
 
     Shards of the widest dtypes come first, as the format's own library orders them, so that every tensor is aligned.
+
+    Attributes:
+        tensors: the part of the index that describes this file, with tensors that are empty.
     """
 
     def __init__(self, rank: int, shards: Sequence[Shard]) -> None:
@@ -118,9 +110,9 @@ class _RankFile:
         self._shards = sorted((shard for shard in shards if shard.nbytes), key=lambda shard: -shard.dtype.itemsize)
         entries = [ToStore(_name(shard.key, shard.box), shard.dtype, shard.box[1]) for shard in self._shards]
         self._header, starts = build_header(entries, {"format": "pt"})
-        self.parts = [_Part(shard.key, shard.shape, shard.dtype, None) for shard in shards if not shard.nbytes]
+        self.tensors = {shard.key: StoredTensor(shard.shape, shard.dtype, []) for shard in shards}
         for shard, start in zip(self._shards, starts, strict=True):
-            self.parts.append(_Part(shard.key, shard.shape, shard.dtype, StoredBox(shard.box, self.name, start)))
+            self.tensors[shard.key].boxes.append(StoredBox(shard.box, self.name, start))
 
     def write(self, directory: Path) -> dict[str, FileEntry]:
         """Write the file. Returns its entry, by its name."""
@@ -165,16 +157,17 @@ class Commit:
     _path: Path | None = field(default=None, init=False)  # from the begin until the checkpoint has its name
     _tensors: dict[str, StoredTensor] = field(default_factory=dict, init=False)
 
-    def begin(self, ranks: Sequence[tuple[Sequence[_Part], Scalars]]) -> Path:
+    def begin(self, ranks: Sequence[tuple[Mapping[str, StoredTensor], Scalars]]) -> Path:
         """Lock the directory of the checkpoints, and make the one that all ranks write into.
 
         Args:
-            ranks: the parts and scalars of each rank. Raises CheckpointError unless they make up every tensor.
+            ranks: each rank's part of the index, and its scalars. Raises CheckpointError unless they make up every
+                tensor.
         """
         scalars: Scalars = {}
-        for parts, scalars_of_rank in ranks:
-            for part in parts:
-                self._add(part)
+        for tensors, scalars_of_rank in ranks:
+            for key, tensor in tensors.items():
+                self._add(key, tensor)
             for state, values in scalars_of_rank.items():
                 scalars.setdefault(state, {}).update(values)
         self.state["optimizer"]["scalars"] = json_codec.encode(scalars, "optimizer states", [])
@@ -189,15 +182,14 @@ class Commit:
         self._path = directory.begin(self.save_dir, self.manifest.tag, self.run)
         return self._path
 
-    def _add(self, part: _Part) -> None:
-        known = self._tensors.setdefault(part.key, StoredTensor(part.shape, part.dtype, []))
-        if (known.shape, known.dtype) != (part.shape, part.dtype):
+    def _add(self, key: str, tensor: StoredTensor) -> None:
+        known = self._tensors.setdefault(key, StoredTensor(tensor.shape, tensor.dtype, []))
+        if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
             raise CheckpointError(
-                f"'{part.key}' is {known.shape} of {known.dtype} on one rank and {part.shape} of {part.dtype} on "
+                f"'{key}' is {known.shape} of {known.dtype} on one rank and {tensor.shape} of {tensor.dtype} on "
                 "another; nothing was saved"
             )
-        if part.box is not None:
-            known.boxes.append(part.box)
+        known.boxes.extend(tensor.boxes)
 
     def finish(self, entries: Sequence[dict[str, FileEntry]]) -> None:
         """Check the files of all ranks, write index, state and manifest, and rename the directory to its tag."""
