@@ -1,6 +1,8 @@
-"""Weights for an inference engine at stage 3, beside a plain all-gather of the same bytes on the same transport.
+"""Weights for an inference engine at stage 3, beside a plain all-gather of the same bytes on the same transport; and
+generation inside `gathered_for_generation`, beside the same model in plain PyTorch.
 
     python benchmarks/post_training.py
+    python benchmarks/post_training.py --generate
     python benchmarks/post_training.py --ranks 4 --width 1024 --layers 16 --rounds 9 --lora
 
 The ways take turns, and each ratio is the median over rounds of a way's time over the plain gather's in the same round.
@@ -10,6 +12,7 @@ The ways take turns, and each ratio is the median over rounds of a way's time ov
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import statistics
 import sys
@@ -89,9 +92,51 @@ def by_parameter(engine: Any) -> None:
             pass
 
 
+def generate(args: argparse.Namespace) -> None:
+    """Compare tokens per second, on all ranks at once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": args.width, "intermediate_size": 4 * args.width, "num_hidden_layers": args.layers}
+    config = LlamaConfig(vocab_size=8000, num_attention_heads=8, num_key_value_heads=8, **sizes)
+    plain: Any = LlamaForCausalLM(config).eval()
+    options = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt = torch.arange(1, 17)[None]
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3},
+    }
+    engine = zerolite.initialize(copy.deepcopy(plain), settings)
+
+    def gathered() -> None:
+        with zerolite.gathered_for_generation(engine) as model:
+            model.generate(prompt, **options)  # type: ignore[operator]
+
+    ways: dict[str, Callable[[], object]] = {
+        "plain PyTorch": lambda: plain.generate(prompt, **options),
+        "gathered_for_generation": gathered,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(args.rounds + 1):
+        for name, way in ways.items():
+            taken = together(way)
+            if turn:
+                seconds[name].append(taken)
+    if engine.rank == 0:
+        count = sum(p.numel() for p in plain.parameters())
+        print(f"{args.ranks} ranks, {count / 1e6:.0f} M parameters in fp32, 32 tokens, {args.rounds} rounds")
+        print("| | tokens/s of a rank | of plain PyTorch |\n|---|---|---|")
+        for name, taken_by in seconds.items():
+            ratio = statistics.median(b / a for a, b in zip(taken_by, seconds["plain PyTorch"], strict=True))
+            print(f"| {name} | {32 / statistics.median(taken_by):.1f} | {ratio:.2f} |")
+    zerolite.destroy()
+
+
 def serve(rank: int, args: argparse.Namespace, store: str) -> None:
     join_group(rank, Setting(world_size=args.ranks, device="cpu"), store)
     torch.manual_seed(0)
+    if args.generate:
+        return generate(args)
     engine = make_engine(args)
     bucket_bytes = args.bucket * MIB
     ways: dict[str, Callable[[], object]] = {
@@ -130,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("ranks", 2), ("width", 768), ("layers", 12), ("bucket", 32), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=positive, default=default, help="(default: %(default)s)")
+    parser.add_argument("--generate", action="store_true", help="measure generation; needs transformers")
     parser.add_argument("--lora", action="store_true", help="put adapters around all linear layers, and merge them")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zerolite.config import ConfigError, ZeroliteConfig
     from zerolite.data.dataloader import RepeatingLoader
     from zerolite.engine.engine import Engine
-    from zerolite.engine.inference import stream_full_weights
+    from zerolite.engine.inference import gathered_for_generation, stream_full_weights
     from zerolite.engine.initialize import initialize
     from zerolite.planning import Plan, PlanError, plan
 
@@ -44,6 +44,7 @@ __all__ = [
     "checkpointing",
     "comm",
     "destroy",
+    "gathered_for_generation",
     "get_full_grad",
     "get_full_master",
     "get_full_optimizer_state",
@@ -66,6 +67,7 @@ __getattr__ = lazy_names(
     {
         "initialize": "zerolite.engine.initialize",
         "Engine": "zerolite.engine.engine",
+        "gathered_for_generation": "zerolite.engine.inference",
         "stream_full_weights": "zerolite.engine.inference",
         "RepeatingLoader": "zerolite.data.dataloader",
         "Plan": "zerolite.planning.result",

@@ -1,12 +1,16 @@
-"""Hand-over of a model in training to inference: its full weights for an inference engine."""
+"""Inference with a model in training: its full weights for an inference engine, and generation by the model itself."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 
 from zerolite.checkpoint.weight_stream import Names, StreamOptions, WeightStream
 from zerolite.comm import collective
 from zerolite.engine.engine_base import EngineBase
+from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 
 
 @collective
@@ -44,3 +48,31 @@ def stream_full_weights(
         RuntimeError: with a pipeline, and from the iterator if the engine has made a step since.
     """
     return engine._full_state.stream(StreamOptions(bucket_bytes, names, dtype, merge_lora))
+
+
+@collective
+@contextlib.contextmanager
+def gathered_for_generation(engine: EngineBase) -> Iterator[torch.nn.Module]:
+    """Context in which an engine's module has all its parameters, at every stage; it yields the module::
+
+        with zerolite.gathered_for_generation(engine) as model, torch.no_grad():
+            tokens = model.generate(prompts, max_new_tokens=512)
+
+    At stage 3 one all-gather brings the parameters and the end of the context releases them, so each device needs room
+    for all of them. Forwards inside launch nothing: ranks may run different numbers of them, or one alone. The
+    parameters are for reading; changes do not reach the shards.
+
+    Args:
+        engine: the engine.
+
+    Raises:
+        RuntimeError: with a pipeline.
+    """
+    if engine.topology.pipe.world_size > 1:
+        raise RuntimeError(
+            "zerolite.gathered_for_generation: expected all layers on every rank, got a pipeline, whose stages each "
+            "have their own; generate with a copy of the model that has engine.full_state_dict()"
+        )
+    engine._parts.pipeline.check_available()
+    with GatheredParameters(engine.module, check=False):
+        yield engine.module
