@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import zerolite
 from tests.distributed.test_offload_param import placements
+from tests.distributed.test_quantized import Quantized
 from tests.toolkit import experts, grids, models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, at
@@ -22,6 +23,8 @@ from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raised, raises, run_steps, snapshot
 from zerolite.comm import record
+
+QUANTIZED = ("block.weight", "whole", "packed")
 
 
 def streamed(engine: Any, **options: Any) -> dict[str, torch.Tensor]:
@@ -87,6 +90,19 @@ def test_the_values_of_tensor_parallel_layers(stage: int, tensor: int) -> None:
 def test_the_values_of_experts_that_ranks_spread(stage: str) -> None:
     engine = experts.make("Mixture", 2, stage)
     assert_same_bits(streamed(engine), once(engine.full_state_dict()), f"stage {stage}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_quantized_weights_keep_their_bits(stage: int) -> None:
+    torch.manual_seed(1)
+    wanted = {name: value.detach().clone() for name, value in Quantized().state_dict().items()}
+    torch.manual_seed(1)
+    engine = zerolite.initialize(Quantized(), at(stage, "bf16", optimizer=ADAMW))
+    for name, value in streamed(engine, dtype=torch.float16).items():
+        assert value.dtype == (wanted[name].dtype if name in QUANTIZED else torch.float16), name
+        if name in QUANTIZED:
+            assert torch.equal(value.view(torch.uint8), wanted[name].view(torch.uint8)), name
 
 
 @on_ranks(2)
