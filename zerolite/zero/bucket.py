@@ -105,9 +105,7 @@ class Bucket:
         self._rounding = memory.groups.compression if memory.groups.rounds_values else None
         if self._rounding is not None:
             self.owned = tag_memory(torch.zeros_like(self._range), COMPUTE if self.separate else MASTERS)
-        self.master = self.owned
-        if self.separate:
-            self.master = self.placement.zeros(self.owned.numel(), master_dtype, MASTERS)
+        self.master = self.placement.zeros(self.owned.numel(), master_dtype, MASTERS) if self.separate else self.owned
         self.update_dtype = master_dtype
         self.shards: list[OptimParamShard] = []
         self.states: dict[str, torch.Tensor] = {}
