@@ -99,6 +99,44 @@ def checkpoints(run: Run, reentrant: bool) -> None:
     run.train()
 
 
+class _ChunkedLoss(torch.autograd.Function):
+    """Mean squared error of a linear head, some rows at a time. Its forward computes all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+        total, of_hidden = hidden.new_zeros(()), torch.empty_like(hidden)
+        of_weight, of_bias = torch.zeros_like(weight), torch.zeros_like(bias)
+        for start in range(0, len(hidden), 2):
+            rows = slice(start, start + 2)
+            difference = F.linear(hidden[rows], weight, bias) - targets[rows]
+            total += difference.square().sum() / targets.numel()
+            gradient = difference * (2 / targets.numel())
+            of_hidden[rows] = gradient @ weight
+            of_weight += gradient.t() @ hidden[rows]
+            of_bias += gradient.sum(0)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return *(of * gradient for of in ctx.saved_tensors), None
+
+
+class ChunkedLoss(models.Mlp):
+    """Its head is never called: the loss takes the head's parameters."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = torch.tanh(self.first(x))
+        loss: Tensor = _ChunkedLoss.apply(hidden, self.second.weight, self.second.bias, y)
+        return loss
+
+
+@case("a loss that computes its gradients in its forward")
+def chunked_loss(run: Run) -> None:
+    run.start(ChunkedLoss, loss=lambda model, batch: model(*batch))
+    run.train()
+
+
 class Tied(nn.Module):
     """A weight in two modules, and used as a function."""
 
