@@ -2,8 +2,10 @@
 
     zerolite --nproc 2 --deepspeed-compat examples/huggingface/train.py
     zerolite --nproc 2 --deepspeed-compat examples/huggingface/train.py --lora
+    zerolite --nproc 2 --deepspeed-compat examples/huggingface/train.py --sequence 2
 
---lora trains adapters of PEFT instead of the whole model; --trl uses TRL's SFTTrainer. Both go together.
+--lora trains adapters of PEFT instead of the whole model; --trl uses TRL's SFTTrainer; --sequence N divides each
+sequence over N processes. All go together.
 """
 
 import argparse
@@ -54,6 +56,11 @@ def make_trainer(options):
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
         common["accelerator_config"] = {"use_configured_state": True}
+    if options.sequence > 1:
+        from accelerate import ParallelismConfig
+
+        groups = int(os.environ.get("WORLD_SIZE", "1")) // options.sequence
+        common["parallelism_config"] = ParallelismConfig(sp_size=options.sequence, dp_shard_size=groups)
     rows = [{"input_ids": row, "labels": row} for row in make_rows()]
     if options.trl:
         return make_sft_trainer(common, rows, options.lora)
@@ -86,6 +93,7 @@ def main():
     parser.add_argument("--out", default="runs/huggingface")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--trl", action="store_true")
+    parser.add_argument("--sequence", type=int, default=1, metavar="N")
     options = parser.parse_args()
     torch.manual_seed(1)
     trainer = make_trainer(options)

@@ -238,6 +238,6 @@ def test_the_example_runs_twice_in_one_directory(tmp_path: Path) -> None:
     """The second run replaces the checkpoints of the first, as with DeepSpeed."""
     need("accelerate", "transformers", "peft")
     script = str(ROOT / "examples" / "huggingface" / "train.py")
-    for option in ((), ("--lora",)):
+    for option in ((), ("--sequence", "2"), ("--lora",)):
         run_python(tmp_path, *LAUNCHER, script, "--steps", "2", *option)
     assert (tmp_path / "runs" / "huggingface" / "model" / "adapter_model.safetensors").is_file()
