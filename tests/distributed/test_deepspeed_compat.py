@@ -227,29 +227,23 @@ def test_a_model_without_an_optimizer_and_a_second_engine(stage: int) -> None:
 
 
 @on_ranks(2)
-def test_parts_of_parameters_are_read_and_set_by_rank() -> None:
-    """Parts of masters, states and gradients at stage 3, beside the whole ones."""
+def test_masters_gradients_and_states_are_read_and_set() -> None:
     utils = deepspeed.utils
     engine, rank = make(3), dist.get_rank()
     train(engine, "engine", range(1))
     engine.backward(engine(batch(9, rank)))
-    assert utils.safe_get_local_fp32_param(engine.module.frozen) is None
-    fp32 = (utils.safe_get_local_fp32_param, utils.safe_set_local_fp32_param, utils.safe_get_full_fp32_param)
+    assert utils.safe_get_full_fp32_param(engine.module.frozen) is None
     state = (
-        lambda p: utils.safe_get_local_optimizer_state(p, "exp_avg"),
-        lambda p, value: utils.safe_set_local_optimizer_state(p, value, "exp_avg"),
         lambda p: utils.safe_get_full_optimizer_state(p, "exp_avg"),
+        lambda p, value: utils.safe_set_full_optimizer_state(p, value, "exp_avg"),
     )
-    grad = (utils.safe_get_local_grad, utils.safe_set_local_grad, utils.safe_get_full_grad)
+    fp32 = (utils.safe_get_full_fp32_param, utils.safe_set_full_fp32_param)
+    grad = (utils.safe_get_full_grad, utils.safe_set_full_grad)
     for name, parameter in engine.module.named_parameters():
-        for get, put, whole in (fp32, grad, state) if parameter.requires_grad else ():
-            part, before = get(parameter), whole(parameter)
-            padded = torch.zeros(part.numel() * dist.get_world_size())
-            padded[: before.numel()] = before.flatten()
-            assert part.numel() == parameter.ds_tensor.numel(), name
-            assert torch.equal(part, padded.view(-1, part.numel())[rank]), name
-            put(parameter, 2 * part)
-            assert torch.equal(whole(parameter), 2 * before), name
+        for get, put in (fp32, grad, state) if parameter.requires_grad else ():
+            before = get(parameter)
+            put(parameter, 2 * before)
+            assert torch.equal(get(parameter), 2 * before), name
     with deepspeed.zero.GatheredParameters(engine.module.first.weight):
         gathered = engine.module.first.weight.detach().clone()
     assert torch.equal(gathered, utils.safe_get_full_fp32_param(engine.module.first.weight))

@@ -127,7 +127,7 @@ def test_help_shows_the_signature_and_docstring_of_the_engines_method() -> None:
 
 
 def test_names_that_scripts_import() -> None:
-    runtime, utils = deepspeed.runtime, deepspeed.utils
+    runtime = deepspeed.runtime
     runtime.utils.set_random_seed(3)
     drawn = torch.rand(2)
     torch.manual_seed(3)
@@ -140,10 +140,6 @@ def test_names_that_scripts_import() -> None:
     parameter.grad = torch.tensor([3.0, 4.0])
     assert float(runtime.utils.clip_grad_norm_([parameter], 1.0)) == 5.0
     assert torch.allclose(parameter.grad, torch.tensor([0.6, 0.8]))
-    with deepspeed.zero.OnDevice(torch.bfloat16, "meta"):
-        weight = torch.nn.Linear(2, 2).weight
-    assert weight.is_meta and weight.dtype is torch.bfloat16 and torch.empty(1).dtype is torch.float32
-    assert utils.instrument_w_nvtx(lambda x: x + 1)(1) == 2
     assert deepspeed.accelerator.is_current_accelerator_supported()
     runtime.utils.see_memory_usage("now", force=True)
 
@@ -185,6 +181,10 @@ for statement, words in {
     "from deepspeed.checkpoint.ds_to_universal import main": "at any stage",
     "from deepspeed.utils.timer import SynchronizedWallClockTimer": "wall_clock_breakdown",
     "from deepspeed.compression.compress import init_compression": "it compresses no models",
+    "from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live": "zerolite plan",
+    "from deepspeed.utils import safe_get_local_grad": "safe_get_full_",
+    "from deepspeed.utils.nvtx import instrument_w_nvtx": "record_function",
+    "from deepspeed import OnDevice": "torch.device",
 }.items():
     try:
         exec(statement)

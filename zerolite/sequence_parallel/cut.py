@@ -23,7 +23,7 @@ IGNORED = -100
 
 LABELS = ("labels", "shift_labels", "targets", "target")
 _TOKENS = ("input_ids", "inputs_embeds")
-_OFFSETS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+OFFSETS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _LEFT_OUT = ("past_key_values", "num_items_in_batch")
 
 
@@ -241,7 +241,7 @@ def _cut_other(name: str, value: Any, cut: Cut) -> Any:
         return value
     if value.dim() == 0:
         return value
-    if name in _OFFSETS and cut.padded == cut.length:
+    if name in OFFSETS and cut.padded == cut.length:
         return value
     if value.dim() < 2 or value.shape[1] != cut.length:
         raise ValueError(

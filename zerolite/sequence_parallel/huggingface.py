@@ -266,7 +266,7 @@ def _seen_by(parts: Parts, kwargs: dict[str, Any]) -> Visibility | None:
 
 
 def _whole_mask(parts: Parts, make: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    from transformers.masking_utils import and_masks, packed_sequence_mask_function
+    from transformers import masking_utils as masks
 
     cut = parts.cut
     kwargs = {**kwargs, "q_length": cut.padded, "kv_length": cut.padded, "q_offset": 0, "kv_offset": 0}
@@ -274,6 +274,11 @@ def _whole_mask(parts: Parts, make: Callable[..., Any], kwargs: dict[str, Any]) 
         kwargs["attention_mask"] = cut.mask.bool()
     if cut.documents is not None:
         kwargs["allow_is_causal_skip"] = False
-        packed = packed_sequence_mask_function(cut.documents.expand(kwargs["batch_size"], -1))
-        kwargs["mask_function"] = and_masks(kwargs["mask_function"], packed)
+        rows, function = kwargs["batch_size"], kwargs["mask_function"]
+        documents = cut.documents.expand(rows, -1)
+        in_documents = getattr(masks, "packed_sequence_compatibility_function", None)  # counts chunks in each document
+        if in_documents is not None and cut.positions is not None:
+            kwargs["mask_function"] = in_documents(function, cut.positions.expand(rows, -1), documents)
+        else:
+            kwargs["mask_function"] = masks.and_masks(function, masks.packed_sequence_mask_function(documents))
     return make(**kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerolite.comm import Communicator
-from zerolite.sequence_parallel.cut import IGNORED, LABELS, Cut, Inputs
+from zerolite.sequence_parallel.cut import IGNORED, LABELS, OFFSETS, Cut, Inputs
 from zerolite.sequence_parallel.exchange import TAG
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.dtypes import HALF
@@ -40,7 +40,8 @@ def inputs_of_trial(values: Mapping[str, Any], cut: Cut, tokens: int, shifts_lab
     """Return the arguments of a model with the first ``tokens`` tokens of their sequences.
 
     Only labels of the tokens on both sides of a seam are counted. So a label that is lost there leaves the last rank
-    without any, and one that belongs to another token shows.
+    without any, and one that belongs to another token shows. If there is a padding mask, the first row is padded on the
+    left, which shows in a model that counts positions from the mask.
 
     Args:
         values: by name, with whole sequences.
@@ -48,8 +49,14 @@ def inputs_of_trial(values: Mapping[str, Any], cut: Cut, tokens: int, shifts_lab
     """
     short = {}
     for name, value in values.items():
+        if name in OFFSETS:  # of the documents in all tokens
+            continue
         if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == cut.length:
             value = value[:, :tokens]
+            if name == "attention_mask":
+                value = value.clone()
+                value[0] = 1
+                value[0, 0] = 0
             if name in LABELS and not value.is_floating_point():
                 after = torch.arange(1, cut.ranks, device=value.device) * (tokens // cut.ranks)
                 seams = torch.cat([after - 1, after]) + int(shifts_labels and name == "labels")

@@ -1,4 +1,4 @@
-"""What an engine does with parts of sequences beside training: loaders, losses, evaluation, checkpoints, traffic."""
+"""Engines divide sequences in loaders, losses outside of models, evaluation and checkpoints, and compose with more."""
 
 from __future__ import annotations
 
@@ -91,13 +91,17 @@ def test_loaders_and_sizes_see_data_parallel_ranks_alone() -> None:
 
 @on_ranks(2, timeout=60)
 def test_loss_outside_of_the_model() -> None:
-    """With ``split_sequence`` in a loop, and with a loss_fn in ``train_batch``; lengths that do not divide."""
+    """``split_sequence`` in a loop and a loss_fn in ``train_batch`` train alike; the first labels weigh the loss."""
     batches = [batch_of("Decoder", place, 21) for place in range(3)]
     wanted, norms, losses = in_one_process("Decoder", [[b] for b in batches], True, 0.0, 0.5)
     engine = make("Decoder", 2, double=True)
     for batch in batches:
         logits = engine(batch["tokens"])
-        engine.backward(sequences.cross_entropy(logits, engine.split_sequence(batch["targets"])))
+        targets = engine.split_sequence(batch["targets"])
+        counts = engine.loss_weight
+        engine.split_sequence(torch.zeros_like(batch["targets"]))  # a mask, say, which counts all tokens
+        assert engine.loss_weight == counts
+        engine.backward(sequences.cross_entropy(logits, targets))
         engine.step()
     torch.testing.assert_close(parameters_of(engine), wanted, rtol=0, atol=1e-12)
     assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=1e-12)
@@ -157,7 +161,7 @@ def test_checkpoints_know_nothing_of_it(tmp_path: Path) -> None:
 
 @on_ranks(2, timeout=60)
 def test_traffic_of_a_layer_is_that_of_the_paper() -> None:
-    """N h / ranks elements each for query, key, value and output, forward and backward, however they are packed."""
+    """Query, key, value and output are N h / ranks elements each, forward and backward, however they are packed."""
     engine, batch = make("Decoder", 2, "0"), batch_of("Decoder", 0, 16)
     engine.backward(engine(**batch))  # the trial comes with the first forward
     engine.step()
@@ -194,13 +198,14 @@ def test_parts_draw_other_random_numbers() -> None:
 @on_ranks(2, 4, timeout=90)
 @pytest.mark.parametrize("double", [True])
 def test_composes_with_what_an_engine_has(double: bool) -> None:
-    """Activation checkpointing (which repeats attention in the backward), replicas, hierarchical shards, offload."""
+    """Activation checkpoints repeat attention, and states are in replicas, hierarchical shards or on the host."""
     size = 2
     sets = {"shard_size": 2} if dist.get_world_size() == 4 else {}
     cases: list[tuple[str, dict[str, Any]]] = [
         ("2", {"activation_checkpointing": {"modules": ["_Block"]}}),
         ("3 moving", {"activation_checkpointing": {"modules": ["_Block"], "cpu_checkpointing": True}}),
         ("2", {"zero": {"offload_optimizer": {"device": "cpu"}, **sets}}),
+        ("3 moving", {"zero": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}),
         ("3 moving", {"zero": {"zero_hpz_partition_size": 2} if sets else {}}),
     ]
     batches = [batch_of("Decoder", place, 19) for place in range(8)]

@@ -24,7 +24,7 @@ def make(model: nn.Module, size: int = 2, **more: Any) -> Any:
 
 
 class CountsItself(Decoder):
-    """Positions of its own."""
+    """It counts positions itself."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(tokens, targets)
@@ -38,7 +38,7 @@ class LooksBack(Decoder):
 
 
 class WritesOut(Decoder):
-    """Attention that no hook sees."""
+    """It computes attention where no hook sees it."""
 
     def forward(self, tokens: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
         x = self.embed(tokens)
@@ -47,7 +47,7 @@ class WritesOut(Decoder):
 
 
 class Shifts(Decoder):
-    """Shifts targets by itself, so that the label at a seam is lost."""
+    """It shifts targets by itself, so the label at a seam is lost."""
 
     def forward(self, tokens: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
         return super().forward(tokens, F.pad(targets[:, 1:], (0, 1), value=-100), position_ids)
@@ -95,6 +95,25 @@ def test_bad_models_and_sizes_are_refused_by_initialize() -> None:
     error = raised(lambda: make(Decoder(), size=3))
     expect_words(error, "sequence_parallel.size", "divisor of the 2 ranks")
     assert F.scaled_dot_product_attention.__module__ != "zerolite.sequence_parallel.attention"
+
+
+@sequences.needs_transformers
+@on_ranks(2, timeout=60)
+def test_positions_that_depend_on_the_whole_sequence_are_refused() -> None:
+    """RoPE by length is refused by initialize, and OPT, which counts positions from the mask, by its first forward."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    for rope in ({"rope_type": "dynamic", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}):
+        error = raised(lambda rope=rope: make(sequences.build("llama", False, heads=6, kv_heads=2, rope_scaling=rope)))
+        expect_words(error, "rope_type=dynamic", "leave sequence_parallel out")
+    sizes = {"hidden_size": 24, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 6, "dropout": 0.0}
+    config = OPTConfig(vocab_size=sequences.VOCABULARY, max_position_embeddings=64, word_embed_proj_dim=24, **sizes)
+    engine, batch = make(OPTForCausalLM(config)), batch_of("llama", 0, 20)
+    mask = torch.ones_like(batch["input_ids"])
+    expect_words(raised(lambda: engine(**batch, attention_mask=mask)), "same outputs", "position_ids")
+    positions = torch.arange(20).expand(2, -1)
+    engine.backward(engine(**batch, attention_mask=mask, position_ids=positions).loss)
+    engine.step()
 
 
 @on_ranks(2, timeout=60)

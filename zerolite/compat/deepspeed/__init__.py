@@ -16,7 +16,6 @@ _MODULES = "accelerator checkpoint checkpointing comm compression launcher ops p
 _HOMES = {
     "DeepSpeedConfig": f"{__name__}.runtime.config",
     "DeepSpeedConfigError": f"{__name__}.runtime.config",
-    "OnDevice": f"{__name__}.zero",
     "DeepSpeedEngine": f"{__name__}.runtime.engine",
     "DeepSpeedOptimizer": f"{__name__}.runtime.base_optimizer",
     "PipelineModule": f"{__name__}.pipe",

@@ -24,6 +24,11 @@ _SEQUENCES = (
 )
 _UNIVERSAL = "every checkpoint loads at any stage and number of ranks, so none is converted"
 
+_PLAN = "`zerolite plan` shows the memory of a model at each stage, with and without offload"
+_PARTS = "safe_get_full_... and safe_set_full_... have the whole values at every stage, on all ranks"
+_META = 'torch.device("meta") is a context, and torch.set_default_dtype sets the dtype'
+_RANGES = "torch.profiler.record_function and torch.cuda.nvtx.range name ranges"
+
 _BATCH_SIZE = "the batch size is that of the config for the engine's whole life"
 
 ABSENT = {
@@ -31,6 +36,7 @@ ABSENT = {
     "DeepSpeedEngine.set_train_batch_size": _BATCH_SIZE,
     "DeepSpeedEngine.set_train_micro_batch_size": _BATCH_SIZE,
     "InferenceEngine": _NO_INFERENCE,
+    "OnDevice": _META,
     "PipelineEngine": "a pipeline is trained by DeepSpeedEngine.train_batch()",
     "autotuning": "`zerolite plan --compare` says which stage is the first that fits",
     "checkpoint.ds_to_universal": _UNIVERSAL,
@@ -45,7 +51,17 @@ ABSENT = {
     "profiling": _FLOPS,
     "runtime.fp16": _SCALER,
     "runtime.pipe": _TOPOLOGY,
+    "runtime.zero.stage3": _PLAN,
+    "runtime.zero.stage_1_and_2": _PLAN,
     "sequence": _SEQUENCES,
+    "utils.init_on_device": _META,
+    "utils.instrument_w_nvtx": _RANGES,
+    "utils.nvtx": _RANGES,
+    **{
+        f"utils.safe_{verb}_local_{what}": _PARTS
+        for verb in ("get", "set")
+        for what in ("fp32_param", "grad", "optimizer_state")
+    },
     "utils.timer": "wall_clock_breakdown in the config times the phases of each step",
     "tp_model_init": "tensor parallelism is set in the config, by tensor_parallel.size",
 }

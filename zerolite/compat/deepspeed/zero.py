@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from zerolite.zero import (
 __all__ = [
     "GatheredParameters",
     "Init",
-    "OnDevice",
     "ZeroParamStatus",
     "register_external_parameter",
     "unregister_external_parameter",
@@ -90,27 +88,3 @@ def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
     module = getattr(model, "module", model)
     with GatheredParameters(module):
         yield module
-
-
-class OnDevice(contextlib.AbstractContextManager[None]):
-    """Context in which tensors are made on ``device``, and floating ones in ``dtype``, unless their call says more.
-
-    On the device "meta" they have no memory.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
-        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
-        self._before = torch.get_default_dtype()
-
-    def __enter__(self) -> None:
-        if self._enabled:
-            self._before = torch.get_default_dtype()
-            torch.set_default_dtype(self._dtype)
-            self._device.__enter__()
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._enabled:
-            self._device.__exit__(error_type, error, trace)
-            torch.set_default_dtype(self._before)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 import torch
 
@@ -14,42 +12,27 @@ from zerolite.compat.deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
 )
 from zerolite.data.dataloader import RepeatingLoader
 
 __all__ = [
     "RepeatingLoader",
     "groups",
-    "instrument_w_nvtx",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[object]) -> list[torch.nn.Module]:
@@ -80,17 +63,3 @@ def _mark(model: torch.nn.Module, classes: Iterable[object], flag: bool) -> list
     for module in marked:
         module._z3_leaf = flag  # type: ignore[assignment]
     return marked
-
-
-def instrument_w_nvtx(func: Function) -> Function:
-    """Return ``func`` with a range of its name in profiles: of NVTX with CUDA, and of torch.profiler everywhere."""
-
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(func.__qualname__):
-            if not torch.cuda.is_available():
-                return func(*args, **kwargs)
-            with torch.cuda.nvtx.range(func.__qualname__):
-                return func(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
