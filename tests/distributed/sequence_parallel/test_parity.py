@@ -151,14 +151,18 @@ def gradients(name: str, batch: dict[str, Tensor], double: bool, size: int = 1) 
         outputs = model(**batch, use_cache=False)
         (outputs.loss if labels is None else sequences.cross_entropy(outputs.logits, labels)).backward()
         return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    config = at("2", optimizer=("SGD", {"lr": 0.1}), sequence_parallel={"size": size})
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    config = at("2", optimizer=("SGD", {"lr": 1.0}), sequence_parallel={"size": size})
     engine = zerolite.initialize(model, config)
     outputs = engine(**batch)
     loss = outputs.loss if labels is None else sequences.cross_entropy(outputs.logits, engine.split_sequence(labels))
     engine.backward(loss)
-    found = {key: zerolite.get_full_grad(p) for key, p in model.named_parameters()}
+    found = {key: zerolite.get_full_grad(p) for key, p in model.named_parameters()}  # in fp32
+    found = {key: gradient.clone() for key, gradient in found.items() if gradient is not None}
+    engine.step()
+    after = dict(model.named_parameters())
     engine.destroy()
-    return {key: gradient.clone() for key, gradient in found.items() if gradient is not None}
+    return {key: before[key] - after[key].detach() for key in found} if double else found
 
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt_neox", "mixtral", "llama4_text"]
