@@ -93,3 +93,43 @@ def test_kernels_and_tiles_make_no_difference() -> None:
         for kind in KINDS:
             compare(visible_of(kind, 21), 7, 2, torch.float64, 1e-12)
         compare(visible_of("causal", 21), 7, 2, torch.bfloat16, 6e-2)
+
+
+@on_ranks(2, 3, 4)
+def test_traffic_is_that_of_the_papers() -> None:
+    """Keys and values move on P - 1 times, or as far as a window reaches; their gradients with them, and home."""
+    size, part, kv_heads = create_communicator(CPU).world_size, 6, 2
+    of_heads = BATCH * part * WIDTH
+    shared, half = 2 * kv_heads * of_heads, (HEADS + kv_heads) * of_heads
+    for kind, moves, swapped in (("causal", size - 1, half), ("full", size - 1, 0), ("window", 1, 0)):
+        forward, backward = compare(visible_of(kind, part * size), part, kv_heads, torch.float64, 1e-12)
+        assert {call.op for call in (*forward, *backward)} == {"permute"}
+        assert sum(call.numel for call in forward) == moves * shared + swapped
+        assert sum(call.numel for call in backward) == (2 * moves + 1) * shared + swapped
+        assert len(forward) == moves + 4 * bool(swapped) and len(backward) == 2 * moves + 1 + 4 * bool(swapped)
+
+
+@on_ranks(2)
+def test_dropout_draws_the_same_numbers_in_the_backward() -> None:
+    comm, part = create_communicator(CPU), 6
+    call = Ring(comm, Visibility(causal=True), part, 0.3, 0.4, 11 + comm.rank)
+    generator = torch.Generator().manual_seed(comm.rank)
+    shapes = [(BATCH, heads, part, WIDTH) for heads in (HEADS, 2, 2)]
+    states, along = ([torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(2))
+    gradient = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+
+    def value(step: float) -> Tensor:
+        query, key, value = (state + step * direction for state, direction in zip(states, along, strict=True))
+        return (attend_over_ring(call, (query, key, value)) * gradient).sum()
+
+    leaves = [state.clone().requires_grad_() for state in states]
+    out = attend_over_ring(call, (leaves[0], leaves[1], leaves[2]))
+    (out * gradient).sum().backward()
+    slope = sum(
+        (leaf.grad * direction).sum() for leaf, direction in zip(leaves, along, strict=True) if leaf.grad is not None
+    )
+    numbers = torch.stack([torch.as_tensor(slope), (value(1e-6) - value(-1e-6)) / 2e-6])
+    slope, expected = comm.all_reduce(numbers, "stats").wait().tolist()
+    assert slope == pytest.approx(expected, rel=1e-6)
+    kept = attend_over_ring(call, (states[0], states[1], torch.ones_like(states[2])))
+    assert not torch.allclose(kept, torch.ones_like(kept)) and float(kept.mean()) == pytest.approx(1.0, abs=0.2)
