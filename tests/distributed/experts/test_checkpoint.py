@@ -66,6 +66,8 @@ def test_full_values_are_those_of_the_whole_model(size: int, stage: str) -> None
     engine, plain = trained(size, stage), trained(1, "0")
     wanted, found = plain.full_state_dict(), engine.full_state_dict()
     assert list(found) == list(wanted)
+    streamed = {name: tensor.clone() for bucket in zerolite.stream_full_weights(engine) for name, tensor in bucket}
+    torch.testing.assert_close(streamed, found, rtol=0, atol=0)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     states, wanted_states = engine.full_optimizer_state_dict(), plain.full_optimizer_state_dict()
     torch.testing.assert_close(states["state"], wanted_states["state"], rtol=0, atol=1e-12)
