@@ -176,11 +176,12 @@ def test_gradients_of_families_are_those_of_one_process(name: str) -> None:
     """Gradients are relative to the largest one. One process in fp32 differs from fp64 by up to 4e-7 itself.
 
     transformers computes norms and rotations in fp32 at any precision, and rounds gradients there. So fp64 is exact
-    where numbers of labels are powers of two, so that weights round nothing.
+    where numbers of labels are powers of two, so that weights round nothing. Gemma's norms even add the gradients of
+    their weights over tokens in fp32, which parts of the tokens add in another order.
     """
     size = torch.distributed.get_world_size()
     cases = [(how, False, sequences.batch_of("llama", 0, 22, how)) for how in ("", "masked", "packed")]
-    if size != 3:
+    if size != 3 and not name.startswith("gemma"):
         tokens = sequences.batch_of("llama", 0, 16)["input_ids"]
         cases.append(("", True, {"input_ids": tokens, "labels": tokens.roll(-1, 1)}))
     for how, double, batch in cases:
