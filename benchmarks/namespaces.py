@@ -33,18 +33,19 @@ def why_not(tools: Sequence[str], packages: str, flags: Sequence[str], trial: Se
 def start(stack: ExitStack, command: Sequence[str]) -> int:
     """Start a process that prints "ready" and ends at the end of its input, which ``stack`` closes. Return its id."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT)
-    assert process.stdin is not None and process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
 
     def end() -> None:
-        process.stdin.close()
+        stdin.close()
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        process.stdout.close()
+        stdout.close()
 
     stack.callback(end)
-    if process.stdout.readline() != b"ready\n":
+    if stdout.readline() != b"ready\n":
         raise RuntimeError(f"a process did not come up: {' '.join(command)}")
     return process.pid

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -218,15 +218,16 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
     names = ("nodes", "rank", "device", "device_memory", "host_memory")
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
     given["machine"] = machine_of(options)
-    make = compare if options.compare else longest if options.seq_len == AUTO else plan
+    searches = options.seq_len == AUTO
+    made_by: Callable[..., Plan | Comparison] = compare if options.compare else longest if searches else plan
     if options.batch:
         given["batch"] = load_function(options.batch, "--batch")
     elif options.input_spec:
         spec = functools.partial(parse_input_spec, options.input_spec)
-        given["batch"] = spec if make is longest else spec(options.seq_len)
+        given["batch"] = spec if searches else spec(options.seq_len)
     if options.loss:
         given["loss"] = load_function(options.loss, "--loss")
-    return make(load_model_fn(options.model), config, options.world_size, **given)
+    return made_by(load_model_fn(options.model), config, options.world_size, **given)
 
 
 def run(options: argparse.Namespace) -> int:
