@@ -10,6 +10,7 @@ import pytest
 from tests.planning.jobs import LongDecoder, long_batch, planned, settings
 from tests.planning.test_plan_is_right import MEASURED, assert_right
 from tests.toolkit.pool import Pools
+from zerolite.config import ConfigError
 from zerolite.planning import PlanError, longest, plan
 from zerolite.planning.report import Screen, render
 
@@ -43,6 +44,11 @@ def test_a_plan_of_long_sequences_is_right(
         exchanged = rows["all_to_all", "sequence", "sequence"]
         assert exchanged.count == 3 * (6 if "activation_checkpointing" in more else 4)
         assert exchanged.ranks == size
+
+
+def test_rings_across_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match='expected "ulysses" in a plan of several nodes'):
+        planned("long", 4, nodes=2, stage=3, buckets="large", sequence_parallel={"size": 4})
 
 
 # -------------------------------------------------------------------- the longest that fit

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerolite.config import ZeroliteConfig, load_config
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
 from zerolite.planning.clock import step_time
 from zerolite.planning.dry_run import Job, Outcome, run_stages
@@ -68,6 +68,7 @@ def plan(
     _check_arguments(world_size, nodes, rank, device, machine)
     memory = _memory("device_memory", device_memory), _memory("host_memory", host_memory)
     loaded = load_config(config)
+    _check_ring(loaded, nodes)
     grid, resolved = grid_of(loaded, world_size), resolve(silent(loaded), world_size)
     batches = batch_maker(batch, resolved.train_micro_batch_size_per_gpu)
     job = Job(model_fn, resolved, grid, rank or 0, device, nodes, batches, loss)
@@ -111,6 +112,16 @@ def _check_arguments(
         raise ValueError(f"plan: expected device 'cuda' or 'cpu', got {device!r}")
     if machine is not None and (lacking := machine.lacks(world_size, nodes)):
         raise ValueError(f"plan: the time of a step of {world_size} ranks needs {lacking}")
+
+
+def _check_ring(config: ZeroliteConfig, nodes: int | None) -> None:
+    block = config.sequence_parallel
+    if block.size > 1 and block.attention != "ulysses" and (nodes or 1) > 1:
+        sentence = (
+            f'expected "ulysses" in a plan of several nodes, which does not count rings across them yet, got '
+            f'"{block.attention}"; plan with "ulysses", or without the number of nodes'
+        )
+        raise ConfigError([("sequence_parallel.attention", sentence)])
 
 
 def _memory(name: str, size: int | str | None) -> int | None:
