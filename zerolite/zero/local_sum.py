@@ -386,7 +386,7 @@ class GradientMemory:
 
         Args:
             buckets: number of buckets.
-            widest: elements of the largest one.
+            widest: elements of the largest one, on all ranks that have other parameters in it.
         """
         # Stage 0 keeps full gradients, so it keeps the memory of all buckets between steps. The other stages need
         # memory for the buckets in flight, for one that is completed, and for the next one that fills.

@@ -97,7 +97,8 @@ class Reducer:
         self.current.use_groups(self.by_group)
         self.parameters, slots = buffer.parameters, buffer.layout.slots
         self.bucket_of = [buffer.buckets[slot.bucket] for slot in slots]
-        self._memory.use(len(buffer.buckets), max((bucket.layout.numel for bucket in buffer.buckets), default=0))
+        numels = [bucket.layout.numel * bucket.layout.spread for bucket in buffer.buckets]
+        self._memory.use(len(buffer.buckets), max(numels, default=0))
         self.shown.use(slots, self.parameters, [bucket.strides[i] for i, bucket in enumerate(self.bucket_of)])
         self._set_order([*self.order, *buffer.buckets[len(self.order) :]])
         follows_gradients = not self.by_group and self._options.overlap and self.groups.mean.world_size > 1

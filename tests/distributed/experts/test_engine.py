@@ -290,3 +290,14 @@ def test_what_cannot_be_done_with_a_part() -> None:
         zerolite.initialize(model, at("2", expert_parallel={"size": 2}))
     with pytest.raises(ValueError, match="expert_parallel gives each rank a part"):
         experts.make("Mixture", 2, "1", zero={"whole_parameters": True})
+
+
+@pytest.mark.fast("3 moving-2")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("stage", ["0", "3 moving"])
+def test_an_engine_that_only_evaluates(stage: str) -> None:
+    config = at(stage, expert_parallel={"size": 2})
+    del config["optimizer"]
+    engine, batch = zerolite.initialize(experts.build("Mixture", True), config), experts.batch_of(dist.get_rank(), 5)
+    with torch.no_grad():
+        torch.testing.assert_close(engine(**batch), experts.build("Mixture", True)(**batch), rtol=0, atol=EXACT)
