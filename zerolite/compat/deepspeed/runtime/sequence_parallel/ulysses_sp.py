@@ -118,7 +118,7 @@ class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
                         f"shares sequences, got from rank {rank} of the group: {got}"
                     )
             for source, layout in enumerate(layouts):
-                yield {name: self._part(name, about, batch, source) for name, about in layout.items()}
+                yield {name: self._part(name, about, batch or {}, source) for name, about in layout.items()}
 
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch with all that must be known before the cut, padded to a length that the ranks can share."""
