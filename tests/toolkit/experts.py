@@ -175,7 +175,7 @@ def own_part(engine: Any, full: dict[str, Tensor]) -> dict[str, Tensor]:
     from zerolite.tensor_parallel.shard_spec import shard_spec_of
 
     specs = {name: shard_spec_of(p) for name, p in engine.module.named_parameters()}
-    return {name: value if specs[name] is None else specs[name].of(value) for name, value in full.items()}
+    return {name: value if (spec := specs[name]) is None else spec.of(value) for name, value in full.items()}
 
 
 def parameters_of(engine: Any) -> dict[str, Tensor]:

@@ -41,8 +41,8 @@ def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: t
                 sharded_param.unpartition()
             synchronize_tensors([parameter.data], topology.data, device, "initial_sync")
             shard_parameter(parameter, ShardSpec.of_experts(parameter.shape, comm.rank, comm.world_size))
-        module.num_experts = module.num_experts // comm.world_size
-        module.__dict__["forward"] = SpreadCall(module, comm)
+        vars(module)["num_experts"] = _number(module) // comm.world_size
+        vars(module)["forward"] = SpreadCall(module, comm)
 
 
 def describe_experts(found: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
@@ -82,7 +82,7 @@ def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
 
 
 def _check(name: str, module: nn.Module, size: int) -> None:
-    experts, sentence = getattr(module, "num_experts"), ""  # noqa: B009  # an int, and not a submodule
+    experts, sentence = _number(module), ""
     if experts % size:
         sentence = f"expected a divisor of the {experts} experts of module '{name}', got {size}; choose one"
     elif "forward" in vars(module):
@@ -93,10 +93,16 @@ def _check(name: str, module: nn.Module, size: int) -> None:
         raise ConfigError([(_KEY, sentence)])
 
 
+def _number(module: nn.Module) -> int:
+    """Return the number of experts that ``module`` has on this rank."""
+    number: Any = module.num_experts
+    return int(number)
+
+
 def _is_experts(module: nn.Module) -> bool:
     """Return True for a module of experts that is called as this file says."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    count = getattr(module, "num_experts", None)
+    count = vars(module).get("num_experts")
     if not isinstance(count, int) or not own or any(True for _ in _parameters_below(module)):
         return False
     shapes = [unpartitioned_shape(parameter) for parameter in own]
@@ -145,7 +151,7 @@ class SpreadCall:
             result: Tensor = type(module).forward(module, rows, experts, weights)
             return result
 
-        return over_ranks(comm, int(module.num_experts), forward, trains, (hidden, index, weights))
+        return over_ranks(comm, _number(module), forward, trains, (hidden, index, weights))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadCall:
         # The module copies its parameters before its forward. Their copies are the same part of the experts.
