@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.comm import Pending
+from zerolite.comm import Pending, done
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, listeners, tag_memory
@@ -349,6 +349,7 @@ class LocalSum:
         until :meth:`release_sent`."""
         assert self.pending is not None
         total, options = self.pending.wait(), self._memory.options
+        self.pending = done(total)  # what the collective has kept is freed
         if options.shard and not options.use_reduce_scatter:
             total = self._groups.shard.shard(total).clone()
         return total
