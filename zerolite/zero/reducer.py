@@ -485,7 +485,7 @@ class Reducer:
         self.current.on_all_reduced(consumed=True)
         self._engine_began = False
         self.shown.close()
-        self.used = set()  # the statistics of a dry run still have this one
+        self.used = set()  # the statistics of the last step still have this one
         self.bucket_sums.clear()
         self.losses.clear()
 
