@@ -209,9 +209,16 @@ def closes(engine: Any) -> None:
     stream.close()
 
 
-@pytest.mark.fast("leaves-2")
+def lacks_memory(engine: Any) -> None:
+    stream = zerolite.stream_full_weights(engine, bucket_bytes=100)
+    stream._made = None  # type: ignore[method-assign,assignment]  # calling it raises, as a cast without memory does
+    with raises(TypeError):
+        next(stream)
+
+
+@pytest.mark.fast("leaves-2", "lacks_memory-2")
 @on_ranks(2, timeout=30)
-@pytest.mark.parametrize("stops", [leaves, fails, never_begins, closes])
+@pytest.mark.parametrize("stops", [leaves, fails, never_begins, closes, lacks_memory])
 def test_a_rank_that_stops_early_leaves_no_other_waiting(stops: Callable[[Any], None]) -> None:
     engine = make_engine(at(3))
     for stopping in (0, 1, None):

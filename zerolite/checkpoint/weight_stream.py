@@ -318,13 +318,15 @@ class WeightStream(Iterator[WeightBucket]):
         """End the stream: take part in the gathers that are left, for ranks that still iterate."""
         if self._yielded is not None:
             self._yielded.release()
+        if self._next is None:  # the tensors of a bucket could not be made here, and its successor was not launched
+            self._launch()
         while self._next is not None:
             (_, gather), self._next = self._next, None
             gather.wait()
             self._launch()
 
     def __del__(self) -> None:
-        if vars(self).get("_next") is not None:
+        if vars(self).get("_next") is not None or vars(self).get("_buckets"):
             self.close()
 
     def _launch(self) -> None:

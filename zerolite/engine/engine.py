@@ -145,7 +145,7 @@ class Engine(EngineBase):
         share = None if weight is None else checked_weight(weight, scale_wrt_gas) / pipeline.state.weight_unit()
         first = self._step_log is not None and accumulation.empty
         pipeline.begin_backward(engine_scaled=scale_wrt_gas, weight=share)
-        if share != 0:
+        if share != 0 or accumulation.of_others:
             reducer.losses.append(exact.detach().reshape(()).float())
         factor = 1.0 / accumulation.micro_batches if scale_wrt_gas else 1.0
         if self._step_log is not None:

@@ -59,15 +59,23 @@ def gathered_for_generation(engine: EngineBase) -> Iterator[torch.nn.Module]:
             tokens = model.generate(prompts, max_new_tokens=512)
 
     At stage 3 one all-gather brings the parameters and the end of the context releases them, so each device needs room
-    for all of them. Forwards inside launch nothing: ranks may run different numbers of them, or one alone. The
-    parameters are for reading; changes do not reach the shards.
+    for all of them. Forwards inside launch nothing: ranks may run different numbers of them, or one alone. With tensor
+    parallelism they launch what the layers need, and ranks of one group run equally many. The parameters are for
+    reading; changes do not reach the shards.
 
     Args:
         engine: the engine.
 
     Raises:
-        RuntimeError: with a pipeline.
+        RuntimeError: with a pipeline, or with experts on several ranks.
     """
+    if engine.topology.expert.world_size > 1:
+        raise RuntimeError(
+            "zerolite.gathered_for_generation: expected all experts on every rank, got "
+            f"expert_parallel.size {engine.topology.expert.world_size}, with which every forward exchanges tokens; "
+            "generate with a copy of the model that has engine.full_state_dict(), or with an inference engine that "
+            "zerolite.stream_full_weights fills"
+        )
     if engine.topology.pipe.world_size > 1:
         raise RuntimeError(
             "zerolite.gathered_for_generation: expected all layers on every rank, got a pipeline, whose stages each "

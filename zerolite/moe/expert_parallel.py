@@ -22,7 +22,8 @@ class ExpertParallel(nn.Module):
     expert without tokens gets a gradient of zeros.
 
     Args:
-        experts: modules of one class and equal shapes, from [rows, width] to [rows, width]. They have no buffers.
+        experts: modules of one class and equal shapes, from [rows, width] to [rows, width]. They have no buffers. The
+            first one's forward computes for all.
     """
 
     def __init__(self, experts: Iterable[nn.Module]) -> None:
@@ -30,19 +31,20 @@ class ExpertParallel(nn.Module):
         members = list(experts)
         if not members:
             raise ValueError("zerolite.moe.ExpertParallel: expected modules, got none")
-        first = [(name, parameter.shape) for name, parameter in members[0].named_parameters()]
+        first = [(name, p.shape, p.dtype, p.requires_grad) for name, p in members[0].named_parameters()]
         for place, member in enumerate(members):
-            shapes = [(name, parameter.shape) for name, parameter in member.named_parameters()]
-            if type(member) is not type(members[0]) or shapes != first or any(True for _ in member.buffers()):
+            described = [(name, p.shape, p.dtype, p.requires_grad) for name, p in member.named_parameters()]
+            if type(member) is not type(members[0]) or described != first or any(True for _ in member.buffers()):
                 raise ValueError(
-                    "zerolite.moe.ExpertParallel: expected modules of one class with parameters of equal shapes and "
-                    f"without buffers, got another one at place {place} ({type(member).__name__})"
+                    "zerolite.moe.ExpertParallel: expected modules of one class, with parameters of equal shapes and "
+                    "dtypes that are frozen in all of them or in none, and without buffers, got another one at place "
+                    f"{place} ({type(member).__name__})"
                 )
         self.num_experts = len(members)
-        self._names = [name for name, _ in first]
-        for name in self._names:
+        self._names = [name for name, *_ in first]
+        for name, _, _, requires_grad in first:
             stacked = torch.stack([member.get_parameter(name).detach() for member in members])
-            self.register_parameter(_stacked(name), nn.Parameter(stacked))
+            self.register_parameter(_stacked(name), nn.Parameter(stacked, requires_grad))
         self.__dict__["_expert"] = copy.deepcopy(members[0]).to("meta")  # not registered: it has no values
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -35,6 +35,10 @@ def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: t
         found: result of :func:`find_experts`.
     """
     comm = topology.expert
+    for ranks in (comm, topology.expert_data):
+        # NCCL connects ranks in their first collective, where the host waits for all of them. In a backward some would
+        # wait there for the tokens of others.
+        ranks.all_reduce_max(torch.zeros(1, dtype=torch.int64, device=device), "initial_sync")
     for module in found.values():
         for parameter in module.parameters(recurse=False):
             if (sharded_param := sharded_param_of(parameter)) is not None:
@@ -67,17 +71,23 @@ def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
         elif _resembles_experts(name, module):
             unknown.append(f"'{name}' ({type(module).__name__})")
     if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         sentence = (
-            f"expected modules of experts with weights [experts, ...] and forward(hidden_states, top_k_index, "
-            f"top_k_weights), got {unknown[0]}{f' and {len(unknown) - 1} more' if len(unknown) > 1 else ''}; use "
-            "zerolite.moe.ExpertParallel there, or leave the block out"
+            "expected modules of experts with weights [experts, ...], no buffers and forward(hidden_states, "
+            f"top_k_index, top_k_weights), got {unknown[0]}{more}; "
+            "use zerolite.moe.ExpertParallel there, or leave the block out"
         )
         raise ConfigError([(_KEY, sentence)])
     if not found:
-        sentence = "expected 1 for a model without modules of experts, got more; leave the block out"
+        sentence = f"expected 1 for a model without modules of experts, got {size}; leave the block out"
         raise ConfigError([(_KEY, sentence)])
+    owners: dict[int, str] = {}
     for name, module in found.items():
         _check(name, module, size)
+        for parameter in module.parameters():
+            if (other := owners.setdefault(id(parameter), name)) != name:
+                sentence = f"expected 1 for experts that share weights, which '{other}' and '{name}' do, got {size}"
+                raise ConfigError([(_KEY, f"{sentence}; leave the block out, or untie them")])
     return found
 
 
@@ -103,7 +113,7 @@ def _is_experts(module: nn.Module) -> bool:
     """Return True for a module of experts that is called as this file says."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     count = vars(module).get("num_experts")
-    if not isinstance(count, int) or not own or any(True for _ in _parameters_below(module)):
+    if not isinstance(count, int) or not own or any(True for _ in _parameters_below(module)) or module._buffers:
         return False
     shapes = [unpartitioned_shape(parameter) for parameter in own]
     is_stacked = all(len(shape) > 1 and shape[0] == count for shape in shapes) and any(len(s) > 2 for s in shapes)
@@ -113,7 +123,8 @@ def _is_experts(module: nn.Module) -> bool:
 def _resembles_experts(name: str, module: nn.Module) -> bool:
     """Return True for a module that seems to have experts: stacked weights, or a list of modules of that name."""
     if isinstance(module, nn.ModuleList):
-        return name.rpartition(".")[2].endswith("experts") and sum(1 for _ in module.parameters()) > 1
+        leaf = name.rpartition(".")[2]
+        return leaf.endswith("experts") and "shared" not in leaf and sum(1 for _ in module.parameters()) > 1
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     return "Expert" in type(module).__name__ and any(len(unpartitioned_shape(p)) > 2 for p in own)
 

@@ -162,8 +162,8 @@ class UnmanagedAccumulation(GradAccumulation):
         super().__init__(1, of_parts, of_others)
 
     def is_boundary(self) -> bool:
-        """Return what was set by hand, and otherwise False: only the call of ``engine.step()`` tells."""
-        return bool(self.forced_boundary)
+        """Return True, unless it was set by hand: the next ``engine.step()`` updates."""
+        return self.forced_boundary is not False
 
     def next_backward_closes(self) -> bool:
         """Return False unless it was set by hand: stages 0 and 1 then reduce once, in the step."""

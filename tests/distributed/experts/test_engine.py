@@ -17,6 +17,7 @@ from tests.toolkit.configs import STATIC_SCALE, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.sequences import needs_transformers
 from zerolite.config import ConfigError
+from zerolite.moe import ExpertParallel
 
 
 @pytest.mark.fast("2-2", "3 moving-4")
@@ -209,10 +210,24 @@ class OtherExperts(nn.Module):
         return x @ self.weight[0]
 
 
+class BufferedExperts(ExpertParallel):
+    def __init__(self) -> None:
+        super().__init__(experts.Expert() for _ in range(4))
+        self.register_buffer("scale", torch.ones(4, 1))
+
+
+def tied() -> nn.Module:
+    model = experts.Mixture()
+    model.blocks[1].experts.up_weight = model.blocks[0].experts.up_weight
+    return model
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: Listed(), {}, r"'experts' \(ModuleList\); use zerolite.moe.ExpertParallel"),
     (lambda: Listed(stacked=True), {}, r"'experts' \(OtherExperts\)"),
-    (lambda: nn.Linear(2, 2), {}, "a model without modules of experts"),
+    (lambda: nn.Linear(2, 2), {}, "a model without modules of experts, got 2"),
+    (lambda: nn.Sequential(BufferedExperts()), {}, r"no buffers .*'0' \(BufferedExperts\)"),
+    (tied, {}, "share weights, which 'blocks.0.experts' and 'blocks.1.experts' do, got 2"),
     (experts.Mixture, {"expert_parallel": {"size": 3}}, "expected a divisor of the 2 data-parallel ranks, got 3"),
     (experts.Mixture, {"expert_parallel": {"size": 2, "autoep_size": 4}}, "leave one of the two out"),
     (experts.Mixture, {"tensor_parallel": {"size": 2}}, "does not know experts on several ranks yet"),

@@ -344,9 +344,9 @@ class CommContext:
     def on_update(self) -> None:
         """Count an update, in which the engine has given shards new values."""
         self.updates += 1
-        if self.gathered_by_user:  # keep those that the engine has not released since
-            still = [sharded_param for sharded_param in self.gathered_by_user if sharded_param.status is AVAILABLE]
-            self.gathered_by_user = weakref.WeakSet(still)
+        for sharded_param in list(self.gathered_by_user):
+            if sharded_param.status is not AVAILABLE:  # the engine has released it since
+                self.gathered_by_user.discard(sharded_param)
 
     def on_allocation(self) -> None:
         """Count that a parameter has got another tensor for its full values."""

@@ -160,6 +160,7 @@ class _WithExperts(CommContext):
     def __init__(self, groups: RankGroups, experts: CommContext, device: torch.device) -> None:
         super().__init__(groups, device)
         self._experts = experts
+        experts.gathered_by_user = self.gathered_by_user  # one update brings new values to all of them
 
     @collective
     def issue_all_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
