@@ -59,11 +59,15 @@ class _Refusal(ModuleHook):
             raise RuntimeError(f"{self._call}: this rank has {has}. Call engine.{self._instead} on all ranks")
 
     def _part_of(self, module: torch.nn.Module) -> str:
-        named = module.named_parameters(remove_duplicate=False)
-        sharded = [name for name, parameter in named if shard_spec_of(parameter) is not None]
-        return self._stage or (
-            f"parts of parameters of which other ranks have the rest: {listed(sharded)}" if sharded else ""
-        )
+        if self._stage:
+            return self._stage
+        named = dict(module.named_parameters(remove_duplicate=False))
+        specs = {name: spec for name, p in named.items() if (spec := shard_spec_of(p)) is not None}
+        if not specs:
+            return ""
+        of_experts = any(spec.dimension == "expert" for spec in specs.values())
+        what = "parts of parameters of experts" if of_experts else "tensor-parallel shards of parameters"
+        return f"{what}: {listed(list(specs))}"
 
     def stays_in_copies(self) -> bool:
         module = self._module()
