@@ -206,6 +206,18 @@ class _MaskInRing:
     def __init__(self, visible: Visibility | None, make: Callable[[], Any]) -> None:
         self.visible, self.make = visible, make
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_CHANGED.format(f"asks for its '{name}'"))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(_CHANGED.format("takes a part of it"))
+
+
+_CHANGED = (
+    "sequence_parallel: expected a model that hands its attention mask on as it is, because in a ring no rank has "
+    'the whole of it, got one that {}; use "attention": "ulysses"'
+)
+
 
 def _visible(parts: Parts, mask: Any, is_causal: bool, kwargs: dict[str, Any]) -> Visibility | None:
     """Return what queries see; None if a ring cannot tell.
