@@ -18,7 +18,7 @@ import zerolite
 from tests.cli.helpers import free_port, output_of
 from tests.toolkit.faults import Warnings
 from tests.toolkit.pool import Pool
-from zerolite.comm import store
+from zerolite.comm import rendezvous
 from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
 
 # -------------------------------------------------------------------- what a process of the pool runs
@@ -45,7 +45,7 @@ def start_on_rank(
         del os.environ[name]
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch, Warnings() as warnings:
-        patch.setattr(store, "_FIRST_WARNING_S", warn_after)
+        patch.setattr(rendezvous, "_FIRST_WARNING_S", warn_after)
         try:
             zerolite.init_distributed("gloo", timeout=timeout, **arguments)
             result["sum"] = float(_sum_of_ranks())
