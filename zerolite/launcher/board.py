@@ -158,7 +158,7 @@ def open_store(job: NodeJob) -> TCPStore:
 
 @dataclass
 class NodeState:
-    """How the ranks of one node are.
+    """State of the ranks of one node.
 
     Attributes:
         failures: ranks that have ended with an error, or have reported one.

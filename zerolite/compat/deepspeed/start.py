@@ -59,11 +59,8 @@ def initialize(
         init_distributed(distributed_port=distributed_port)
     values = _with_deepspeeds_defaults(settings.zerolite, model)
     if isinstance(mpu, SequenceGroups):
-        values["sequence_parallel"] = {
-            **(values.get("sequence_parallel") or {}),
-            "size": mpu.size,
-            "inputs": mpu.inputs,
-        }
+        block: Any = values.get("sequence_parallel") or {}
+        values["sequence_parallel"] = {**block, "size": mpu.size, "inputs": mpu.inputs}
     model_parameters, lr_scheduler = _resolve_conflicts(values, optimizer, model_parameters, lr_scheduler)
     engine = zerolite.initialize(
         model,

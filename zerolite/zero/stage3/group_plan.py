@@ -275,10 +275,15 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
             "zero.register_external_parameter: expected a module and a parameter, got "
             f"{type(module).__name__} and {type(parameter).__name__}"
         )
+    sharded_param = sharded_param_of(parameter)
+    if sharded_param is not None and sharded_param.groups.spread > 1:
+        raise ValueError(
+            "zero.register_external_parameter: expected a parameter that all ranks divide, got "
+            f"'{sharded_param.name}' of experts on several ranks (expert_parallel); call the module that has it"
+        )
     known = module.__dict__.setdefault("_zero_external_parameters", [])
     if all(parameter is not other for other in known):
         known.append(parameter)
-    sharded_param = sharded_param_of(parameter)
     if sharded_param is not None and sharded_param.context.coordinator is not None:
         sharded_param.context.coordinator.add_external(module, sharded_param)
 

@@ -105,11 +105,6 @@ class PartitionedParameterCoordinator:
     def add_external(self, module: torch.nn.Module, sharded_param: PartitionedParameter) -> None:
         """Add a parameter to the group of ``module``, or of the root if it has none. It is gathered with this group
         from the next execution on, and now if one is under way."""
-        if sharded_param.groups.spread > 1:
-            raise ValueError(
-                "register_external_parameter: expected a parameter that all ranks divide, got "
-                f"'{sharded_param.name}' of experts on several ranks (expert_parallel); call the module that has it"
-            )
         if sharded_param.context is not self.context or sharded_param.persistent:
             return
         group = self._group_of.get(id(module), self.groups[0])
