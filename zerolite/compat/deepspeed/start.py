@@ -58,9 +58,7 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     values = _with_deepspeeds_defaults(settings.zerolite, model)
-    if isinstance(mpu, SequenceGroups):
-        block: Any = values.get("sequence_parallel") or {}
-        values["sequence_parallel"] = {**block, "size": mpu.size, "inputs": mpu.inputs}
+    _share_sequences(values, mpu)
     model_parameters, lr_scheduler = _resolve_conflicts(values, optimizer, model_parameters, lr_scheduler)
     engine = zerolite.initialize(
         model,
@@ -75,6 +73,12 @@ def initialize(
     log_dist(f"DeepSpeed info: provided by zerolite {zerolite.__version__}, {engine!r}", ranks=[0])
     returned_optimizer = None if engine.optimizer is None else wrapped.optimizer
     return wrapped, returned_optimizer, wrapped.training_dataloader, wrapped.lr_scheduler
+
+
+def _share_sequences(values: dict[str, Any], mpu: object) -> None:
+    if isinstance(mpu, SequenceGroups):
+        block = values.get("sequence_parallel") or {}
+        values["sequence_parallel"] = {**block, "size": mpu.size, "inputs": mpu.inputs}
 
 
 def _resolve_conflicts(values: dict[str, object], optimizer: object, parameters: Any, schedule: Any) -> tuple[Any, Any]:
