@@ -139,9 +139,9 @@ def test_a_chunk_is_reduced_behind_its_own_last_backward(schedule: str) -> None:
     events: list[list[Any]] = []
     launch, begin = Reducer._launch, Reducer.begin_backward
 
-    def noted(self: Reducer, bucket: Any) -> None:
+    def noted(self: Reducer, bucket: Any, waits: bool = True) -> None:
         events.append(["launch", bucket.index])
-        launch(self, bucket)
+        launch(self, bucket, waits)
 
     def begun(self: Reducer, reducing: bool, *rest: Any, **more: Any) -> None:
         events.append(["last backward" if reducing else "backward"])
