@@ -18,6 +18,7 @@ SEEN_IN = "2.6, 2.11 and 2.13"
 
 # What torch documents, although it has an underscore, and what its modules and tensors consist of.
 DOCUMENTED = re.compile(
+    r"_scaled_dot_product_\w+|"  # operators, which a ring of attention needs with their log-sum-exp
     r"_foreach_\w+|_grouped_mm|_amp_\w+|_to_copy|_local_scalar_dense|_has_compatible_shallow_copy_type"  # operators
     r"|_parameters|_buffers|_modules|_forward_hooks|_forward_pre_hooks|_state_dict_pre_hooks|_backward_hooks|_backward_pre_hooks"
     r"|_non_persistent_buffers_set|_apply|_BatchNorm|_ConvNd|_DropoutNd"  # torch.nn.Module
