@@ -132,6 +132,7 @@ FAILURES = {
         1,
         "ValueError: hanging",
     ),
+    "long message": ("raise ValueError('x' * 9_000_000)\n", 1, "ValueError: xxx"),
     "side thread": (  # its error is the cause of the script's own
         "def load(): {}['batch']\nloader = threading.Thread(target=load, name='loader')\n"
         "loader.start()\nloader.join()\nraise ValueError('no batch')\n",

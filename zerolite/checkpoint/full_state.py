@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -254,14 +254,26 @@ class FullState:
         entries = [ToStore(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
         aliases = {clean(name): clean(first[k.owner]) for name, k in tensors.items() if name != first[k.owner]}
         plan = plan_files(entries, max_shard_size, aliases)
-        values = (full.get(written[entry.name], dtype, rank0_only=True) for file in plan for entry in file.entries)
-        error: Exception | None = None
+        lost: list[Exception] = []  # of a gather: then the other ranks' gathers have no partner, and this rank ends
+
+        def gathered() -> Iterator[torch.Tensor | None]:
+            for name in (entry.name for file in plan for entry in file.entries):
+                try:
+                    value = full.get(written[name], dtype, rank0_only=True)
+                except Exception as failure:
+                    lost.append(failure)
+                    raise
+                yield value
+
+        values, error = gathered(), None
         if world.rank == 0:
             try:
                 write_model(directory, plan, values)  # type: ignore[arg-type]  # the values are there on rank 0
             except NOTHING_MAY_FOLLOW:
                 raise
             except Exception as failure:
+                if lost:
+                    raise
                 error = failure
         for _ in values:  # on the other ranks, and after an error: each is a collective, in which all ranks take part
             pass

@@ -248,7 +248,8 @@ class PartsBuilder:
 
     def _make_accumulation(self) -> GradAccumulation:
         of_parts = self.topology.sequence.world_size > 1 and self.config.sequence_parallel.inputs == "whole"
-        of_others = of_parts or self.topology.expert.world_size > 1
+        # Also of parts that are given: attention brings the other ranks' losses to this rank's keys and values.
+        of_others = self.topology.sequence.world_size > 1 or self.topology.expert.world_size > 1
         if not self.config.managed_gradient_accumulation:
             return UnmanagedAccumulation(of_parts, of_others)
         micro_batches = self.config.gradient_accumulation_steps or 1

@@ -101,9 +101,9 @@ class NodeAgent(LocalElasticAgent):
         board, state = self._board, self._state(codes)
         board.state = state
         verdict, silence_s = board.verdict, board.look()
-        if verdict is None and self.job.node_rank and (board.disconnected or silence_s > SILENCE_S):
-            why = "has gone: its agent has ended or cannot be reached"
-            why = why if board.disconnected else f"has not answered for {SILENCE_S:.0f} s"
+        if verdict is None and (board.broken or (self.job.node_rank and silence_s > SILENCE_S)):
+            why = f"has gone: its agent has ended or cannot be reached ({board.broken})"
+            why = why if board.broken else f"has not answered for {SILENCE_S:.0f} s"
             sentence = f"the first node, {self.job.master_addr}, {why}"
             verdict = [*state.failures, Failure(host=self._host, seen=time.time(), node_failure=sentence)]
         if verdict is None or self._interrupted_at is not None:
@@ -165,7 +165,7 @@ class NodeAgent(LocalElasticAgent):
             pid=self._pids[worker.local_rank],
             exitcode=1 if code is None else code,
             seen=self._ended_at.get(worker.local_rank, time.time()),
-            record=record,
+            record=record and record.shortened(),
             killed_for_memory=code == -signal.SIGKILL and count_memory_kills() > self._memory_kills,
             output=self._logs.outputs[worker.global_rank],
             tail="" if code == 0 else self._logs.tail(worker.global_rank),

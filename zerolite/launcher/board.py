@@ -237,7 +237,7 @@ class Board(threading.Thread):
     Attributes:
         state: what is reported.
         verdict: failures of the attempt, causes first; none after success; None while it goes on.
-        disconnected: the connection to the store is broken.
+        broken: the error that has ended it before the verdict, such as a lost connection; "" while it works.
     """
 
     def __init__(self, store: PrefixStore, rank_store: Any, node: int, hosts: Sequence[str]) -> None:
@@ -253,7 +253,7 @@ class Board(threading.Thread):
         self._looked_at, self._silent_s = time.monotonic(), 0.0
         self.state = NodeState()
         self.verdict: list[Failure] | None = None
-        self.disconnected = False
+        self.broken = ""
 
     def look(self) -> float:
         """Return the seconds for which the store has not answered. Called again and again."""
@@ -272,8 +272,8 @@ class Board(threading.Thread):
             self._store.set(f"left/{self._node}", "")
             if self._node == 0:
                 self._store.wait([f"left/{node}" for node in range(self._count)], timedelta(seconds=LEAVE_S))
-        except RuntimeError:
-            self.disconnected = True
+        except Exception as error:
+            self.broken = f"{type(error).__name__}: {error}"
 
     def _exchange(self) -> None:
         self._beats += 1

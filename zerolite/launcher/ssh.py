@@ -157,7 +157,7 @@ def run(request: LaunchRequest, job: JobPlan) -> int:
             if local is not None and i == job.local_node:
                 parts.append(local)
             else:
-                parts.append(SshPart(job.hosts[i].name, command, job.nodes[i].to_json()))
+                parts.append(start_ssh(job.hosts[i].name, command, job.nodes[i].to_json()))
                 ssh_clients.add(parts[-1].pid)
         await_answers([part for part in parts if isinstance(part, SshPart)], signals)
         if not signals:
@@ -165,20 +165,26 @@ def run(request: LaunchRequest, job: JobPlan) -> int:
             for part in parts:
                 part.start()
         return wait_for(parts, signals, pause)
-    except OSError as error:
-        say(
-            f"nothing was started: 'ssh' cannot be run ({error.strerror}): install it, or start each node by a "
-            "command of its own, with --no-ssh"
-        )
     except CannotStart as error:
         say(str(error))
     finally:
-        for part in parts:
+        for part in parts if local is None or local in parts else [*parts, local]:
             if part.status is None:
                 part.kill()
         if local is not None:
             local.finish(signals)
     return 2
+
+
+def start_ssh(name: str, command: Sequence[str], job_line: str) -> SshPart:
+    """Start the part of another host. Raises CannotStart if there is no ssh."""
+    try:
+        return SshPart(name, command, job_line)
+    except OSError as error:
+        raise CannotStart(
+            f"nothing was started: 'ssh' cannot be run ({error.strerror}): install it, or start each node by a "
+            "command of its own, with --no-ssh"
+        ) from None
 
 
 def await_answers(parts: Sequence[SshPart], signals: Sequence[int]) -> None:

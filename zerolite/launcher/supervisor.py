@@ -296,7 +296,12 @@ def make_log_dir(job: NodeJob) -> str | None:
 
 def has_output(directory: str) -> bool:
     """Return True if any file below a directory has contents."""
-    return any(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names)
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                if os.path.getsize(os.path.join(place, name)):
+                    return True
+    return False
 
 
 def print_threads_per_rank(job: NodeJob) -> None:

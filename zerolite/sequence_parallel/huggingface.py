@@ -21,6 +21,7 @@ from zerolite.sequence_parallel.attention import (
     current_parts,
     to_heads,
 )
+from zerolite.sequence_parallel.cut import OFFSETS
 from zerolite.sequence_parallel.exchange import exchange
 from zerolite.sequence_parallel.visibility import Visibility
 from zerolite.utils.accelerator import host_value
@@ -228,6 +229,8 @@ def _visible(parts: Parts, mask: Any, is_causal: bool, kwargs: dict[str, Any]) -
     """
     if parts.ranks.ring is None or kwargs.get("softcap") is not None:
         return None
+    if parts.cut.documents is None and any(kwargs.get(name) is not None for name in OFFSETS):
+        return None  # documents that only offsets tell of
     if isinstance(mask, _MaskInRing):
         return mask.visible
     if mask is not None:  # one that the model was given, or has made itself

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the path of the file, set by the agent."""
@@ -18,6 +18,9 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 EXIT_COUNT, NUMBERED_EXIT = "zerolite/exits", "zerolite/exits/{}"
 """Keys in the store of the launcher's agent: the number of ranks that have exited with status 0, and the n-th of
 them, from 1."""
+
+MOST_TEXT = 1 << 16
+"""Characters of a message, and of a traceback, that a node reports."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,15 @@ class FailureRecord:
     time: float = 0.0
     host: str = ""
     consequence: bool = False
+
+    def shortened(self) -> FailureRecord:
+        """Return it without the middle of long texts: a store takes no megabytes."""
+        return replace(self, message=_shortened(self.message), traceback=_shortened(self.traceback))
+
+
+def _shortened(text: str) -> str:
+    half = MOST_TEXT // 2
+    return text if len(text) <= MOST_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
 def write(message: str, traceback: str, consequence: bool = False) -> None:

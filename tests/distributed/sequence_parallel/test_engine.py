@@ -297,16 +297,18 @@ def test_experts_may_get_tokens_of_one_part_alone(stage: str) -> None:
 
 
 @sequences.needs_transformers
-@pytest.mark.fast("1-2")
+@pytest.mark.fast("1-True-2")
 @on_ranks(2, 3, timeout=60)
+@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("stage", ["1", "3 moving"])
-def test_parts_that_the_loader_has_cut(stage: str) -> None:
-    """The loss of a part is weighted by the caller; padding masks, documents and checkpoints know all parts."""
+def test_parts_that_the_loader_has_cut(stage: str, weighted: bool) -> None:
+    """The engine or the caller weights the loss of a part; padding masks, documents, checkpoints know all parts."""
     size = dist.get_world_size()
     checkpointing = {"activation_checkpointing": {"modules": ["LlamaDecoderLayer"]}}
     config = at(stage, optimizer=OPTIMIZER, sequence_parallel={"size": size, "inputs": "parts in training"})
     engine = zerolite.initialize(sequences.build("llama", False).train(), config | checkpointing)
     batches = [batch_of("llama", place, 24, how) for place, how in enumerate(("", "masked", "packed"))]
+    batches[0]["labels"][:, : 24 // size + 1] = sequences.IGNORED  # nothing is counted in the first part
     for batch in batches:
         batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=sequences.IGNORED)
         mine = {name: tensor.chunk(size, 1)[engine.rank].contiguous() for name, tensor in batch.items()}
@@ -314,8 +316,10 @@ def test_parts_that_the_loader_has_cut(stage: str) -> None:
         part = engine(**mine).loss
         weight = float((mine["labels"] != sequences.IGNORED).sum())
         total = sum(from_all_ranks(weight))
-        # The mean over ranks is the gradient, as after a differentiable all-gather.
-        engine.backward(part * (size * weight / total) if weight else part.nan_to_num() * 0.0)
+        if weighted:
+            engine.backward(part if weight else part.nan_to_num(), weight=weight)
+        else:  # the mean over ranks is the gradient, as after a differentiable all-gather
+            engine.backward(part * (size * weight / total) if weight else part.nan_to_num() * 0.0)
         engine.step()
     wanted, norms, _ = in_one_process("llama", [[batch] for batch in batches], False, 0.0, 0.5)
     torch.testing.assert_close(parameters_of(engine), wanted, rtol=0, atol=2e-6)

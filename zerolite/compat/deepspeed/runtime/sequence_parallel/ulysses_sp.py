@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from zerolite.comm import collective
 from zerolite.compat.deepspeed import comm
 from zerolite.compat.deepspeed.utils import groups
+from zerolite.sequence_parallel.cut import OFFSETS
 
 _IGNORED = -100
 
@@ -135,6 +136,12 @@ class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
         if missing and "shift_labels" not in values:
             raise ValueError(
                 f"sequences of {length} tokens without labels, which {self._size} ranks cannot share equally; pad them"
+            )
+        offsets = [name for name in OFFSETS if values.get(name) is not None]
+        if missing and offsets:
+            raise ValueError(
+                f"sequences of {length} tokens with {offsets[0]}, which {self._size} ranks cannot share equally, "
+                "because padding would belong to no document; pad them"
             )
         return {name: _padded(name, value, length, missing) for name, value in values.items()}
 
