@@ -257,13 +257,12 @@ class FullState:
         lost: list[Exception] = []  # of a gather: then the other ranks' gathers have no partner, and this rank ends
 
         def gathered() -> Iterator[torch.Tensor | None]:
-            for name in (entry.name for file in plan for entry in file.entries):
-                try:
-                    value = full.get(written[name], dtype, rank0_only=True)
-                except Exception as failure:
-                    lost.append(failure)
-                    raise
-                yield value
+            names = (entry.name for file in plan for entry in file.entries)
+            try:  # no name for a value: it would live on while the next one is gathered
+                yield from (full.get(written[name], dtype, rank0_only=True) for name in names)
+            except Exception as failure:
+                lost.append(failure)
+                raise
 
         values, error = gathered(), None
         if world.rank == 0:
