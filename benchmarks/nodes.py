@@ -10,7 +10,8 @@ every second round in the opposite order.
 
 A prediction takes from the same rounds, and from nothing that sends during a step: "alone", steps of the same stage
 that each rank trains without the others, all at once, for its compute, copies and host time; and single exchanges
-of two sizes, within the nodes and between them, for latency and bandwidth.
+of two sizes, within the nodes and between them, for latency and bandwidth. As in a step, the ranks of a node begin an
+exchange between nodes together; if each went on alone, one would send while the other waits for the delay.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 
 import zerolite
 from benchmarks import harness, options
+from benchmarks.engines import DEEPSPEED_KEYS
 from benchmarks.report import Row, render_table
 from benchmarks.slow_wire import Node, two_nodes, why_not
 from zerolite.comm import Communicator, use_communicator
@@ -48,6 +50,7 @@ PORT = 29_631
 SETS = ("shard_size", "zero_hpz_partition_size")
 SMALL, LARGE = 1 << 10, 1 << 18  # elements of the exchanges that are timed
 REPEATS = 8  # of an exchange in a turn
+CHECKS = "consistency_check_interval"
 ALL_RELEASED = {
     "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0
 }  # fmt: skip
@@ -59,7 +62,12 @@ ZEROLITE: dict[str, dict[str, Any]] = {
     "zerolite-3-replicas": {"stage": 3, "shard_size": 2, **ALL_RELEASED},
     "zerolite-3-hierarchical": {"stage": 3, "zero_hpz_partition_size": 2, **ALL_RELEASED},
 }
-NAMES = (*ZEROLITE, "fsdp2", "fsdp2-hsdp")
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    "deepspeed-1": {"stage": 1},
+    "deepspeed-3": {"stage": 3, **ALL_RELEASED},
+    "deepspeed-3-hpz": {"stage": 3, "zero_hpz_partition_size": 2, **ALL_RELEASED},
+}
+NAMES = (*ZEROLITE, "fsdp2", "fsdp2-hsdp", *DEEPSPEED)
 EXCHANGES = tuple((where, numel) for where in ("shard", "replicate") for numel in (SMALL, LARGE))
 COLUMNS = (
     ("competitor", "name", "{}"), ("step ms", "step_ms", "{:.0f}"), ("min", "min_ms", "{:.0f}"),
@@ -82,12 +90,12 @@ class Layers(nn.Module):
 
 
 def config_of(name: str, without: Sequence[str] = ()) -> dict[str, Any]:
-    zero = {key: value for key, value in ZEROLITE[name].items() if key not in without}
+    zero = {key: value for key, value in (ZEROLITE | DEEPSPEED)[name].items() if key not in without}
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"reduce_bucket_size": 2 * (WIDTH + 1) * WIDTH, **zero},
-        "consistency_check_interval": 0,
+        CHECKS: 0,
     }
 
 
@@ -146,6 +154,8 @@ def make_step(name: str, layers: int, without: Sequence[str] = ()) -> Callable[[
             engine.step()
 
         return step
+    if name in DEEPSPEED:
+        return make_deepspeed_step(name, model, x)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -164,14 +174,33 @@ def make_step(name: str, layers: int, without: Sequence[str] = ()) -> Callable[[
     return plain
 
 
+def make_deepspeed_step(name: str, model: nn.Module, x: Tensor) -> Callable[[], object]:
+    import deepspeed  # type: ignore[import-not-found]
+
+    config = {key: value for key, value in config_of(name).items() if key not in ("optimizer", CHECKS)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, config=config | DEEPSPEED_KEYS, optimizer=optimizer)
+
+    def step() -> None:
+        engine.backward(engine(x))
+        engine.step()
+
+    return step
+
+
 def make_exchange(where: str, numel: int) -> Callable[[], object]:
-    """Return a function that gathers ``numel`` elements over two ranks, of a node or of two nodes, several times."""
+    """Return a function that gathers ``numel`` elements over two ranks, of a node or of two nodes, several times.
+
+    Before each gather between nodes, the ranks of a node wait for each other by a gather of ``SMALL`` elements.
+    """
     torch.manual_seed(0)
     groups = parts_of(zerolite.initialize(Layers(1), config_of("zerolite-3-hierarchical"))).groups
-    comm, full = getattr(groups, where), torch.ones(numel)
+    comm, full, small = getattr(groups, where), torch.ones(numel), torch.ones(SMALL)
 
     def exchange() -> None:
         for _ in range(REPEATS):
+            if where == "replicate":
+                groups.shard.all_gather(small, "exchange").wait()
             comm.all_gather(full, "exchange").wait()
 
     return exchange
@@ -205,7 +234,7 @@ def train(names: list[str], layers: int, rounds: int, steps: int, out: str) -> N
             for _ in range(4):
                 made[name]()
         except (ImportError, RuntimeError, NotImplementedError) as error:
-            if not name.startswith("fsdp2"):
+            if name in ZEROLITE or name not in NAMES:
                 raise
             absent[name] = f"{type(error).__name__}: {error}"[:200]
     seconds: dict[str, list[float]] = {name: [] for name in made}
@@ -259,7 +288,9 @@ def medians(found: dict[str, Any]) -> dict[str, float]:
 
 def exchanges_in(middle: dict[str, float]) -> dict[str, float]:
     """Return the seconds of one exchange of each place and size."""
-    return {f"{where} {numel}": middle[f"{where} {numel}"] / REPEATS for where, numel in EXCHANGES}
+    seconds = {f"{where} {numel}": middle[f"{where} {numel}"] / REPEATS for where, numel in EXCHANGES}
+    within = seconds[f"shard {SMALL}"]
+    return {name: each - within if name.startswith("replicate") else each for name, each in seconds.items()}
 
 
 def rows_of(args: argparse.Namespace) -> list[Row]:

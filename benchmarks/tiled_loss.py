@@ -43,6 +43,10 @@ class Peak(TorchDispatchMode):
         """Leave out tensors that exist already."""
         self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
+    def ignore_like(self, other: Peak) -> None:
+        """Leave out what ``other`` has seen and is still there."""
+        self._known.update(other._known)
+
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
         if key not in self._known:
