@@ -17,7 +17,6 @@ from benchmarks.tiny_layers import CollectiveClock, null_communicator
 from zerolite.comm import use_communicator
 from zerolite.config import load_config
 from zerolite.planning.dry_run import Job, run
-from zerolite.planning.traffic import Grid
 from zerolite.zero.layout import auto_bucket_numel
 
 THINNEST = 128  # times narrower: where the host's time is measured, so that arithmetic takes little of it
@@ -39,11 +38,11 @@ def run_zerolite(shape: Shape, ranks: int, stage: int) -> tuple[list[Message], i
     """Return the launches, the number of unaligned tensors, and of reads for which the host waits."""
     config = load_config(zerolite_config(stage)).resolve(ranks)
     batch = lambda: (torch.zeros(TOKENS, dtype=torch.long),)  # noqa: E731
-    outcome = run(Job(lambda: Decoder(shape), config, Grid(data=ranks), batch=batch))
+    made = run(Job(lambda: Decoder(shape), config, ranks, batch=batch))
     kinds = {"parameters": "gather", "gradients": "reduction"}
-    calls = [call for call in outcome.recorder.calls if call.ranks > 1]
+    calls = [call for call in made.recorder.calls if call.ranks > 1]
     messages = [Message(kinds.get(call.tag, "other"), call.nbytes, 1 + (call.op == "all_reduce")) for call in calls]
-    return messages, sum(call.unaligned for call in calls), outcome.host_waits
+    return messages, sum(call.unaligned for call in calls), made.fields["host_waits"]
 
 
 def host_ms(shape: Shape, ranks: int, stage: int) -> float:

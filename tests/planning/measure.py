@@ -11,7 +11,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from zerolite.comm import collective, local_rank, record
-from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
 from zerolite.engine.engine import Engine
 from zerolite.engine.engine_base import parts_of
@@ -88,7 +87,6 @@ def measure(
         rest, peak = meter.end_step()
         largest.update()
         held = engine.memory_report().items
-    grid = Grid(**{name: getattr(engine.topology, name).world_size for name in DIMENSIONS})
     items = largest.items
     return Measurement(
         rank=engine.rank,
@@ -99,7 +97,7 @@ def measure(
         disk=items[DISK],
         at_rest={**held, OTHER: rest - sum(held.values())},
         step_peak=peak,
-        traffic=summarize(recorder.calls, grid),
+        traffic=summarize(recorder.calls, Grid.of(engine.topology)),
     )
 
 

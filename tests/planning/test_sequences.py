@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,8 @@ import pytest
 from tests.planning.jobs import LongDecoder, long_batch, planned, settings
 from tests.planning.test_plan_is_right import MEASURED, assert_right
 from tests.toolkit.pool import Pools
-from zerolite.config import ConfigError
 from zerolite.planning import PlanError, longest, plan
-from zerolite.planning.report import Screen, render
+from zerolite.planning.report import render
 
 TILES = {"tiled_loss": 64, "tiled_mlp": 64}
 ON_HOST = {"activation_checkpointing": {"modules": ["LongBlock"], "cpu_checkpointing": True}}
@@ -46,9 +46,27 @@ def test_a_plan_of_long_sequences_is_right(
         assert exchanged.ranks == size
 
 
-def test_rings_across_nodes_are_refused() -> None:
-    with pytest.raises(ConfigError, match='expected "ulysses" in a plan of several nodes'):
-        planned("long", 4, nodes=2, stage=3, buckets="large", sequence_parallel={"size": 4})
+@pytest.mark.parametrize(
+    ("attention", "nodes", "expected"),
+    [
+        ("ulysses", 2, {("all_to_all", "sequence"): (4, Fraction(2, 3))}),
+        ("auto", 2, {("all_to_all", "sequence"): (2, 0), ("permute", "ring"): (2, 1)}),
+        ("ring", 2, {("permute", "sequence"): (4, None)}),
+    ],
+)
+def test_rings_across_nodes(attention: str, nodes: int, expected: dict[tuple[str, str], tuple[int, Any]]) -> None:
+    """With "auto" neighbours exchange tokens for heads in a node, and keys and values go round between nodes."""
+    setting = {"sequence_parallel": {"size": 4, "attention": attention}, "train_micro_batch_size_per_gpu": 1}
+    made = planned("long", 4, nodes=nodes, stage=3, buckets="large", **setting)
+    rows = {(row.op, row.dimension): row for row in made.traffic if row.tag == "sequence"}
+    assert {kind: row.ranks for kind, row in rows.items()} == {kind: ranks for kind, (ranks, _) in expected.items()}
+    for kind, (_, share) in expected.items():
+        between = rows[kind].inter_node
+        assert between is not None
+        if share is None:  # of a ring every other link, and all of the swapped halves
+            assert rows[kind].sent // 2 < between < rows[kind].sent
+        else:
+            assert between == int(rows[kind].sent * share)
 
 
 # -------------------------------------------------------------------- the longest that fit
@@ -78,8 +96,8 @@ def test_the_search_ends_at_the_limit(
 
     monkeypatch.setattr("zerolite.planning.length_search.plan", linear)
     config = settings(3, "auto", sequence_parallel={"size": 2})
-    made: Any = longest(LongDecoder, config, 2, batch=lambda n: n, device_memory=100_000)  # type: ignore[arg-type,return-value]
-    assert expected * 0.99 - 1 <= made.longest / 2048 <= expected
+    length, made = longest(LongDecoder, config, 2, batch=lambda n: n, device_memory=100_000)  # type: ignore[arg-type,return-value]
+    assert expected * 0.99 - 1 <= length / 2048 <= expected
     assert made.notes[1:] == ["own"] and "to 1 %" in made.notes[0]
     assert len(planned) == len(set(planned)) <= 7
 
@@ -105,10 +123,9 @@ def test_memory_that_no_length_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_longest_sequences_of_a_real_plan() -> None:
     config = settings(3, "auto", sequence_parallel={"size": 2}, train_micro_batch_size_per_gpu=1, **TILES)
     options: dict[str, Any] = {"device": "cpu", "nodes": 1, "device_memory": "60MB"}
-    made = longest(LongDecoder, config, 2, batch=lambda n: lambda: long_batch(n), **options)
-    length = made.longest
-    assert length is not None and made.fits
+    length, made = longest(LongDecoder, config, 2, batch=lambda n: lambda: long_batch(n), **options)
+    assert made.fits
     assert not plan(LongDecoder, config, 2, batch=lambda: long_batch(length + 2048), **options).fits
-    assert f"The longest sequences that fit: {length:,} tokens." in render(made, Screen(100))
+    assert f"The longest sequences that fit have {length:,} tokens" in render(made)
     same = plan(LongDecoder, config, 2, batch=lambda: long_batch(length), **options)
     assert (same.peak, same.traffic) == (made.peak, made.traffic)

@@ -29,13 +29,10 @@ def make_peak(items: Items, phase: str = "backward", **changes: Any) -> Peak:
 def make_timeline() -> list[TimePoint]:
     """Activations rise through 40 points of forward and fall through 40 of backward; a step of 8."""
 
-    def point(phase: str, layer: int, held: Items) -> TimePoint:
-        return TimePoint(items=held, phase=phase, module=f"layers.{layer}" if phase != "step" else "")
-
-    rise = [point("forward", k // 10, REST | {"activations": k * GB // 4}) for k in range(1, 41)]
     buckets = STATES | {"communication_buckets": GB}
-    fall = [point("backward", k // 10, buckets | {"activations": (k + 1) * GB // 4}) for k in range(39, -1, -1)]
-    return [*rise, *fall, *[point("step", 0, REST)] * 8]
+    rise = [TimePoint(items=REST | {"activations": k * GB // 4}, phase="forward") for k in range(1, 41)]
+    fall = [TimePoint(items=buckets | {"activations": k * GB // 4}, phase="backward") for k in range(40, 0, -1)]
+    return [*rise, *fall, *[TimePoint(items=REST, phase="step")] * 8]
 
 
 def make_plan(**changes: Any) -> Plan:

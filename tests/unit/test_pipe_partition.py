@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zerolite.comm import dry_topology, record
+from zerolite.comm import create_topology, dry_communicator, record
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.pipe.dependencies import Skeleton
 from zerolite.pipe.partition import balanced, by_type, uniform
@@ -147,7 +147,7 @@ def test_a_pipeline_step_meets_in_no_group_of_all_ranks() -> None:
         (4, 1, [("pipe", 4), ("data", 256)]),
         (2, 2, [("pipe", 2), ("tensor", 2), ("data", 256)]),
     ):
-        meeting = StepBarrier(dry_topology("nccl", 5, 1024, pipe=pipe, tensor=tensor))
+        meeting = StepBarrier(create_topology(dry_communicator("nccl", 5, 1024), torch.device("cpu"), pipe, tensor))
         with record() as recorder:
             meeting.begin("train_batch", READY, None, 1, 2)
             meeting.end("train_batch", None)

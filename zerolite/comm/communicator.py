@@ -235,7 +235,8 @@ class Communicator:
         Args:
             tensor: flat and contiguous, unchanged until ``wait()`` has returned.
         """
-        return self._launch("permute", tensor, tag, 0, self._permute, tensor, target, source, tag)
+        moves = 0 if target == source else (target - self.rank) % self.world_size
+        return self._launch("permute", tensor, tag, 0, self._permute, tensor, target, source, tag, moves=moves)
 
     def all_to_all_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], tag: str, key: int = 0
@@ -321,13 +322,14 @@ class Communicator:
         key: int,
         start: Callable[..., Pending],
         *arguments: object,
+        moves: int = 0,
     ) -> Pending:
         """Record a collective over ``tensor`` and launch it by ``start(*arguments)``."""
         if self.world_size == 1:
             return start(*arguments)
         call = None
         if recorder.active:
-            call = recorder.note(op, tensor, tag, self.dimension, self.world_size, key)
+            call = recorder.note(op, tensor, tag, self.dimension, self.world_size, key, moves)
         entry: Raw = (op, tag, tensor.numel(), tensor.dtype, key)
         flight_recorder = self.flight_recorder
         flight_recorder.count += 1

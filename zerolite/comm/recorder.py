@@ -30,6 +30,7 @@ class CollectiveCall:
         ranks: number of ranks that take part.
         key: tells collectives of equal sizes apart, see :class:`~zerolite.comm.flight_recorder.Entry`.
         unaligned: buffers (full tensors, ranks' parts of them, shards) that do not begin on 16 bytes.
+        moves: ranks by which a permute sends on; 0: to the mirror image.
     """
 
     op: str
@@ -42,6 +43,7 @@ class CollectiveCall:
     ranks: int = 1
     key: int = 0
     unaligned: int = 0
+    moves: int = 0
 
 
 @dataclass
@@ -103,7 +105,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def note(
-    op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1, key: int = 0
+    op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1, key: int = 0, moves: int = 0
 ) -> CollectiveCall | None:
     """Record a collective, and return it; None if no recorder is active. The communicator calls this once for each
     logical collective."""
@@ -111,7 +113,9 @@ def note(
         return None
     unaligned = _unaligned(tensor, ranks if op in _DIVIDED else 1)
     nbytes = tensor.numel() * tensor.element_size()
-    return _add(CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks, key, unaligned))
+    return _add(
+        CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks, key, unaligned, moves)
+    )
 
 
 def note_wait(call: CollectiveCall) -> None:

@@ -62,6 +62,7 @@ class Topology:
         expert_data: data ranks that have the same experts (edp); all of them where each has all.
         mesh: torch's DeviceMesh with the dimensions "pipe", "data" and "tensor"; None for one process and in a dry run.
             Where sequences are divided, "data" are the ranks of ``batch``, and there is a dimension "sequence".
+        host: ranks on each host; None if unknown.
     """
 
     world: Communicator
@@ -76,6 +77,7 @@ class Topology:
     mesh: DeviceMesh | None = None
     expert: Communicator = field(default_factory=Communicator)
     expert_data: Communicator = field(default_factory=Communicator)
+    host: int | None = None
 
     def sharing(self, dimension: str) -> Communicator:
         """Return the ranks that have the other shards of parameters that "tensor" or "expert" ranks divide."""
@@ -121,24 +123,17 @@ def data_topology(comm: Communicator) -> Topology:
 
 
 @collective
-def with_replicas(topology: Topology, device: torch.device, shard: int, host: int | None = None) -> Topology:
+def with_replicas(topology: Topology, device: torch.device, shard: int) -> Topology:
     """Divide the data ranks into sets of ``shard`` neighbours, each of which has all shards.
 
     Args:
         device: of the tensors.
         shard: ranks of a set.
-        host: ranks on each host; None if unknown.
 
     Raises:
         ValueError: ``shard`` does not divide the number of data ranks, or sets begin and end in the middle of hosts.
     """
-    data = topology.data
-    if data.world_size % shard:
-        raise ValueError(
-            f"expected a divisor of the {data.world_size} data-parallel ranks, got {shard}; choose one, such as the "
-            "ranks of a host"
-        )
-    span = shard * topology.tensor.world_size
+    data, host, span = topology.data, topology.host, shard * topology.tensor.world_size
     if host is not None and host < topology.world.world_size and host % span and span % host:
         raise ValueError(
             f"expected sets of ranks that divide a host or consist of whole hosts, got {shard} data-parallel ranks × "
@@ -164,11 +159,6 @@ def with_sequence(topology: Topology, device: torch.device, size: int) -> Topolo
         ValueError: ``size`` does not divide the number of data ranks.
     """
     data = topology.data
-    if data.world_size % size:
-        raise ValueError(
-            f"expected a divisor of the {data.world_size} ranks that have the same parameters, got {size}; choose one, "
-            "or start a multiple of it"
-        )
     if size == 1:
         return topology
     within, across = sets_of(data, device, size, "parts of sequences")
@@ -191,16 +181,9 @@ def with_experts(topology: Topology, device: torch.device, size: int) -> Topolog
         ValueError: ``size`` does not divide the number of data ranks.
     """
     data = topology.data
-    if data.world_size % size:
-        raise ValueError(
-            f"expected a divisor of the {data.world_size} data-parallel ranks, got {size}; choose one, or start a "
-            "multiple of it"
-        )
     if size == 1:
         return topology
-    assert data.group is not None, "a plan spreads no experts"
-    groups = _groups_of_sets(data.group, size, "experts")
-    within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
+    within, across = sets_of(data, device, size, "experts")
     within.serve("expert", data.is_rank0)
     across.serve("expert data", data.is_rank0)
     return replace(topology, expert=within, expert_data=across)
@@ -229,10 +212,15 @@ def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 @collective
-def create_topology(world: Communicator, device: torch.device, pipe: int = 1, tensor: int = 1) -> Topology:
-    """Make the grid of ``world``, all processes, for tensors on ``device``.
+def create_topology(
+    world: Communicator, device: torch.device, pipe: int = 1, tensor: int = 1, host: int | None = None
+) -> Topology:
+    """Make the grid of ``world``, all processes, for tensors on ``device``. In a dry run its communicators are dry too.
 
     Groups are made once for each grid. Raises ValueError if pipe × tensor does not divide the number of processes.
+
+    Args:
+        host: ranks on each host; None if unknown.
     """
     model = pipe * tensor
     if world.world_size % model:
@@ -241,17 +229,25 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
             f"{world.world_size} processes for {pipe} × {tensor} = {model}; start a multiple of {model}, or lower one"
         )
     if model == 1:
-        return data_topology(world)
+        return replace(data_topology(world), host=host)
     if world.group is None:
-        return dry_topology(_kind_of(world), world.rank, world.world_size, pipe, tensor)
+        return replace(_named(world, _dry_grid(world, pipe, tensor), pipe), host=host)
     group, key = world.group, (device.type, pipe, tensor)
     mesh, groups = made_once(group, key, lambda: _make_grid(group, device, pipe, tensor))
     made = {name: create_communicator(device, each) if each else Communicator() for name, each in groups.items()}
-    return _named(world, made, pipe, mesh)
+    return replace(_named(world, made, pipe, mesh), host=host)
 
 
 def sets_of(comm: Communicator, device: torch.device, size: int, purpose: str) -> tuple[Communicator, Communicator]:
-    """Return the communicators of this rank's set of ``size`` neighbours, and of the ranks at its place in all sets."""
+    """Return the communicators of this rank's set of ``size`` neighbours, and of the ranks at its place in all sets.
+
+    Raises ValueError if ``size`` does not divide the number of ranks.
+    """
+    if comm.world_size % size:
+        raise ValueError(
+            f"expected a divisor of the {comm.world_size} data-parallel ranks, got {size}; choose one, or start a "
+            "multiple of it"
+        )
     if comm.group is None:
         places = (comm.rank % size, size), (comm.rank // size, comm.world_size // size)
         within, across = (dry_communicator(_kind_of(comm), *place) for place in places)
@@ -302,18 +298,14 @@ def coordinates_of(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[
     return rank // (data * tensor), rank // tensor % data, rank % tensor
 
 
-def dry_topology(kind: str, rank: int, world_size: int, pipe: int = 1, tensor: int = 1) -> Topology:
-    """Make the grid over transports that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
-    pipe_rank, data_rank, tensor_rank = coordinates_of(rank, world_size, pipe, tensor)
-    data = world_size // (pipe * tensor)
-    world = dry_communicator(kind, rank, world_size)
-    if pipe * tensor == 1:
-        return data_topology(world)
+def _dry_grid(world: Communicator, pipe: int, tensor: int) -> dict[str, Communicator]:
+    """Return the communicators of a grid that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
+    pipe_rank, data_rank, tensor_rank = coordinates_of(world.rank, world.world_size, pipe, tensor)
+    data = world.world_size // (pipe * tensor)
     places = {"data": (data_rank, data), "tensor": (tensor_rank, tensor), "pipe": (pipe_rank, pipe)}
     if pipe > 1 and tensor > 1:
         places["model"] = (pipe_rank * tensor + tensor_rank, pipe * tensor)
-    made = {name: dry_communicator(kind, *of_dimension) for name, of_dimension in places.items()}
-    return _named(world, made, pipe)
+    return {name: dry_communicator(_kind_of(world), *of_dimension) for name, of_dimension in places.items()}
 
 
 def _kind_of(world: Communicator) -> str:

@@ -147,22 +147,29 @@ def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.de
         facts["the number of ranks on this host"] = {"": str(local)}
     different = "zerolite.initialize: the ranks are to form different grids"
     check_equal_on_ranks(Description(facts), world, device, different)
+    return form_grid(config, world, device, local)
+
+
+@collective
+def form_grid(config: ZeroliteConfig, world: Communicator, device: torch.device, host: int | None) -> Topology:
+    """Divide the ranks of ``world``, all of the job, as the config says. In a dry run the grid is dry too.
+
+    Raises ConfigError if they cannot form the grid.
+
+    Args:
+        host: ranks on each host; None if unknown.
+    """
+    pipe, tensor, zero = config.pipeline.stages, config.tensor_parallel.ranks, config.zero_optimization
+    key = _PIPE if pipe > 1 else _TENSOR
     try:
-        topology = create_topology(world, device, pipe, tensor)
-    except ValueError as error:
-        raise ConfigError([(_PIPE if pipe > 1 else _TENSOR, str(error))]) from None
-    try:
-        topology = with_sequence(topology, device, sequence)
-    except ValueError as error:
-        raise ConfigError([(_SEQUENCE, str(error))]) from None
-    try:
-        topology = with_experts(topology, device, experts)
-    except ValueError as error:
-        raise ConfigError([(_EXPERTS, str(error))]) from None
-    if shard is None:
-        return topology
-    try:
-        return with_replicas(topology, device, shard, local)
+        topology = create_topology(world, device, pipe, tensor, host)
+        key = _SEQUENCE
+        topology = with_sequence(topology, device, config.sequence_parallel.size)
+        key = _EXPERTS
+        topology = with_experts(topology, device, config.expert_parallel.ranks)
+        key = zero.key_of_sets
+        shard = zero.ranks_of_shards
+        return topology if shard is None else with_replicas(topology, device, shard)
     except ValueError as error:
         raise ConfigError([(key, str(error))]) from None
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
-from zerolite.comm import collective, ranks_of_host
+from zerolite.comm import collective
 from zerolite.config.parallelism import SequenceParallelConfig
 from zerolite.data.micro_batch import LossFunction
 from zerolite.engine.engine import Engine
@@ -39,7 +38,7 @@ class DividedModel:
     def make_forward(self, parts: EngineParts) -> SequenceForward:
         """Return the function that cuts sequences, in the place of the model."""
         topology, device = parts.topology, parts.device
-        ranks = attention_ranks(topology, device, self.setting, heads_of(self.chosen), ranks_of_host(os.environ))
+        ranks = attention_ranks(topology, device, self.setting, heads_of(self.chosen))
         made = [comm for comm in (ranks.heads, ranks.ring) if comm not in (None, ranks.comm)]
         parts.memory_sources.append(lambda: ((BUCKETS, t) for comm in made if comm is not None for t in comm.memory()))
         forward = SequenceForward(parts, ranks)

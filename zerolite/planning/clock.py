@@ -194,9 +194,7 @@ def step_time(steps: Sequence[Sequence[Event]], machine: Machine, wires: Wires) 
                     now = max(now, network.end_of(collective))
             else:
                 call, after = event
-                cost = wires.cost(
-                    call.op, call.nbytes, call.dimension, call.ranks, call.numel, call.dtype.itemsize == 2
-                )
+                cost = wires.cost(call)
                 if wires.messages and not cost.between:
                     # The ranks of a node copy from each other's memory themselves, while they wait.
                     copies[id(call)] = cost.latency + cost.transfer

@@ -13,13 +13,12 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
 from zerolite.planning.result import Machine, PlanError
-from zerolite.planning.traffic import resolve
 from zerolite.utils.text import parse_size
 
 if TYPE_CHECKING:
@@ -91,76 +90,54 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+_FILE_OF_MODEL = "package.module:function that makes the model, or a Hugging Face config.json or its directory"
+_BATCH = (
+    "package.module:function that makes the arguments of forward, a tuple or a dict; it may take the micro-batch size"
+)
+_LENGTH = 'tokens of a sequence, S in --input-spec; "auto": as many as fit in --device-memory, which is searched for'
+_LOSS = (
+    "package.module:function of forward's output that returns the loss (default: the output itself, its .loss, or the "
+    "mean of its first floating tensor)"
+)
+_COMPARE = (
+    "plan stages 0 to 3, on several nodes also with replicas, where none fits also with offload, and mark the first "
+    "that fits, or with --tflops the fastest"
+)
+
+
 def build_parser(prog: str) -> _Parser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
-    _add_job(parser.add_argument_group("the job"))
-    _add_step(
-        parser.add_argument_group("a step", "Without a batch, no forward is run and activations are not counted.")
-    )
-    _add_machine(parser.add_argument_group("the time of a step", "Played on a simulated clock, if --tflops is given."))
-    _add_actions(parser.add_argument_group("what to do"))
-    return parser
-
-
-def _add_job(group: argparse._ArgumentGroup) -> None:
-    job = group.add_argument
-    model = "package.module:function that makes the model, or a Hugging Face config.json or its directory"
-    job("--model", required=True, metavar="MODEL", help=model)
+    job = parser.add_argument_group("the job").add_argument
+    job("--model", required=True, metavar="MODEL", help=_FILE_OF_MODEL)
     job("--config", required=True, metavar="CONFIG", help="the engine's config: a file, or JSON")
-    ranks = "number of ranks; the config sets the grid that they form (tensor_parallel, pipeline)"
-    job("--world-size", required=True, type=_count, metavar="N", help=ranks)
+    job("--world-size", required=True, type=_count, metavar="N", help="number of ranks; the config sets their grid")
     job("--nodes", type=_count, metavar="N", help="number of nodes; needed for the traffic between nodes")
-    rank = "the rank to plan (default: 0, or with a pipeline the first rank of the stage that needs the most)"
-    job("--rank", type=_rank, metavar="N", help=rank)
+    job("--rank", type=_rank, metavar="N", help="the rank to plan (default: 0, or of a pipeline one that needs most)")
     job("--device", choices=("cuda", "cpu"), default="cuda", help="the kind of device of the ranks (default: cuda)")
-    device = "memory of each rank's device, as in 80GB or 80GiB; needed to see if the job fits"
-    job("--device-memory", type=_size, metavar="SIZE", help=device)
-    host = "memory of each host, which its ranks share (--nodes); needed to see if offloaded states fit"
-    job("--host-memory", type=_size, metavar="SIZE", help=host)
-
-
-def _add_step(group: argparse._ArgumentGroup) -> None:
-    batch = group.add_mutually_exclusive_group().add_argument
-    makes = (
-        "package.module:function that makes the arguments of forward, a tuple or a dict; it may take the micro-batch "
-        "size"
-    )
-    batch("--batch", metavar="FUNCTION", help=makes)
+    job("--device-memory", type=_size, metavar="SIZE", help="memory of each rank's device, as in 80GB or 80GiB")
+    job("--host-memory", type=_size, metavar="SIZE", help="memory of each host, which its ranks share (--nodes)")
+    step = parser.add_argument_group("a step", "Without a batch, no forward is run and activations are not counted.")
+    batch = step.add_mutually_exclusive_group().add_argument
+    batch("--batch", metavar="FUNCTION", help=_BATCH)
     batch("--input-spec", metavar="SPEC", help='the tensors of a batch, as in "input_ids:int64[B,1024]"')
-    length = 'tokens of a sequence, S in --input-spec; "auto": as many as fit in --device-memory, which is searched for'
-    group.add_argument("--seq-len", type=_length, metavar="N", help=length)
-    loss = (
-        "package.module:function of forward's output that returns the loss (default: the output itself, its .loss, or "
-        "the mean of its first floating tensor)"
-    )
-    group.add_argument("--loss", metavar="FUNCTION", help=loss)
-
-
-def _add_machine(group: argparse._ArgumentGroup) -> None:
-    speed = group.add_argument
-    flops = "TFLOP/s that forward and backward reach on a device, everything between products included"
-    speed("--tflops", type=_speed, metavar="N", help=flops)
-    intra = "GB/s of a rank to the others of its node, in each direction"
-    speed("--intra-bandwidth", type=_speed, metavar="GB/s", help=intra)
-    inter = "GB/s of a node to the others, all its network cards together, in each direction"
-    speed("--inter-bandwidth", type=_speed, metavar="GB/s", help=inter)
-    speed("--latency", type=_speed, metavar="US", help="microseconds of a hop between nodes (default: 10)")
-    within = "microseconds of a hop within a node (default: 2.5)"
-    speed("--intra-latency", type=_speed, metavar="US", help=within)
-    memory = "GB/s of a device's memory, for copies, sums and the update (default: they take no time)"
-    speed("--memory-bandwidth", type=_speed, metavar="GB/s", help=memory)
-
-
-def _add_actions(group: argparse._ArgumentGroup) -> None:
-    do = group.add_argument
-    compare = (
-        "plan stages 0 to 3, on several nodes also with replicas, where none fits also with offload, and mark the "
-        "first that fits, or with --tflops the fastest"
-    )
-    do("--compare", action="store_true", help=compare)
+    step.add_argument("--seq-len", type=_length, metavar="N", help=_LENGTH)
+    step.add_argument("--loss", metavar="FUNCTION", help=_LOSS)
+    time = parser.add_argument_group("the time of a step", "Played on a simulated clock, if --tflops is given.")
+    for option, metavar, help in (
+        ("tflops", "N", "TFLOP/s that forward and backward reach on a device, all between products included"),
+        ("intra-bandwidth", "GB/s", "of a rank to the others of its node, in each direction"),
+        ("inter-bandwidth", "GB/s", "of a node to the others, all its network cards together, in each direction"),
+        ("latency", "US", "microseconds of a hop between nodes (default: 10)"),
+        ("intra-latency", "US", "microseconds of a hop within a node (default: 2.5)"),
+        ("memory-bandwidth", "GB/s", "of a device's memory, for copies, sums and the update (default: no time)"),
+    ):
+        time.add_argument(f"--{option}", type=_speed, metavar=metavar, help=help)
+    do = parser.add_argument_group("what to do").add_argument
+    do("--compare", action="store_true", help=_COMPARE)
     do("--json", metavar="FILE", help="write the plan as JSON; - prints only the JSON")
     do("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
+    return parser
 
 
 def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
@@ -175,17 +152,8 @@ def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse
 
 def find_problem(options: argparse.Namespace) -> str | None:
     """Return a sentence about the first contradiction in ``options``, or None."""
-    size, nodes = options.world_size, options.nodes
-    if nodes is not None and size % nodes:
-        return f"--world-size {size} does not divide by --nodes {nodes}: every node has the same number of ranks"
-    if options.rank is not None and options.rank >= size:
-        return f"--rank expects 0 to {size - 1} with --world-size {size}, and got {options.rank}"
-    try:
-        machine = machine_of(options)
-    except ValueError as error:
-        return str(error)
-    if machine is not None and (lacking := machine.lacks(size, nodes)):
-        return f"the time of a step of {size} ranks needs --{lacking.replace('_', '-')}"
+    if options.tflops is None and (given := _speeds(options)):
+        return f"--{next(iter(given)).replace('_', '-')} is for the time of a step, which needs --tflops"
     if options.loss and not (options.batch or options.input_spec):
         return "--loss needs --batch or --input-spec: without a batch no forward is run"
     has_length = re.search(r"\[[^\]]*\bS\b", options.input_spec or "") is not None
@@ -198,78 +166,62 @@ def find_problem(options: argparse.Namespace) -> str | None:
     return None
 
 
-def machine_of(options: argparse.Namespace) -> Machine | None:
-    """Return the machine that ``options`` describe; None without --tflops. Raises ValueError for the others alone."""
-    given = {name: getattr(options, name) for name in Machine.model_fields if getattr(options, name) is not None}
-    if given and options.tflops is None:
-        raise ValueError(f"--{next(iter(given)).replace('_', '-')} is for the time of a step, which needs --tflops")
-    return Machine(**given) if given else None
+def _speeds(options: argparse.Namespace) -> dict[str, float]:
+    """Return the speeds that ``options`` have."""
+    return {name: getattr(options, name) for name in Machine.model_fields if getattr(options, name) is not None}
 
 
 # -------------------------------------------------------------------- the command
 
 
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
-    """Return the plan, or all of them with --compare. Raises PlanError and ConfigError."""
+    """Return the plan, or all of them with --compare. Raises PlanError, ConfigError and ValueError."""
     from zerolite.planning import compare, longest, plan  # imports torch, with the collector off
     from zerolite.planning.sources import load_function, load_model_fn, parse_input_spec
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # PlanError reports what fails
     names = ("nodes", "rank", "device", "device_memory", "host_memory")
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
-    given["machine"] = machine_of(options)
-    searches = options.seq_len == AUTO
-    made_by: Callable[..., Plan | Comparison] = compare if options.compare else longest if searches else plan
+    given["machine"] = None if options.tflops is None else Machine(**_speeds(options))
     if options.batch:
         given["batch"] = load_function(options.batch, "--batch")
-    elif options.input_spec:
-        spec = functools.partial(parse_input_spec, options.input_spec)
-        given["batch"] = spec if searches else spec(options.seq_len)
     if options.loss:
         given["loss"] = load_function(options.loss, "--loss")
-    return made_by(load_model_fn(options.model), config, options.world_size, **given)
+    job = load_model_fn(options.model), config, options.world_size
+    if options.seq_len == AUTO:
+        return longest(*job, batch=functools.partial(parse_input_spec, options.input_spec), **given)[1]
+    if options.input_spec:
+        given["batch"] = parse_input_spec(options.input_spec, options.seq_len)
+    return compare(*job, **given) if options.compare else plan(*job, **given)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, write the files and print. Returns the exit status; raises PlanError and ConfigError."""
-    from zerolite.planning.report import Screen, render
+    """Plan, write the files and print. Returns the exit status; raises PlanError, ConfigError and ValueError."""
+    from zerolite.planning.report import draw, render
     from zerolite.planning.result import Plan
 
-    config = load_config(options.config)
-    resolve(config, options.world_size)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     with contextlib.redirect_stdout(sys.stderr):  # output of the user's modules is not part of the plan
-        made = make(options, config)
-    _write_files(made, options)
-    _print(made.model_dump_json(indent=1) if options.json == "-" else render(made, Screen.of_terminal()))
-    if isinstance(made, Plan):
-        return 1 if made.fits is False else 0
-    return 1 if made.chosen is None and any(plan.fits is False for _, plan in made.rows) else 0
-
-
-def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
+        made = make(options, load_config(options.config))
     try:
         if options.json not in (None, "-"):
             Path(options.json).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
         if options.png is not None:
-            from zerolite.planning.report import draw
-
             draw(made, Path(options.png))
     except OSError as error:
         raise PlanError(f"{error.filename} cannot be written ({error.strerror})") from error
-
-
-def _print(text: str) -> None:
-    """Print to standard output, with "?" for characters that its encoding lacks."""
-    encoding = sys.stdout.encoding or "ascii"
-    print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    text, encoding = made.model_dump_json(indent=1) if options.json == "-" else render(made), sys.stdout.encoding
+    print(text.encode(encoding or "ascii", "replace").decode(encoding or "ascii"), flush=True)
+    if isinstance(made, Plan):
+        return 1 if made.fits is False else 0
+    return 1 if made.chosen is None and any(plan.fits is False for _, plan in made.rows) else 0
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run the command and return its exit status."""
     try:
         try:
-            return _status(argv, prog)
+            return run(parse_command_line(argv, prog))
         finally:
             sys.stdout.flush()  # also after --help
     except BrokenPipeError:  # the reader, such as head, has ended
@@ -277,14 +229,6 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         for stream in (sys.stdout, sys.stderr):  # Python flushes both at exit, and would print the same error again
             os.dup2(nowhere, stream.fileno())
         return 128 + signal.SIGPIPE
-
-
-def _status(argv: Sequence[str] | None, prog: str) -> int:
-    options = parse_command_line(argv, prog)
-    try:
-        return run(options)
-    except BrokenPipeError:
-        raise
     except (PlanError, ConfigError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2

@@ -16,31 +16,29 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from zerolite.activation_checkpointing.configure import isolated
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
+    Communicator,
     Recorder,
     Topology,
     dry_communicator,
-    dry_topology,
     record,
     unrecorded,
     use_communicator,
-    with_replicas,
-    with_sequence,
 )
 from zerolite.config import ZeroliteConfig
+from zerolite.config.parallelism import TWO_CHUNKS
 from zerolite.data.micro_batch import MicroBatch
 from zerolite.engine.arguments import Arguments, check_model
 from zerolite.engine.build import build_engine
 from zerolite.engine.engine import Engine
 from zerolite.engine.engine_base import parts_of
-from zerolite.engine.initialize import parallelize_model
+from zerolite.engine.initialize import form_grid, parallelize_model
 from zerolite.engine.special_engines import PipelineEngine
-from zerolite.monitor.flops import Flops
 from zerolite.planning.clock import Event, Trace
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu, one_document_each
-from zerolite.planning.result import PlanError
+from zerolite.planning.result import AT_REST, Peak, PlanError, TimePoint
 from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker, PeakMoment
-from zerolite.planning.traffic import Grid
+from zerolite.planning.traffic import Grid, summarize
 from zerolite.planning.training_step import (
     STEP,
     MakeBatch,
@@ -52,9 +50,10 @@ from zerolite.planning.training_step import (
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import current_platform, is_fake, use_platform
 from zerolite.utils.lazy import collector_off
-from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
+from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, DISK, HOST, ITEMS, OTHER
 from zerolite.utils.nested import map_tensors
 from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 
 if TYPE_CHECKING:
@@ -75,12 +74,11 @@ class Job:
 
     Attributes:
         make_model: makes the model; called where tensors have no memory.
-        config: resolved for ``grid.data`` ranks. Its tensor_parallel and pipeline blocks apply if the grid has several
-            ranks in that dimension.
-        grid: all ranks of the job.
+        config: resolved for the ranks of the grid that have samples of their own.
+        world_size: number of all ranks.
         rank: the simulated rank, among all.
         device: "cuda" or "cpu": the simulated kind of device and of its communicator.
-        nodes: number of hosts; None: unknown, and one for the communicator.
+        nodes: number of nodes; None: unknown, and one for the communicator.
         batch: makes one micro-batch. With None no forward runs, and every parameter is used once, in the order of
             registration.
         loss: function of the outputs, or of outputs and targets.
@@ -88,7 +86,7 @@ class Job:
 
     make_model: Callable[[], torch.nn.Module]
     config: ZeroliteConfig
-    grid: Grid
+    world_size: int
     rank: int = 0
     device: str = "cuda"
     nodes: int | None = None
@@ -100,97 +98,47 @@ class Job:
         """Steps before the reported one."""
         return WARM_UP if self.config.zero_optimization.stage == 3 else WARM_UP - 1
 
-    @property
-    def world_size(self) -> int:
-        return self.grid.world_size
-
-    @property
-    def stage(self) -> int:
-        """Pipeline stage of the rank, from 0."""
-        return self.grid.coordinates(self.rank)[0]
-
     def at_stage(self, stage: int) -> Job:
         """Return the job of the rank with the same data and tensor coordinates in another pipeline stage."""
-        _, data, tensor = self.grid.coordinates(self.rank)
-        return replace(self, rank=self.grid.rank(stage, data, tensor))
-
-    @property
-    def communicator(self) -> str:
-        if self.device == "cuda":
-            return "nccl"
-        return "shared_memory" if self.nodes in (None, 1) else "gloo"
+        of_stage = self.world_size // self.config.pipeline.stages
+        return replace(self, rank=stage * of_stage + self.rank % of_stage)
 
     def topology(self) -> Topology:
-        device, shard = torch.device(self.device), self.config.zero_optimization.ranks_of_shards
-        made = dry_topology(self.communicator, self.rank, self.world_size, self.grid.pipe, self.grid.tensor)
-        made = with_sequence(made, device, self.config.sequence_parallel.size)
-        return made if shard is None else with_replicas(made, device, shard)
+        return dry_grid(self.config, self.rank, self.world_size, self.device, self.nodes)
 
 
-@dataclass
-class Outcome:
-    """Observations of a dry run, for :class:`~zerolite.planning.result.Plan`. Sizes in bytes, on the device unless
-    noted.
+def dry_grid(config: ZeroliteConfig, rank: int, world_size: int, device: str, nodes: int | None) -> Topology:
+    """Return the grid of a job, of communicators that send nothing. Raises ConfigError if the ranks cannot form it.
 
-    Attributes:
-        model_name: class of the model.
-        classes: class of each module, by qualified name.
-        parameters: elements of the full parameters of this rank's pipeline stage.
-        trained_parameters: elements of its trained parameters.
-        tied_parameters: elements of its parameters that an earlier stage has too, and counts.
-        rank_parameters: elements on this rank.
-        initialize: peak while the engine is made.
-        warm_up: peak of the steps before the reported one.
-        step: peak of the reported step.
-        largest: largest bytes of each item within that step, by location and item.
-        at_rest: bytes of each item after that step.
-        timeline: see :meth:`MemoryTracker.timeline`.
-        recorder: collectives of that step.
-        events: what the engine did in the step before and in that step, for :func:`~zerolite.planning.clock.step_time`.
-        host_waits: number of reads for which the host waits in the step that begins them.
-        checkpoint: bytes that this rank writes.
-        original_model: host memory of the model before the engine takes it over.
-        host_peak: peak of host memory, with the device's if that is the CPU.
-        recurrent: the model has recurrent layers, whose kernels on devices are fused over time.
-        flops: FLOPs of that step; None without a batch.
+    Args:
+        device: "cuda" or "cpu".
+        nodes: number of nodes; None: unknown.
     """
-
-    model_name: str
-    classes: dict[str, str]
-    parameters: int
-    trained_parameters: int
-    tied_parameters: int
-    rank_parameters: int
-    initialize: PeakMoment
-    warm_up: PeakMoment
-    step: PeakMoment
-    largest: dict[str, dict[str, int]]
-    at_rest: dict[str, int]
-    timeline: list[tuple[dict[str, int], str, str]]
-    recorder: Recorder
-    events: list[list[Event]]
-    host_waits: int
-    checkpoint: int
-    original_model: int
-    host_peak: int
-    recurrent: bool
-    flops: Flops | None
+    host = None if nodes is None else world_size // nodes
+    return form_grid(config, _communicator(device, nodes, rank, world_size), torch.device(device), host)
 
 
-def run_stages(job: Job) -> dict[int, Outcome]:
-    """Return the outcome of :func:`run` for a rank of each pipeline stage, by stage; without a pipeline that of 0."""
-    if job.grid.pipe == 1:
-        return {0: run(job)}
+def _communicator(device: str, nodes: int | None, rank: int, world_size: int) -> Communicator:
+    """Return a communicator of the kind that a job on these devices has."""
+    kind = "nccl" if device == "cuda" else "shared_memory" if nodes in (None, 1) else "gloo"
+    return dry_communicator(kind, rank, world_size)
+
+
+def run_stages(job: Job) -> list[DryRun]:
+    """Return the result of :func:`run` for a rank of each pipeline stage; without a pipeline that of ``job``."""
+    stages = job.config.pipeline.stages
+    if stages == 1:
+        return [run(job)]
     from zerolite.pipe.dry_stage import DryPipeline  # only where there is a pipeline
 
     dry_pipeline = DryPipeline()
     if job.batch is not None and job.config.pipeline.chunks_per_rank > 1:
         _learn_boundaries(job, dry_pipeline)  # otherwise a stage finds what the one before it has passed
-    return {stage: run(job.at_stage(stage), dry_pipeline) for stage in range(job.grid.pipe)}
+    return [run(job.at_stage(stage), dry_pipeline) for stage in range(stages)]
 
 
-def run(job: Job, dry_pipeline: DryPipeline | None = None) -> Outcome:
-    """Make the model and the engine, and train ``job.warm_up`` + 1 steps.
+def run(job: Job, dry_pipeline: DryPipeline | None = None) -> DryRun:
+    """Make the model and the engine, train ``job.warm_up`` + 1 steps, and return what was seen.
 
     Args:
         job: the inputs.
@@ -203,7 +151,9 @@ def run(job: Job, dry_pipeline: DryPipeline | None = None) -> Outcome:
     tracker = MemoryTracker(separate_memory=job.device == "cuda")
     with _simulated_rank(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_frozen():
         with collector_off():  # the collector would free cycles at another moment in each run
-            return _DryRun(job, tracker, mode, dry_pipeline).outcome()
+            dry_run = DryRun(job, tracker, mode, dry_pipeline)
+            dry_run.train()
+            return dry_run
 
 
 _freezing = False  # an outer older_objects_frozen has called gc.freeze
@@ -242,7 +192,7 @@ def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryF
         isolated(),
         unrecorded(),
         contextlib.nullcontext() if dry_pipeline is None else dry_pipeline.running(),
-        use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size)),
+        use_communicator(lambda rank, world: _communicator(job.device, job.nodes, job.rank, job.world_size)),
         DryFakeMode() as mode,
     ):
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)  # by torch's code
@@ -256,8 +206,8 @@ def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
     with _simulated_rank(job, dry_pipeline) as mode:
         engines: list[PipelineEngine] = []
         batches: Iterator[Any] = iter(())
-        for stage in range(job.grid.pipe):
-            dry_run = _DryRun(job.at_stage(stage), MemoryTracker(), mode, dry_pipeline)
+        for stage in range(job.config.pipeline.stages):
+            dry_run = DryRun(job.at_stage(stage), MemoryTracker(), mode, dry_pipeline)
             engine = dry_run.make_engine(dry_run.make_model())
             batches = micro_batches(engine, dry_run.batch)
             assert isinstance(engine, PipelineEngine)
@@ -266,18 +216,37 @@ def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
             learn_boundaries([engine.runner for engine in engines], batches)
 
 
-class _DryRun:
-    """One dry run, inside :func:`_simulated_rank`.
+class DryRun:
+    """One dry run, inside :func:`_simulated_rank`. Sizes in bytes, on the device unless noted.
 
-    Args:
+    Attributes:
         job: its inputs.
-        tracker: counts memory, if it is active.
-        mode: the active FakeTensorMode.
-        dry_pipeline: boundaries between pipeline stages; None without a pipeline.
+        grid: the ranks.
+        stage: pipeline stage of the rank, from 0.
+        fields: fields of :class:`~zerolite.planning.result.Plan`.
+        tied_parameters: elements of the rank's parameters that an earlier pipeline stage has too, and counts.
+        recorder: collectives of the reported step.
+        events: what the engine did in the step before and in that step, for :func:`~zerolite.planning.clock.step_time`.
+        original_model: host memory of the model before the engine takes it over.
+        recurrent: the model has recurrent layers, whose kernels on devices are fused over time.
+        unknown: operators without a known number of operations.
     """
 
     def __init__(self, job: Job, tracker: MemoryTracker, mode: DryFakeMode, dry_pipeline: DryPipeline | None) -> None:
-        self._job, self._tracker, self._mode = job, tracker, mode
+        """
+        Args:
+            job: its inputs.
+            tracker: counts memory, if it is active.
+            mode: the active FakeTensorMode.
+            dry_pipeline: boundaries between pipeline stages; None without a pipeline.
+        """
+        self.job, self._tracker, self._mode = job, tracker, mode
+        self._topology = job.topology()
+        self.grid, self.stage = Grid.of(self._topology), self._topology.pipe.rank
+        self.fields: dict[str, Any] = {}
+        self.tied_parameters = self.original_model = 0
+        self.recorder, self.recurrent, self.unknown = Recorder(), False, set[str]()
+        self.events: list[list[Event]] = []
         platform = current_platform()
         assert isinstance(platform, DryPlatform)
         self._platform = platform
@@ -285,65 +254,86 @@ class _DryRun:
         if dry_pipeline is not None:
             dry_pipeline.set_phase(self._phase)
 
-    def outcome(self) -> Outcome:
+    def train(self) -> None:
+        """Make the model and its engine, train, and note what is seen."""
         tracker = self._tracker
         model = self.make_model()
-        original_model = tracker.items[HOST][ORIGINAL_MODEL]
+        self.original_model = tracker.items[HOST][ORIGINAL_MODEL]
         tracker.reset_host_peak()
         engine = self.make_engine(model)
         self._prepare_chunks(engine)
-        initialize = tracker.peak
+        peaks = [tracker.peak]
         tracker.reset_peak()
-        for _ in range(self._job.warm_up - 1):
+        for _ in range(self.job.warm_up - 1):
             self._step(engine)
         # At stage 3 no parameter need be hidden: gathers in flight are waited for as in a real run.
-        overlaps = parts_of(engine).param_gatherer.overlaps and self._job.config.zero_optimization.stage < 3
-        trace = Trace(tracker, self._platform, overlaps)
         parts = parts_of(engine)  # they live as long as the engine, and must not hold it
+        overlaps = parts.param_gatherer.overlaps and self.job.config.zero_optimization.stage < 3
+        trace = Trace(tracker, self._platform, overlaps)
         parts.observers.on_update_begin.append(lambda: trace.on_update(_bytes_of_update(parts.buffer)))
         with record(trace), _uses_noted(engine, trace) if overlaps else contextlib.nullcontext():
             trace.begin_step()
             self._step(engine)
-            warm_up = tracker.peak
+            peaks.append(tracker.peak)
             tracker.reset_peak()
             tracker.record()
             self._platform.reset_host_waits()
             trace.begin_step()
-            with record() as recorder:
+            with record(self.recorder):
                 self._step(engine)
             trace.end_step()
-        later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self._job.stage]
-        return Outcome(
-            model_name=type(model).__name__,
-            classes={name: type(module).__name__ for name, module in model.named_modules()},
-            parameters=sum(map(_unsharded_numel, model.parameters())),
-            trained_parameters=sum(map(_unsharded_numel, parts_of(engine).reducer.parameters)),
-            tied_parameters=sum(_unsharded_numel(tie.parameter) for tie in later),
-            rank_parameters=sum(map(unpartitioned_numel, model.parameters())),
-            initialize=initialize,
-            warm_up=warm_up,
-            step=tracker.peak,
-            largest=tracker.largest,
-            at_rest=dict(tracker.items[DEVICE]),
-            timeline=tracker.timeline(),
-            recorder=recorder,
-            events=trace.steps,
-            host_waits=self._platform.host_waits,
-            checkpoint=ModelState(parts_of(engine)).nbytes(),
-            original_model=original_model,
-            host_peak=tracker.host_peak,
-            recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
-            flops=None if self._job.batch is None else tracker.flops,
-        )
+        self.events = trace.steps
+        self._note_parameters(model, parts)
+        self._note_memory([*peaks, tracker.peak], {name: type(m).__name__ for name, m in model.named_modules()})
+        # The last of a loop's stages sends to the first one.
+        looped = self.job.config.pipeline.chunks_per_rank > 1 and self.job.config.pipeline.schedule not in TWO_CHUNKS
+        self.fields["traffic"] = summarize(self.recorder.calls, self.grid, self.job.nodes, self.stage, looped)
+        self.fields["host_waits"] = self._platform.host_waits if self.job.device == "cuda" else 0
+        self.fields["checkpoint"] = ModelState(parts).nbytes()
+        if self.job.batch is not None and tracker.flops is not None:
+            flops = tracker.flops
+            self.fields |= {"flops": flops.model, "recomputed_flops": flops.recomputed}
+            self.unknown = flops.unknown
+
+    def _note_parameters(self, model: torch.nn.Module, parts: EngineParts) -> None:
+        later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self.stage]
+        self.tied_parameters = sum(_unsharded_numel(tie.parameter) for tie in later)
+        self.recurrent = any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
+        self.fields |= {
+            "model": type(model).__name__,
+            "parameters": sum(map(_unsharded_numel, model.parameters())),
+            "trained_parameters": sum(map(_unsharded_numel, parts.reducer.parameters)),
+            "rank_parameters": sum(map(unpartitioned_numel, model.parameters())),
+        }
+
+    def _note_memory(self, moments: list[PeakMoment], classes: dict[str, str]) -> None:
+        """Note the memory of the reported step, and the peaks while the engine is made, before that step, and in it."""
+        tracker, largest = self._tracker, self._tracker.largest
+        peaks = [
+            Peak(bytes=m.nbytes, items=m.items, phase=m.phase, module=m.module, module_class=classes.get(m.module, ""),
+                 op=m.op.removesuffix(".default"))
+            for m in moments
+        ]  # fmt: skip
+        items = {place: {item: held[item] for item in ITEMS} for place, held in largest.items()}
+        self.fields |= {
+            "states": dict.fromkeys(ITEMS, 0) | {item: items[DEVICE][item] for item in AT_REST},
+            "at_rest": {item: tracker.items[DEVICE][item] for item in ITEMS},
+            "peak": max(peaks, key=lambda peak: peak.bytes),
+            "initialize_peak": peaks[0],
+            "step_peak": peaks[2],
+            "timeline": [TimePoint(items=held, phase=phase) for held, phase in tracker.timeline()],
+            **{place: items[place] if any(items[place].values()) else None for place in (HOST, DISK)},
+            "host_peak": tracker.host_peak,
+        }
 
     def make_model(self) -> torch.nn.Module:
         tracker = self._tracker
-        if self._job.device == "cuda":
+        if self.job.device == "cuda":
             tracker.tag_new(ORIGINAL_MODEL, HOST)
         else:
             tracker.tag_new(COMPUTE)
         with as_plan_error("the model's constructor"), self._mode.constructing():
-            model = self._job.make_model()
+            model = self.job.make_model()
         gc.collect()  # the constructor may leave tensors in cycles, such as torch.load's state dicts
         with as_refusal():
             check_model(model)
@@ -357,9 +347,9 @@ class _DryRun:
         return model
 
     def make_engine(self, model: torch.nn.Module) -> Engine:
-        tracker, job = self._tracker, self._job
-        topology, device = job.topology(), torch.device("cpu")
-        loss_fn = pipeline_loss_fn(model, job.grid.pipe, job.loss)
+        tracker, job = self._tracker, self.job
+        topology, device = self._topology, torch.device("cpu")
+        loss_fn = pipeline_loss_fn(model, self.grid.pipe, job.loss)
         with as_refusal():
             with self._mode.constructing():
                 self._staged, loss_fn = parallelize_model(model, job.config, topology, device, loss_fn)
@@ -393,14 +383,14 @@ class _DryRun:
         """Train one step: all micro-batches of an accumulation, and the update."""
         named = as_plan_error("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext()
         with one_document_each(), named:
-            train_one_step(engine, self.batch, self._job.loss, self._phase)
+            train_one_step(engine, self.batch, self.job.loss, self._phase)
         self._tracker.modules.forget()
         self._platform.end_step()
 
     def batch(self) -> Any:
-        if self._job.batch is None:
+        if self.job.batch is None:
             return torch.zeros(())
-        return map_tensors(as_fake, self._job.batch())
+        return map_tensors(as_fake, self.job.batch())
 
     @contextlib.contextmanager
     def _phase(self, phase: str) -> Iterator[None]:

@@ -30,8 +30,8 @@ def longest(
     batch: Callable[[int], Callable[..., Any]],
     device_memory: int | str,
     **options: Any,
-) -> Plan:
-    """Return the plan of the longest sequences that fit, to 1 %.
+) -> tuple[int, Plan]:
+    """Return the tokens of the longest sequences that fit, to 1 %, and their plan, which says so in its notes.
 
     Lengths are multiples of 1024 tokens for each of the ranks that divide a sequence. The memory of the host counts if
     ``host_memory`` is given.
@@ -62,8 +62,8 @@ def longest(
                 "more ranks, a higher stage, or offload"
             )
         guess = _next(low, high, {units: _filled(one) for units, one in plans.items()})
-    note = f"The length is the longest that fits, to 1 %: sequences of {high * step:,} tokens do not."
-    return plans[low].model_copy(update={"longest": low * step, "notes": [note, *plans[low].notes]})
+    note = f"The longest sequences that fit have {low * step:,} tokens, to 1 %: {high * step:,} do not fit."
+    return low * step, plans[low].model_copy(update={"notes": [note, *plans[low].notes]})
 
 
 def _gap(low: int) -> int:

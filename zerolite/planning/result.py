@@ -44,7 +44,6 @@ class TimePoint(_Frozen):
 
     items: Items
     phase: str
-    module: str
 
     @property
     def bytes(self) -> int:
@@ -75,7 +74,8 @@ class Traffic(_Frozen):
     tag: str = Field(description="its purpose: gradients, parameters, stats, ...")
     dimension: str = Field(
         default="data",
-        description="of the grid: data, shard, replicate, tensor, pipe, model, world",
+        description="of the grid: data, shard, replicate, sequence, ring, expert, expert data, tensor, pipe, model, "
+        "world",
     )
     ranks: int = Field(default=1, description="ranks that take part")
     count: int
@@ -139,8 +139,8 @@ class StepTime(_Frozen):
 class Plan(_Frozen):
     """Memory and traffic of one rank of a job, found by running the engine on tensors without memory. Sizes in bytes.
 
-    The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline, ``stages`` has the plan
-    of a rank of each stage, and all other fields are of the rank with the highest peak, or that was asked for.
+    With a pipeline, ``stages`` has the plan of a rank of each stage, and all other fields are of the rank with the
+    highest peak, or that was asked for.
 
     Attributes:
         parameters: elements of the full model.
@@ -177,9 +177,8 @@ class Plan(_Frozen):
     parameters: int
     trained_parameters: int
     rank_parameters: int
-    pipeline_stages: int = 1
-    data_parallel: int
-    tensor_parallel: int = 1
+    grid: str = Field(default="", description="dimensions of the ranks; empty for data parallelism alone")
+    data_parallel: int = Field(description="ranks that have the same parameters")
     pipeline_stage: int = 0
     schedule: str | None = Field(default=None, description="of the pipeline")
     stages: list[Plan] = Field(default=[], description="of the pipeline, without time lines; none without one")
@@ -195,9 +194,8 @@ class Plan(_Frozen):
     disk: Items | None
     host_peak: int
     checkpoint: int
-    flops: int | None
+    flops: int | None = None
     recomputed_flops: int = 0
-    longest: int | None = Field(default=None, description="tokens of the longest sequences that fit, if searched for")
     time: StepTime | None = Field(default=None, description="of a step; None where no speeds were given")
     device_memory: int | None
     host_memory: int | None
@@ -262,13 +260,6 @@ class Plan(_Frozen):
     def inter_node(self) -> int | None:
         """Part of ``sent`` that leaves the node; None if the number of nodes was not given."""
         return None if self.nodes is None else sum(entry.inter_node or 0 for entry in self.traffic)
-
-    @property
-    def grid(self) -> str:
-        """Dimensions with more than one rank, as in "pipe 2 × data 4"; empty if every rank has the full model."""
-        sizes = (("pipe", self.pipeline_stages), ("data", self.data_parallel), ("tensor", self.tensor_parallel))
-        parts = self.pipeline_stages * self.tensor_parallel > 1
-        return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) if parts else ""
 
 
 def total(items: Items, names: Iterable[str]) -> int:

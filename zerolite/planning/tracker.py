@@ -25,23 +25,19 @@ ORIGINAL_MODEL = "original_model"
 """Item of host memory that is not the engine's: the model before the engine takes it over."""
 
 
-class TracePoint(NamedTuple):
-    """Point of a run: phase, qualified name of the current module, and operator."""
-
-    phase: str
-    module: str
-    op: str
-
-
 class PeakMoment(NamedTuple):
-    """Moment with the most bytes so far, and the bytes of each item then."""
+    """Moment with the most bytes so far: the bytes of each item, phase, name of the running module, and operator."""
 
     nbytes: int
     items: dict[str, int]
-    point: TracePoint
+    phase: str = ""
+    module: str = ""
+    op: str = ""
 
 
-_NOWHERE = TracePoint("", "", "")
+_Place = tuple[str, str, str]
+"""Phase, module and operator."""
+
 _DEVICE_OF = torch.ops.prim.device.default
 
 
@@ -143,12 +139,12 @@ class MemoryTracker(TorchDispatchMode):
         self._separate_memory = separate_memory
         self._storages: dict[int, _TrackedStorage] = {}
         # The latest storage is reported only at the next change, because its tag comes after the operator has made it.
-        self._unreported: tuple[int, TracePoint] | None = None
-        self._peak = PeakMoment(0, self._on_device(), _NOWHERE)
+        self._unreported: tuple[int, _Place] | None = None
+        self._peak = PeakMoment(0, self._on_device())
         self._largest = self._items_by_location()
         self._host_peak = 0
         self._op = ""
-        self._events: list[tuple[str, int, str, str]] | None = None  # item, bytes, phase, module
+        self._events: list[tuple[str, int, str]] | None = None  # item, bytes, phase
         self._before: dict[str, int] = {}
         self.flops: Flops | None = None
         self._passed = 0
@@ -228,7 +224,7 @@ class MemoryTracker(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Reset :attr:`peak` and :attr:`largest` to the current memory."""
         self._report_last()
-        self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), TracePoint(self.phase, "", ""))
+        self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), self.phase)
         self._largest = self._items_by_location()
 
     def reset_host_peak(self) -> None:
@@ -271,8 +267,8 @@ class MemoryTracker(TorchDispatchMode):
             return 0
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
-    def timeline(self, points: int = 1000) -> list[tuple[dict[str, int], str, str]]:
-        """Return the memory of the device since :meth:`record` at some moments, as (bytes by item, phase, module).
+    def timeline(self, points: int = 1000) -> list[tuple[dict[str, int], str]]:
+        """Return the memory of the device since :meth:`record` at some moments, as (bytes by item, phase).
 
         There are at most ``points`` moments. Each is the one with the most memory among an equal number of changes.
         """
@@ -280,15 +276,15 @@ class MemoryTracker(TorchDispatchMode):
         events, self._events = self._events or [], None
         width = max(1, -(-len(events) // points))
         items, total = dict(self._before), sum(self._before.values())
-        course, best = [], (-1, items, "", "")
-        for number, (item, nbytes, phase, module) in enumerate(events, 1):
+        course, best = [], (-1, items, "")
+        for number, (item, nbytes, phase) in enumerate(events, 1):
             items[item] += nbytes
             total += nbytes
             if total > best[0]:
-                best = (total, dict(items), phase, module)
+                best = (total, dict(items), phase)
             if number % width == 0 or number == len(events):
                 course.append(best[1:])
-                best = (-1, items, "", "")
+                best = (-1, items, "")
         return course
 
     # ---------------------------------------------------------------- listener of memory_tags
@@ -365,7 +361,7 @@ class MemoryTracker(TorchDispatchMode):
         self.items[location][item] += nbytes
         self.nbytes[location] += nbytes
 
-    def _report(self, item: str, location: str, nbytes: int, where: TracePoint) -> None:
+    def _report(self, item: str, location: str, nbytes: int, where: _Place) -> None:
         """Update peaks and time line after a change of ``nbytes``."""
         largest, now = self._largest[location], self.items[location][item]
         if now > largest[item]:
@@ -375,15 +371,15 @@ class MemoryTracker(TorchDispatchMode):
         if location != DEVICE or not nbytes:
             return
         if self.nbytes[DEVICE] > self._peak.nbytes:
-            self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), where)
+            self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), *where)
         if self._events is not None:
-            self._events.append((item, nbytes, where.phase, where.module))
+            self._events.append((item, nbytes, where[0]))
 
-    def _point(self) -> TracePoint:
-        # Look up the module only if it is used: asking autograd takes longer than everything else here.
-        if self._events is None and self.nbytes[DEVICE] <= self._peak.nbytes:
-            return _NOWHERE
-        return TracePoint(self.phase, self.modules.now(), str(self._op))
+    def _point(self) -> _Place:
+        # Look up the module only at a peak: asking autograd takes longer than everything else here.
+        if self.nbytes[DEVICE] <= self._peak.nbytes:
+            return self.phase, "", ""
+        return self.phase, self.modules.now(), str(self._op)
 
     def _in_host_memory(self) -> int:
         return self.nbytes[HOST] + (0 if self._separate_memory else self.nbytes[DEVICE])

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.planning.result import Traffic
 
 if TYPE_CHECKING:
-    from zerolite.comm import CollectiveCall
+    from zerolite.comm import CollectiveCall, Topology
 
 MESSAGES = ("send", "receive")
 ON_HOST = "control"  # tag of the small exchanges between processes on the host, which are no collectives
 
 
 class Grid(NamedTuple):
-    """Sizes of a grid of pipe × data × tensor ranks, tensor innermost, as in :class:`zerolite.comm.Topology`."""
+    """Sizes of a grid of pipe × data × tensor ranks, tensor innermost, as in :class:`zerolite.comm.Topology`.
+
+    ``sequence`` of the data ranks, neighbours, have parts of the same sequences.
+    """
 
     pipe: int = 1
     data: int = 1
     tensor: int = 1
+    sequence: int = 1
+
+    @classmethod
+    def of(cls, topology: Topology) -> Grid:
+        """Return the sizes of a job's grid."""
+        made = topology.pipe, topology.data, topology.tensor, topology.sequence
+        return cls(*(comm.world_size for comm in made))
 
     @property
     def world_size(self) -> int:
@@ -36,66 +46,52 @@ class Grid(NamedTuple):
         return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
 
     def groups(self, dimension: str, size: int) -> Iterator[list[int]]:
-        """Yield the ranks of each group of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", in order.
+        """Yield the ranks of each group of ``size`` ranks, in order.
 
-        The data ranks may be in sets: neighbours are "shard" or "sequence", ranks of several sets "replicate" or, of
-        other sequences, "data". Groups of these have ``size`` ranks.
+        The data ranks are in sets in several ways: neighbours are "shard", "sequence" or "expert"; those at one place
+        of all sets are "replicate", "expert data", or of other sequences "data"; "ring" are some of a sequence's.
         """
-        neighbours = dimension in ("shard", "sequence")
-        if neighbours or dimension == "replicate" or (dimension == "data" and 0 < size < self.data):
-            of_set = size if neighbours else self.data // size
-            for data in self.groups("data", self.data):
-                sets = [data[first : first + of_set] for first in range(0, self.data, of_set)]
-                yield from sets if neighbours else map(list, zip(*sets, strict=True))
+        block, step = self.data, 1
+        if dimension in ("shard", "sequence", "expert"):
+            block = size
+        elif dimension == "ring":
+            block, step = self.sequence, self.sequence // size
+        elif dimension in ("replicate", "expert data", "data"):
+            step = self.data // size
+        else:
+            yield from self._whole_groups(dimension)
             return
-        inside = {"model": ("pipe", "tensor"), "world": self._fields}.get(dimension, (dimension,))
+        for data in self._whole_groups("data"):
+            for first in range(0, self.data, block):
+                yield from (data[first + place : first + block : step] for place in range(step))
+
+    def _whole_groups(self, dimension: str) -> Iterator[list[int]]:
+        """Yield the groups of "pipe", "data", "tensor", "model" (pipe × tensor) or "world"."""
+        names = ("pipe", "data", "tensor")
+        inside = {"model": ("pipe", "tensor"), "world": names}.get(dimension, (dimension,))
         found: dict[tuple[int, ...], list[int]] = {}  # by the coordinates in the other dimensions
         for rank in range(self.world_size):
-            coordinates = zip(self._fields, self.coordinates(rank), strict=True)
+            coordinates = zip(names, self.coordinates(rank), strict=True)
             found.setdefault(tuple(one for name, one in coordinates if name not in inside), []).append(rank)
         yield from found.values()
 
-    def __str__(self) -> str:
-        return " × ".join(f"{name} {size}" for name, size in self._asdict().items())
 
+def between_nodes(op: str, moves: int, group: list[int], per_node: int) -> list[Fraction]:
+    """Return the share of what each rank of a group sends that leaves its node, which has ``per_node`` ranks.
 
-def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
-    """Return the grid of ``config``. Raises ConfigError if ``world_size`` ranks cannot form it."""
-    pipe, tensor, sequence = config.pipeline.stages, config.tensor_parallel.ranks, config.sequence_parallel.size
-    if config.expert_parallel.ranks > 1:
-        sentence = (
-            f"expected 1 in a plan, which does not spread experts yet, got {config.expert_parallel.ranks}; leave it "
-            "out, which plans for all experts on each rank"
-        )
-        raise ConfigError([("expert_parallel.size", sentence)])
-    if world_size % (pipe * tensor):
-        path = "pipeline.stages" if pipe > 1 else "tensor_parallel.size"
-        sentence = (
-            f"expected the number of ranks to be a multiple of pipeline.stages × tensor_parallel.size = {pipe} × "
-            f"{tensor} = {pipe * tensor}, got {world_size} ranks"
-        )
-        raise ConfigError([(path, sentence)])
-    grid, shard = Grid(pipe, world_size // (pipe * tensor), tensor), config.zero_optimization.ranks_of_shards
-    sets = {config.zero_optimization.key_of_sets: shard or 1, "sequence_parallel.size": sequence}
-    for key, size in sets.items():
-        if grid.data % size:
-            raise ConfigError([(key, f"expected a divisor of the {grid.data} data-parallel ranks, got {size}")])
-    return grid
+    An all-to-all sends as much to every other rank, a permute all to one rank, and a ring all to the next one.
 
-
-def resolve(config: ZeroliteConfig, world_size: int) -> ZeroliteConfig:
-    """Return ``config`` with its batch sizes resolved for the ranks that have samples of their own.
-
-    Raises ConfigError if ``world_size`` ranks cannot form its grid.
+    Args:
+        op: the collective.
+        moves: see :class:`~zerolite.comm.recorder.CollectiveCall`.
+        group: the ranks, in order.
     """
-    return config.resolve(grid_of(config, world_size).data // config.sequence_parallel.size)
-
-
-def ring_between_nodes(grid: Grid, nodes: int, dimension: str, size: int) -> Fraction:
-    """Return the share of ring traffic that leaves a node. Rings are in rank order, and ranks fill node after node."""
-    per_node = grid.world_size // nodes
-    links = [(one, other) for group in grid.groups(dimension, size) for one, other in _ring(group)]
-    return Fraction(sum(one // per_node != other // per_node for one, other in links), max(len(links), 1))
+    nodes, size = [rank // per_node for rank in group], len(group)
+    if op == "all_to_all":
+        local = Counter(nodes)
+        return [Fraction(size - local[node], max(size - 1, 1)) for node in nodes]
+    targets = nodes[::-1] if op == "permute" and not moves else nodes[moves or 1 :] + nodes[: moves or 1]
+    return [Fraction(node != target) for node, target in zip(nodes, targets, strict=True)]
 
 
 def messages_between_nodes(grid: Grid, nodes: int, stage: int, looped: bool = False) -> Fraction:
@@ -117,19 +113,13 @@ def messages_between_nodes(grid: Grid, nodes: int, stage: int, looped: bool = Fa
     return Fraction(across, max(len(stages) * len(ranks), 1))
 
 
-def _ring(group: list[int]) -> Iterator[tuple[int, int]]:
-    if len(group) > 1:
-        yield from zip(group, [*group[1:], group[0]], strict=True)
-
-
 def summarize(
     calls: Iterable[CollectiveCall], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
 ) -> list[Traffic]:
     """Return one row for each operation, tag and dimension, the one that sends the most bytes first.
 
-    Collectives are assumed to be rings in rank order, and ranks fill node after node. So the share of the bytes that
-    leaves a node is the share of the ring's links that does. NCCL may choose trees for small tensors, which send as
-    much. Exchanges on the host are left out.
+    Collectives are assumed to be rings in rank order, and ranks fill node after node. NCCL may choose trees for small
+    tensors, which send as much. Exchanges on the host are left out.
 
     Args:
         calls: the calls of one rank.
@@ -146,10 +136,17 @@ def summarize(
     for (op, tag, dimension, ranks), same in kinds.items():
         nbytes = sum(call.nbytes for call in same)
         sent, across = _sent(op, nbytes, ranks), None
-        if nodes is not None:
-            messages = op in MESSAGES or dimension == "pipe"
-            part = messages_between_nodes(grid, nodes, stage, looped) if messages else None
-            across = int(sent * (ring_between_nodes(grid, nodes, dimension, ranks) if part is None else part))
+        if nodes is not None and (op in MESSAGES or dimension == "pipe"):
+            across = int(sent * messages_between_nodes(grid, nodes, stage, looped))
+        elif nodes is not None:
+            by_moves: Counter[int] = Counter()
+            for call in same:
+                by_moves[call.moves] += call.nbytes
+            groups, part = list(grid.groups(dimension, ranks)), Fraction(0)
+            for moves, of_moves in by_moves.items():
+                shares = [sum(between_nodes(op, moves, group, grid.world_size // nodes)) for group in groups]
+                part += of_moves * Fraction(sum(shares), grid.world_size)
+            across = int(sent * part / max(nbytes, 1))
         amounts = {"count": len(same), "nbytes": nbytes, "unaligned": sum(call.unaligned for call in same)}
         rows.append(Traffic(op=op, tag=tag, dimension=dimension, ranks=ranks, sent=sent, inter_node=across, **amounts))
     return sorted(rows, key=lambda row: (-row.sent, row.dimension, row.op, row.tag))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from zerolite.comm.recorder import CollectiveCall
 from zerolite.planning.result import GIGA, Machine
-from zerolite.planning.traffic import Grid
+from zerolite.planning.traffic import Grid, between_nodes
 
 MICRO = 1e-6
 
@@ -42,9 +43,9 @@ class Wires:
             messages: ranks exchange by gloo's messages; False: by NCCL.
         """
         self._machine, self._grid, self._per_node, self.messages = machine, grid, grid.world_size // nodes, messages
-        self._spans: dict[tuple[str, int], tuple[int, int]] = {}
+        self._groups: dict[tuple[str, int], list[int]] = {}
 
-    def cost(self, op: str, nbytes: int, dimension: str, ranks: int, numel: int, half: bool) -> Cost:
+    def cost(self, call: CollectiveCall) -> Cost:
         """Return the time of a collective.
 
         NCCL (n ranks on m nodes, P bytes of full tensors, B the bandwidth of the slowest link of the ring, a and b the
@@ -52,55 +53,64 @@ class Wires:
         n - 1 hops, of which the longest way crosses m (none for m = 1); with one rank a node NCCL from 2.23 on takes
         PAT, of log2(n) hops. An all-reduce is the faster of twice that and of a tree, 2 P / B and
         2 ((n / m - 1) a + log2(m) b). (Bandwidths: nccl-tests, doc/PERFORMANCE.md. Hops: NCCL, src/graph/tuning.cc.)
+        An all-to-all has the ring's hops, but every rank sends each other one its part by itself.
 
         Messages: every rank sends every other one its part, all at once; an all-reduce does that twice, or is gloo's
         ring where the length does not divide or there are two ranks. Within a node parts are copied in memory.
-
-        Args:
-            op: as in :class:`~zerolite.comm.recorder.CollectiveCall`, like ``nbytes``, ``dimension``, ``ranks`` and
-                ``numel``.
-            half: elements have 16 bits.
         """
-        local, nodes = self._span(dimension, ranks)
+        op, nbytes, ranks = call.op, call.nbytes, call.ranks
+        group = self._group(call.dimension, ranks)
+        on = [rank // self._per_node for rank in group]
+        local, nodes = max(map(on.count, set(on))), len(set(on))
         hop, within = MICRO * self._machine.latency, MICRO * self._machine.intra_latency
         crossed = min(nodes, ranks - 1) if nodes > 1 else 0  # links between nodes on the longest way of a part
         ring = within * (ranks - 1 - crossed) + hop * crossed
         if nodes == ranks and not self.messages:
             ring = hop * math.ceil(math.log2(nodes))
-        own_ring = not self.messages or op == "all_reduce" and (numel % ranks or ranks == 2 and not half)
-        if op in ("send", "receive", "broadcast", "permute"):
-            latency, transfer = ring if op == "broadcast" else max(hop if nodes > 1 else 0, within), float(nbytes)
-        elif not own_ring:
+        one_hop = hop if nodes > 1 else within
+        part = nbytes * (ranks - 1) / ranks
+        if op == "permute":
+            leaving = [float(share) for share in between_nodes(op, call.moves, group, self._per_node)]
+            most = max(sum(of for of, node in zip(leaving, on, strict=True) if node == one) for one in set(on))
+            return self._timed(one_hop, nbytes * most, nbytes, local)
+        if op in ("send", "receive", "broadcast"):
+            return self._timed(ring if op == "broadcast" else one_hop, nbytes if nodes > 1 else 0, nbytes, local)
+        to_others = nbytes * local * (ranks - local) / ranks
+        is_half = call.dtype.itemsize == 2
+        own_ring = op == "all_reduce" and (call.numel % ranks or ranks == 2 and not is_half)
+        if self.messages and not own_ring:
             times = 2 if op == "all_reduce" else 1
-            across = local * (ranks - local) / ranks
-            latency, transfer = times * (hop if nodes > 1 else within), times * nbytes * (across or (ranks - 1) / ranks)
-        else:
-            latency, transfer = ring, nbytes * (ranks - 1) / ranks
-            if op == "all_reduce":
-                latency, transfer = 2 * latency, 2 * transfer
-                tree = 2 * (within * (local - 1) + hop * math.ceil(math.log2(nodes))) if not self.messages else latency
-                if tree < latency:
-                    return self._faster(Cost(latency, transfer, nodes > 1), Cost(tree, 2.0 * nbytes, nodes > 1), local)
-        return self._timed(Cost(latency, transfer, nodes > 1), local)
+            return self._timed(times * one_hop, times * to_others, times * part, local)
+        if op == "all_to_all":
+            return self._timed(ring, to_others, part, local)
+        if op != "all_reduce":
+            return self._timed(ring, part if nodes > 1 else 0, part, local)
+        costs = [self._timed(2 * ring, 2 * part if nodes > 1 else 0, 2 * part, local)]
+        tree = 2 * (within * (local - 1) + hop * math.ceil(math.log2(nodes)))
+        if not self.messages and tree < 2 * ring:
+            costs.append(self._timed(tree, 2 * nbytes if nodes > 1 else 0, 2 * nbytes, local))
+        return min(costs, key=lambda cost: cost.latency + cost.transfer)
 
-    def _faster(self, one: Cost, other: Cost, local: int) -> Cost:
-        return min((self._timed(cost, local) for cost in (one, other)), key=lambda cost: cost.latency + cost.transfer)
+    def _timed(self, latency: float, between: float, own: float, local: int) -> Cost:
+        """Return the cost of a collective.
 
-    def _timed(self, cost: Cost, local: int) -> Cost:
-        """Return ``cost``, whose transfer is in bytes over a ring's link, with its transfer in seconds."""
+        Args:
+            latency: in seconds.
+            between: bytes that all of a group's ranks in a node send to other nodes; 0 where the group is in one node.
+            own: bytes that a rank sends.
+            local: ranks of the group in a node.
+        """
         machine = self._machine
-        within = math.inf if machine.intra_bandwidth is None else machine.intra_bandwidth
-        bandwidth = within
-        if cost.between:
-            assert machine.inter_bandwidth is not None, "checked by Machine.lacks"
-            share = machine.inter_bandwidth * local / self._per_node
-            bandwidth = share if self.messages else min(within, share)
-        return cost._replace(transfer=cost.transfer / (GIGA * bandwidth))
+        within = 0.0 if machine.intra_bandwidth is None else own / (GIGA * machine.intra_bandwidth)
+        if not between:
+            return Cost(latency, within, False)
+        assert machine.inter_bandwidth is not None, "checked by Machine.lacks"
+        across = between * self._per_node / (GIGA * machine.inter_bandwidth * local)
+        return Cost(latency, across if self.messages else max(across, within), True)
 
-    def _span(self, dimension: str, ranks: int) -> tuple[int, int]:
-        """Return the most ranks of a group in one node, and the number of nodes that it is on."""
+    def _group(self, dimension: str, ranks: int) -> list[int]:
+        """Return a group of this dimension; all are alike."""
         key = dimension, ranks
-        if key not in self._spans:
-            nodes = [rank // self._per_node for rank in next(self._grid.groups(dimension, ranks))]
-            self._spans[key] = max(map(nodes.count, set(nodes))), len(set(nodes))
-        return self._spans[key]
+        if key not in self._groups:
+            self._groups[key] = next(self._grid.groups(dimension, ranks))
+        return self._groups[key]

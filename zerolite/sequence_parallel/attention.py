@@ -98,20 +98,17 @@ class AttentionRanks:
 
 
 @collective
-def attention_ranks(
-    topology: Topology, device: torch.device, setting: str, heads: Sequence[int], local: int | None
-) -> AttentionRanks:
+def attention_ranks(topology: Topology, device: torch.device, setting: str, heads: Sequence[int]) -> AttentionRanks:
     """Divide the ranks that have parts of the same sequences, for attention.
 
     Args:
         setting: the config's ``sequence_parallel.attention``.
         heads: numbers of attention heads, as far as they are known.
-        local: ranks of each host; None if unknown.
     """
     comm, tensor = topology.sequence, topology.tensor.world_size
     size = {"ulysses": comm.world_size, "ring": 1}.get(setting)
     if size is None:
-        near = topology.world.world_size if local is None else local
+        near = topology.host or topology.world.world_size
         numbers = [near // math.gcd(near, tensor), *(number // math.gcd(number, tensor) for number in heads)]
         size = math.gcd(comm.world_size, *numbers)
     if size == comm.world_size:
@@ -119,9 +116,8 @@ def attention_ranks(
     if size == 1:
         return AttentionRanks(comm, None, comm, setting)
     exchanging, ring = sets_of(comm, device, size, "heads and rings")
-    for made in (exchanging, ring):
-        made.serve("sequence", comm.is_rank0)
-    return AttentionRanks(comm, exchanging, ring, setting)
+    exchanging.serve("sequence", comm.is_rank0)
+    return AttentionRanks(comm, exchanging, ring.serve("ring", comm.is_rank0), setting)
 
 
 @dataclass(frozen=True)
