@@ -16,6 +16,7 @@ from tests.checkpoint.deepspeed_fakes import Fake
 from tests.toolkit import pipes
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.ranks import on_ranks
+from zerolite.compat.deepspeed.utils import groups
 from zerolite.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -134,6 +135,37 @@ def test_a_loop_trains_as_plain_pytorch(stage: int, kind: str, zero: dict[str, A
 
 
 # -------------------------------------------------------------------- checkpoints
+
+
+@on_ranks(2)
+def test_a_loader_pads_what_no_token_sees() -> None:
+    """Sequences of seven tokens for two ranks, without a mask, are for models alone that are known to be causal."""
+    from zerolite.compat.deepspeed.runtime.sequence_parallel import ulysses_sp
+
+    ids = torch.arange(1, 8)[None]
+    plain = {"input_ids": ids, "labels": ids}
+
+    def parts(batch: dict[str, Any], *causal: bool) -> list[dict[str, Any]]:
+        model = nn.ModuleList([nn.Linear(1, 1) for _ in causal])
+        for module, said in zip(model, causal, strict=True):
+            module.is_causal = said
+        mpu: Any = ulysses_sp.UlyssesSPAttentionHF.register_with_transformers(model, sequence_parallel_size=2)
+        where = mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group(), mpu.size
+        return list(ulysses_sp.UlyssesSPDataLoaderAdapter([batch], *where, torch.device("cpu")))
+
+    last = dist.get_rank() == 1
+    try:
+        for batch, causal in ((plain, (True, True)), ({**plain, "attention_mask": ids.clamp(max=1)}, (False,))):
+            for part in parts(batch, *causal):
+                assert part["input_ids"].tolist() == [[5, 6, 7, 0] if last else [1, 2, 3, 4]]
+                mask = [[1, 1, 1, 0] if last else [1, 1, 1, 1]] if "attention_mask" in batch else None
+                assert (part["attention_mask"].tolist() if "attention_mask" in part else None) == mask
+        for causal in ((), (True, False)):
+            with pytest.raises(RuntimeError, match="7 tokens without an attention_mask.*not known to be causal"):
+                parts(plain, *causal)
+            assert len(parts({name: value[:, :6] for name, value in plain.items()}, *causal)) == 2
+    finally:
+        groups._sequences = None
 
 
 @pytest.mark.fast("2-2")

@@ -64,6 +64,17 @@ class GatedRMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class ChannelsRMSNorm(nn.Module):
+    """Norm over the second dimension, of one channel: its weight says nothing about tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)
+
+
 class Largest(TorchDispatchMode):
     """Largest result of an operation that has the wide dimension, or that squares, in elements."""
 
@@ -161,6 +172,13 @@ def test_which_modules_are_tiled() -> None:
     assert largest.numel == TILE * WIDE
     handles[0].remove()
     assert "_call_impl" not in vars(dropping)
+
+
+def test_a_norm_over_another_dimension_is_whole() -> None:
+    x = torch.randn(3, 7, WIDTH)
+    expected = run(norm := ChannelsRMSNorm(), x)
+    for one, other in zip(run(tiled(norm), x), expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_models_of_transformers() -> None:

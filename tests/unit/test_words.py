@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = [path for folder in ("zerolite", "op_builder") for path in (ROOT / folder).rglob("*.py")]
+TESTS = list((ROOT / "tests").rglob("*.py"))
 DOCS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 CLAUSE = re.compile(r"(What|Of|Whether|Those|Whoever|Where|Which|Whose)\b")
 PERSON = re.compile(r"\b(whoever|somebody|nobody|everybody)\b", re.IGNORECASE)
@@ -19,7 +20,7 @@ SECTIONS = re.compile(r"^ *(Args|Attributes|Raises):\n", re.MULTILINE)
 def docstrings() -> list[tuple[str, list[str], str]]:
     """Every docstring, with its place and the names of the arguments or fields that it may describe."""
     found = []
-    for path in CODE:
+    for path in [*CODE, *TESTS]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
                 text = ast.get_docstring(node)

@@ -126,6 +126,8 @@ class _TiledCall(ReplacedCall):
             return False
         if torch.compiler.is_compiling() or "forward" in vars(mlp):
             return False
+        if any(weight.shape[0] != x.shape[-1] for weight in mlp.parameters(recurse=False)):
+            return False  # a norm over other dimensions than a token's own, whatever its name
         return not (_drops_out(mlp) or any(map(_differs_in_tiles, mlp.children())))
 
 

@@ -1,4 +1,4 @@
-"""What an engine does with experts of several ranks beside plain training."""
+"""Engines with experts of several ranks checkpoint, clip, skip and freeze as plain PyTorch does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users do with experts of several ranks beside training: freeze them, generate, register them."""
+"""Users freeze experts of several ranks, generate with them and register them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is replaced in torch and in a model while sequences are divided, and what others may do beside it."""
+"""Attention is replaced in torch and in a model while sequences are divided, and others may replace it too."""
 
 from __future__ import annotations
 

@@ -18,10 +18,12 @@ class SequenceGroups:
     Attributes:
         size: ranks of a group.
         disable_in_eval: in eval mode each rank computes whole sequences of its own.
+        is_causal: no token of the model sees a later one, as its attention says.
     """
 
     size: int
     disable_in_eval: bool
+    is_causal: bool
 
     @property
     def inputs(self) -> str:
@@ -42,13 +44,18 @@ _sequences: SequenceGroups | None = None  # of the latest call of share_sequence
 
 
 @collective
-def share_sequences(size: int, disable_in_eval: bool) -> SequenceGroups:
+def share_sequences(size: int, disable_in_eval: bool, is_causal: bool) -> SequenceGroups:
     """Let groups of ``size`` neighbouring ranks share sequences, in the engines that are given the result."""
     global _sequences
     comm.init_distributed()
-    _sequences = SequenceGroups(size, disable_in_eval)
+    _sequences = SequenceGroups(size, disable_in_eval, is_causal)
     _get_sequence_parallel_group()
     return _sequences
+
+
+def are_causal() -> bool:
+    """Return True if tokens of the shared sequences see no later ones, as far as is known."""
+    return _sequences is not None and _sequences.is_causal
 
 
 def _get_sequence_parallel_group() -> Any:

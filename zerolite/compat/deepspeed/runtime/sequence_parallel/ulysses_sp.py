@@ -52,16 +52,25 @@ class UlyssesSPAttentionHF:
         """
         if sequence_parallel_size == 1:
             return None
-        if core_attn_implementation is not None and isinstance(model_name_or_path, torch.nn.Module):
-            model_name_or_path.set_attn_implementation(core_attn_implementation)  # type: ignore[operator]
-        return groups.share_sequences(sequence_parallel_size, disable_in_eval)
+        is_model = isinstance(model_name_or_path, torch.nn.Module)
+        if core_attn_implementation is not None and is_model:
+            model_name_or_path.set_attn_implementation(core_attn_implementation)
+        is_causal = is_model and _is_causal(model_name_or_path)
+        return groups.share_sequences(sequence_parallel_size, disable_in_eval, is_causal)
+
+
+def _is_causal(model: torch.nn.Module) -> bool:
+    """Return True if attention of ``model`` says that it is causal, and none says that it is not."""
+    said = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    return bool(said) and all(said)
 
 
 class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
     """Loader of this rank's parts of the sequences that the loaders of a group have.
 
     Each batch becomes as many as there are ranks: the first rank's, the second's, ... Labels are shifted before the
-    cut, as ``shift_labels``, positions are those of whole sequences, and lengths that do not divide are padded.
+    cut, as ``shift_labels``, positions are those of whole sequences, and lengths that do not divide are padded, where
+    an attention mask hides the padding or the registered model is causal.
 
     accelerate's ``skip_first_batches`` makes a loader of its attribute ``dataset``, which is the adapter itself: a
     dataset of batches.
@@ -136,6 +145,12 @@ class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
         if missing and "shift_labels" not in values:
             raise ValueError(
                 f"sequences of {length} tokens without labels, which {self._size} ranks cannot share equally; pad them"
+            )
+        if missing and values.get("attention_mask") is None and not groups.are_causal():
+            raise ValueError(
+                f"sequences of {length} tokens without an attention_mask, which {self._size} ranks cannot share "
+                "equally, for a model that is not known to be causal and would see padding; add the mask, or give the "
+                "model itself to UlyssesSPAttentionHF.register_with_transformers"
             )
         offsets = [name for name in OFFSETS if values.get(name) is not None]
         if missing and offsets:
