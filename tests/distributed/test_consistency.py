@@ -331,19 +331,6 @@ def test_an_eps_of_zero_is_named_and_so_is_a_loss_scale_near_zero() -> None:
 
 
 @on_ranks(2)
-def test_new_values_end_it() -> None:
-    engine = make_engine(config(1, "bf16", optimizer=("SGD", {"lr": 0.01})))
-    train(engine)
-    good = engine.full_state_dict()
-    engine.optimizer.param_groups[-1]["lr"] = torch.inf
-    train(engine, 1, 1)
-    assert raised(lambda: train(engine, 1, 2)).startswith(SPOILT.format(2))
-    engine.optimizer.param_groups[-1]["lr"] = 0.01
-    engine.load_full_state_dict(good)
-    train(engine, 2, 3)
-
-
-@on_ranks(2)
 def test_spoilt_weights_are_not_saved(tmp_path: Path) -> None:
     engine = spoiling(setting(1, "fp32"), INF)
     train(engine)

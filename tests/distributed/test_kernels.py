@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.ops.cases import needs_fma
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import Optimizer, at, config
@@ -104,20 +103,6 @@ def assert_near(parameters: dict[str, Tensor], wanted: dict[str, Tensor], name: 
 
 
 # -------------------------------------------------------------------- against torch
-
-
-@pytest.mark.fast("1-AdamW")
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=needs_fma) for name in EXACT), *CLOSE])
-@on_ranks(1)
-def test_kernels_give_torchs_numbers(name: str) -> None:
-    module, theirs = plain(ALL[name], 6)
-    found = at_stages(ALL[name], steps=6)
-    for stage in STAGES:
-        assert_near(found[stage]["parameters"], {key: p.detach() for key, p in module.named_parameters()}, name)
-    for key, p in module.named_parameters():
-        for entry, value in theirs.state.get(p, {}).items():
-            if p.numel() and key != "unused":  # of which torch's Adagrad has a state, without a step
-                torch.testing.assert_close(found[0]["states"][key][entry], value, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.slow

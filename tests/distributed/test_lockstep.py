@@ -18,11 +18,10 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, from_all_ranks
-from tests.toolkit.configs import ADAMW, SGD, at, dynamic_fp16
+from tests.toolkit.configs import ADAMW, at, dynamic_fp16
 from tests.toolkit.lockstep import loss_of, make_engine
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import counters, raised, snapshot
-from tests.toolkit.training import loss_of as loss_of_batch
 from zerolite.comm import record
 
 
@@ -139,31 +138,6 @@ def test_gradients_may_come_in_another_order_on_each_rank(stage: str, accumulati
     assert sorted(last) != last and set(last) == set(window)
     made["zero_optimization"]["overlap_comm"] = False
     assert_same_outcome(found, in_any_order(made)[1], "during and after backward")
-
-
-@pytest.mark.fast("2-moving-0")
-@pytest.mark.parametrize("uses", [0, 1])
-@pytest.mark.parametrize("stage", ["moving", "defaults"])
-@on_ranks(2)
-def test_a_graph_of_one_rank_outlives_its_gathered_parameters(stage: str, uses: int) -> None:
-    """Rank ``uses`` alone adds gathered values to its loss. Their gradient comes outside of any module. (A backward
-    that needs the values again would gather them, which all ranks must do.)"""
-    engine = zerolite.initialize(models.build(models.Mlp), at(f"3 {stage}", "fp32", 1, 0.0, SGD))
-    plain = models.build(models.Mlp)
-    with in_step("a penalty of one rank"):
-        for step in range(3):
-            penalty: Any = 0.0
-            with zerolite.zero.GatheredParameters([engine.module.second.weight]):
-                if engine.rank == uses:
-                    penalty = engine.module.second.weight.sum()
-            engine.backward(loss_of_batch(engine, step) + penalty)
-            gradient = zerolite.get_full_grad(engine.module.second.weight)
-            plain.load_state_dict(snapshot(engine))
-            plain.zero_grad()
-            losses = [models.square_loss(plain, models.float_batch(step, 0, rank)) for rank in range(2)]
-            ((sum(losses) + plain.second.weight.sum()) / 2).backward()
-            torch.testing.assert_close(gradient, plain.second.weight.grad)
-            engine.step()
 
 
 @pytest.mark.parametrize(("stage", "on_device"), [("1", False), ("3 defaults", True)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Sequence
@@ -68,16 +67,6 @@ def assigned_before_a_checkpoint(run: Run, variant: tuple[str, str]) -> None:
     run.train(1, start=7)
 
 
-def _views(gradient: Any, how: str) -> Any:
-    return {
-        "view": lambda: gradient.view(-1),
-        "row": lambda: gradient[0],
-        "of detach": lambda: gradient.detach().view(-1),
-        "numpy": lambda: torch.from_numpy(gradient.numpy()),
-        "dlpack": lambda: torch.utils.dlpack.from_dlpack(gradient),
-    }[how]()
-
-
 IN_INFERENCE_MODE: list[Callable[[Any], Any]] = [
     lambda g: [g.detach(), g.data, g.view(-1).clone(), g[0].clone(), g.t() + 1.0, torch.ops.aten.alias(g)],
     lambda g: [g.norm().double(), g.clone(), g * 2, g.to(torch.float64), g.cpu(), *g.chunk(2)],
@@ -98,38 +87,6 @@ def used_in_inference_mode(run: Run, number: int) -> None:
             run.see([p.grad.isfinite().all() for p in run.module.parameters()])
         run.module.first.weight.grad.mul_(0.75)
         run.see(run.module.first.weight.grad.requires_grad)
-        run.torch_step()
-
-
-@loop(["view", "of detach", "numpy", "dlpack"], stages=(0,), close=CLIPPED)
-def view_written_after_a_norm(run: Run, how: str) -> None:
-    run.start(clip=0.3)
-    for step in range(2):
-        run.backward(run.loss(step))
-        run.average()
-        view = _views(run.module.first.weight.grad, how)
-        run.see(run.module.first.weight.grad.norm().double())
-        view.mul_(1000.0)
-        run.see([p.grad.norm().double() for p in run.module.parameters()])
-        view.mul_(0.1)
-        if run.plain:
-            nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)
-        run.torch_step()
-
-
-@loop(["view", "numpy"], stages=(0,), close=CLIPPED)
-def looked_at_on_one_rank(run: Run, how: str) -> None:
-    """Every rank has all of it, so that what one does with its memory makes no rank wait."""
-    run.start(clip=0.3)
-    for step in range(2):
-        run.backward(run.loss(step))
-        run.average()
-        run.see([p.grad.norm().double() for p in run.module.parameters()])
-        if run.rank == 0:
-            _views(run.module.first.weight.grad, how).mul_(1.0)
-        run.see([p.grad.norm().double() for p in run.module.parameters()])
-        if run.plain:
-            nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)
         run.torch_step()
 
 
@@ -160,36 +117,6 @@ def unscaled_after_a_change(run: Run, how: str) -> None:
         scaler.update()
         run.optimizer.zero_grad()
         run.see(scaler.get_scale())
-
-
-class _Boom(Exception):
-    pass
-
-
-def _boom(gradient: torch.Tensor) -> None:
-    raise _Boom
-
-
-@loop(["step", "offload_states", "assigned"])
-def failed_backward(run: Run, how: str) -> None:
-    """A backward that raises before any gradient leaves what the one before has brought, as the mean over ranks, also
-    where hooks of the user's own see this rank's sum in ``p.grad``."""
-    run.start()
-    handle = run.module.first.weight.register_post_accumulate_grad_hook(lambda p: None)
-    for step in range(2):
-        run.loss(step, 0).backward()
-        run.average()
-        x, y = run.batch(step, 1)
-        output = run(x)
-        output.register_hook(_boom)
-        with contextlib.suppress(_Boom):
-            nn.functional.mse_loss(output, y).backward()
-        if how == "offload_states":
-            save(run, how)
-        elif how == "assigned":
-            run.module.second.weight.grad = own_gradient(run, "second.weight")
-        run.torch_step()
-    handle.remove()
 
 
 @loop(["full", "clip"], close=CLIPPED)
@@ -306,7 +233,7 @@ def compare(name: str, directory: Path) -> None:
         gc.collect()
 
 
-@pytest.mark.fast("looked_at_on_one_rank-2", "read_after_an_assignment-2")
+@pytest.mark.fast("unscaled_after_a_change-2", "read_after_an_assignment-2")
 @on_ranks(2, timeout=120)
 @pytest.mark.parametrize("name", list(LOOPS))
 def test_a_loop_is_that_of_plain_pytorch(name: str, tmp_path: Path) -> None:

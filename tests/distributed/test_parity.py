@@ -23,7 +23,7 @@ from tests.toolkit.compare import (
 from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, at, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, snapshot, train, train_engine, train_many
+from tests.toolkit.training import make_engine, snapshot, train_engine, train_many
 
 STEPS = 6
 OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
@@ -151,17 +151,6 @@ def test_stages_give_the_same_bits_in_fp32(pools: Pools, world: int, optimizer: 
             several["2"]["parameters"][name], value, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert several["2"]["norms"] == pytest.approx(several["0"]["norms"], rel=1e-6)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 4), (2, 1), (3, 4)])
-def test_the_plain_loop_equals_the_engines_loop(stage: int, accumulation: int) -> None:
-    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
-    for precision in ("fp32", "bf16", "fp16"):
-        settings = at(stage, precision, accumulation, CLIP, SGD, scheduler=scheduler)
-        engine, plain = (train(settings, steps=6, loop=loop) for loop in ("engine", "plain"))
-        assert_same_bits(engine.pop("parameters"), plain.pop("parameters"), f"{precision}: the two loops")
-        assert engine == plain and engine["global_steps"] == 6 and engine["lr"] == [0.05]
 
 
 # -------------------------------------------------------------------- options

@@ -26,8 +26,6 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises
 from zerolite.comm import record
 from zerolite.pipe import LayerSpec, PipelineModule
-from zerolite.pipe.schedules import available_schedules
-from zerolite.zero.reducer import Reducer
 
 RELATIVE = 1e-6  # fp32: only the order differs in which micro-batches are summed
 
@@ -127,40 +125,6 @@ def test_two_pipelines_meet_along_each_dimension() -> None:
     _, recorder = train("blocks", steps=1)
     met = [(call.dimension, call.ranks) for call in recorder.select(tag="control")]
     assert met == [("pipe", 2), ("data", 2)] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"])
-@on_ranks(4, timeout=120)
-def test_a_chunk_is_reduced_behind_its_own_last_backward(schedule: str) -> None:
-    """The rank's last chunk is not waited for. A bucket with parameters of both chunks waits for the later one."""
-    if schedule not in available_schedules():
-        return
-    events: list[list[Any]] = []
-    launch, begin = Reducer._launch, Reducer.begin_backward
-
-    def noted(self: Reducer, bucket: Any, waits: bool = True) -> None:
-        events.append(["launch", bucket.index])
-        launch(self, bucket, waits)
-
-    def begun(self: Reducer, reducing: bool, *rest: Any, **more: Any) -> None:
-        events.append(["last backward" if reducing else "backward"])
-        begin(self, reducing, *rest, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reducer, "_launch", noted)
-        patch.setattr(Reducer, "begin_backward", begun)
-        engine, _ = train("blocks", schedule=schedule, zero=1, steps=3)
-    buckets, steps = len(engine._parts.buffer.layout.buckets), events
-    for _ in range(3):
-        last = steps.index(["last backward"])
-        early = [event for event in steps[:last] if event[0] == "launch"]
-        assert steps[:last].count(["backward"]) == 7 and early
-        step, steps = steps[: last + 1 + buckets - len(early)], steps[last + 1 + buckets - len(early) :]
-        assert sorted(event[1] for event in step if event[0] == "launch") == list(range(buckets))
-    assert not steps
-    rank_events = from_all_ranks(events)
-    assert rank_events[0] == rank_events[2] or rank_events[0] == rank_events[1]  # the copies of a stage
 
 
 @on_ranks(2)

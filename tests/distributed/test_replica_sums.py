@@ -14,7 +14,7 @@ from torch import nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, SGD, at, dynamic_fp16
+from tests.toolkit.configs import SGD, at, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, run_steps, snapshot
 
@@ -200,7 +200,7 @@ def test_steps_that_end_elsewhere_than_predicted(stage: str) -> None:
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("micro", range(MICRO))
+@pytest.mark.parametrize("micro", [0, MICRO - 1])
 @STAGES
 @on_ranks(4)
 def test_a_nan_of_one_micro_batch_of_one_rank_skips_the_step(stage: str, micro: int) -> None:
@@ -235,17 +235,3 @@ def test_a_checkpoint_within_a_step(stage: str, tmp_path: Path) -> None:
         loaded.load_checkpoint(str(tmp_path / name))
         runs.append({**snapshot(engine), **{f"loaded {key}": value for key, value in snapshot(loaded).items()}})
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=1e-7)
-
-
-@STAGES
-@on_ranks(4)
-def test_compressed_sums_are_taken_once_a_step(stage: str) -> None:
-    """With error feedback, whose errors are in the scale of the whole step, however it ends."""
-    zero = {**PAIRS, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
-    runs = []
-    for given in (PAIRS, zero):
-        engine = make_engine(at(stage, "bf16", MICRO, CLIP, ADAMW, zero=given), "Mlp")
-        runs.append(run_steps(engine, 4))
-        assert_same_on_ranks(snapshot(engine))
-    assert runs[0] != runs[1]
-    torch.testing.assert_close(runs[1], runs[0], rtol=0.05, atol=0.0)

@@ -361,21 +361,6 @@ class Recurrent(Case):
 
 
 @CASES.add
-class GathersItself(Case):
-    """The weights of the layers, gathered by hand inside the forward of the module that calls them."""
-
-    stable = False
-
-    def __init__(self) -> None:
-        super().__init__(first=nn.Linear(WIDTH, HIDDEN), second=nn.Linear(HIDDEN, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with zero.GatheredParameters([self.first.weight, self.second.weight]):
-            scale = self.second.weight.detach().abs().mean() + self.first.weight.detach().abs().mean()
-        return self.second(torch.tanh(self.first(x))) * scale
-
-
-@CASES.add
 class UsedWhileGathered(Case):
     """Weights that a graph uses inside a gather that ends before the backward: in a forward, where a module is called
     too, after it, and from time to time before it."""
@@ -402,18 +387,6 @@ class UsedWhileGathered(Case):
         loss = loss_of(engine(batch(step)))
         with zero.GatheredParameters(model):
             return loss + before + F.linear(batch(step), model.first.weight).square().mean()
-
-
-@CASES.add
-class UsedByOperations(Case):
-    """Parameters that a forward takes from ``parameters()``, of modules that are not called."""
-
-    def __init__(self) -> None:
-        super().__init__(first=nn.Linear(WIDTH, WIDTH), adapter=nn.Sequential(Block(), Block()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = [p for p in self.adapter.parameters() if p.ndim == 2 and p.shape[0] == WIDTH]
-        return self.first(x) @ weights[0] + 0 * sum(parameter.sum() for parameter in self.adapter.parameters())
 
 
 @CASES.variants(prime="PrimeMlp", encoder_decoder="EncoderDecoder", convnet="ConvNet")

@@ -62,11 +62,6 @@ def _shifted(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(rows, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.1) / 7
 
 
-def _each(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten(), reduction="none")
-    return (losses * torch.linspace(0, 1, losses.numel())).sum()
-
-
 def _with_penalty(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
     logits = model.head(hidden)
     return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1)) + logits.logsumexp(-1).square().mean()
@@ -155,7 +150,6 @@ def _function_of_ours(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
 LOSSES: dict[str, Loss] = {
     "mean": _mean,
     "shifted": _shifted,
-    "each": _each,
     "with penalty": _with_penalty,
     "written": _written,
     "twice": _twice,
@@ -218,8 +212,8 @@ def worst(one: dict[str, Any], other: dict[str, Any]) -> float:
 def test_numbers(stage: str) -> None:
     """Each loss beside the one with whole logits. One rank has fewer tokens than a tile."""
     found = {}
-    for loss in LOSSES:
-        for tied in (False, True):
+    for number, loss in enumerate(LOSSES):
+        for tied in (False, True) if loss in ("mean", "chunked") else (bool(number % 2),):
             expected = trained(stage, False, LIKE.get(loss, loss), tied=tied, bias=not tied and loss != "chunked")
             made = trained(stage, TILE, loss, tied=tied, bias=not tied and loss != "chunked", plain=tied)
             found[loss, tied] = worst(made, expected)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 from tests.toolkit.refused_reads import refuse_reads
 from tests.unit.test_launches import stack, train
@@ -62,12 +61,6 @@ def averaged(model: nn.Module) -> list[Tensor]:
     return [*means, *average.parameters()]
 
 
-def clamped(model: nn.Module) -> list[Tensor]:
-    for parameter in model.parameters():
-        parameter.data.clamp_(-1, 1)
-    return list(model.state_dict().values())
-
-
 def reloaded(model: nn.Module) -> list[Tensor]:
     model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
     return list(model.parameters())
@@ -81,12 +74,6 @@ def shared_with_a_module(model: nn.Module) -> list[Tensor]:
     other = nn.Linear(8, 8, bias=False)
     other.weight = model[3].weight
     return [other(torch.ones(1, 8))]
-
-
-def assigned(model: nn.Module) -> list[Tensor]:
-    for parameter in model.parameters():
-        parameter.data = torch.ones(8, 8)
-    return list(model.parameters())
 
 
 class Product(torch.autograd.Function):
@@ -109,7 +96,6 @@ def in_inference_mode(model: nn.Module) -> list[Tensor]:
 READS: dict[str, Callable[[Any], list[Tensor]]] = {
     "state_dict": lambda model: list(model.state_dict().values()),
     "snapshot": snapshots,
-    "detach().cpu()": lambda model: [p.detach().cpu() for p in model.parameters()],
     "numpy": lambda model: [torch.from_numpy(p.detach().numpy()) for p in model.parameters()],
     "average": averaged,
     "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
@@ -119,12 +105,9 @@ READS: dict[str, Callable[[Any], list[Tensor]]] = {
         torch.func.functional_call(model, {k: v.detach() for k, v in model.named_parameters()}, torch.ones(1, 8))
     ],
     "parameters_to_vector": lambda model: [nn.utils.parameters_to_vector(model.parameters())],
-    "norm": lambda model: [nn.utils.get_total_norm(list(model.parameters()))],
-    "clamp": clamped,
     "pickle": lambda model: list(pickle.loads(pickle.dumps(model)).parameters()),
     "in another thread": lambda model: ThreadPoolExecutor(1).submit(snapshots, model).result(),
     "another module with the same weight": shared_with_a_module,
-    "p.data = tensor": assigned,
     "autograd.Function": lambda model: [Product.apply(torch.ones(1, 8), model[2].weight)],  # type: ignore[no-untyped-call]
     "inside torch.func.grad": under_grad_of_func,
     "inference_mode": in_inference_mode,
@@ -167,12 +150,6 @@ def value(read: Callable[[Any], Any]) -> Callable[[Any], list[Tensor]]:
     return lambda model: [torch.as_tensor(read(model[2].weight))]
 
 
-def observed(weight: Tensor) -> Tensor:
-    observer = torch.ao.quantization.MinMaxObserver()
-    observer(weight)
-    return observer.min_val
-
-
 def functional(model: Any) -> list[Tensor]:
     return [torch.func.functional_call(model, dict(model.named_parameters()), (X,))]
 
@@ -187,43 +164,25 @@ def per_sample(model: Any) -> list[Tensor]:
 
 
 READS |= {
-    "p.tolist()": value(lambda p: p.tolist()),
     "__array__": value(lambda p: p.detach().__array__()),
     "from_dlpack(p.detach())": value(lambda p: torch.from_dlpack(p.detach())),
     "untyped_storage": value(lambda p: bytearray(p.untyped_storage().tolist())),
-    "as_tensor(p)": value(torch.as_tensor),
     "asarray(p)": value(torch.asarray),
     "nn.Buffer(p)": value(nn.Buffer),
-    "x.copy_(p)": value(lambda p: torch.zeros(8, 8).copy_(p)),
     "x.set_(p.detach())": value(lambda p: torch.zeros(8, 8).set_(p.detach())),
-    "stack": lambda model: [torch.stack(list(model.parameters()))],
     "foreach": lambda model: torch._foreach_mul(list(model.parameters()), 2.0),
-    "flatten": lambda model: [torch._utils._flatten_dense_tensors(list(model.parameters()))],
     "an operator of ATen": value(lambda p: torch.ops.aten.mm(p, p)),
     "a custom operator": value(lambda p: product(X, p)),
-    "linalg": value(torch.linalg.svdvals),
-    "einsum": value(lambda p: torch.einsum("ab,cb->ac", X, p)),
-    "sparse": value(lambda p: p.to_sparse().to_dense()),
-    "comparison": value(lambda p: (p == p).float()),
     "iteration": lambda model: list(model[2].weight),
-    "bool": value(lambda p: float(bool(p.any()))),
     "f-string": value(lambda p: float(f"{p[0, 0]:.3f}")),
-    "as_subclass": value(lambda p: p.as_subclass(Tensor) + 0),
     "multiprocessing": value(lambda p: p if ForkingPickler.dumps(p) else 0),
     "share_memory": lambda model: list(model.share_memory().parameters()),
-    "Module.to": lambda model: list(model.to("cpu").parameters()),
-    "a copy in another dtype": lambda model: list(copy.deepcopy(model).double().parameters()),
     "spectral_norm": lambda model: [nn.utils.parametrizations.spectral_norm(model[2])(X)],
-    "an observer of quantization": value(observed),
-    "quantize_dynamic": lambda model: [torch.ao.quantization.quantize_dynamic(model, {nn.Linear})(X)],
     "a hook": in_a_hook,
     "an optimizer of the user's": by_an_optimizer,
-    "p.mul_": written(lambda p: p.mul_(2.0)),
     "nn.init": written(nn.init.kaiming_uniform_),
-    "out=p": written(lambda p: torch.mul(torch.ones(8, 8), 2.0, out=p)),
     "p.data.copy_": written(lambda p: p.data.copy_(torch.ones(8, 8))),
     "autograd.grad": value(lambda p: torch.autograd.grad((p * p).sum(), p)[0]),
-    "checkpoint": value(lambda p: checkpoint(lambda x: x @ p, X, use_reentrant=False)),
     "functional_call": functional,
     "stack_module_state": lambda model: list(torch.func.stack_module_state([model, model])[0].values()),
     "func.jvp": value(lambda p: torch.func.jvp(torch.square, (p,), (torch.ones(8, 8),))[1]),
@@ -310,9 +269,7 @@ def loaded(scripted: Any) -> list[Tensor]:
 OF_SCRIPTED: dict[str, Callable[[Any], list[Tensor]]] = {
     "call": lambda scripted: [scripted(X)],
     "save": loaded,
-    "copy": lambda scripted: list(copy.deepcopy(scripted).parameters()),
     "freeze": lambda scripted: [torch.jit.freeze(scripted.eval())(X)],
-    "state_dict": lambda scripted: list(scripted.state_dict().values()),
 }
 
 

@@ -66,11 +66,7 @@ def test_fewer_heads_of_key_and_value_are_repeated(kv_heads: int) -> None:
     assert_like_one_process("llama", size, ROUNDED * 5, kv_heads=kv_heads)
 
 
-WAYS = {
-    "ulysses": {"attention": "ulysses"},
-    "ring": {"attention": "ring"},
-    "both": {"attention": "auto"},
-}
+WAYS = {"ring": {"attention": "ring"}, "both": {"attention": "auto"}}
 
 
 @contextlib.contextmanager
@@ -96,12 +92,11 @@ def test_rings_match_one_process(way: str, stage: str) -> None:
 
 
 @sequences.needs_transformers
-@pytest.mark.fast("ring-llama-packed-True-2", "both-mistral-masked-True-4", "ring-mistral--False-3")
+@pytest.mark.fast("ring-True-llama-packed-2", "both-True-mistral-masked-4", "ring-False-mistral--3")
 @on_ranks(2, 3, 4, timeout=120)
-@pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("how", ["", "masked", "packed"])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "mistral"])
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(("way", "double"), [("ring", False), ("ring", True), ("both", True)])
 def test_masks_match_one_process(way: str, model: str, how: str, double: bool) -> None:
     """Causal attention and sliding windows, with padding and with packed documents. These models compute norms and
     their loss in fp32, even in fp64."""
