@@ -296,9 +296,7 @@ def test_numbers_do_not_depend_on_the_tier(tmp_path: Path) -> None:
     assert_same_offloaded(tmp_path, "wide in bf16", 3, "nvme, odd", "cpu")
     assert_same_offloaded(tmp_path, "mixture in fp16", 2, "nvme, apart")
     assert_same_offloaded(tmp_path, "not a number", 3, "nvme")
-    assert_same_offloaded(tmp_path, "clamped", 2, "nvme, odd", "cpu, apart")
-    assert_same_offloaded(tmp_path, "sums in bf16", 2, "nvme", loop="phases")
-    assert_same_offloaded(tmp_path, "wide in bf16", 2, "nvme", "cpu, apart", loop="p.grad")
+    assert_same_offloaded(tmp_path, "wide in bf16", 2, "cpu, apart", loop="p.grad")
 
 
 @pytest.mark.slow
@@ -335,7 +333,7 @@ SOME = ("mixture in fp16", "sums in bf16", "not a number", "added group")
 @pytest.mark.parametrize(("loop", "stage"), [("phases", 3), ("plain", 1), ("p.grad", 3)])
 @on_ranks(2, timeout=600)
 def test_every_loop(loop: str, stage: int, tmp_path: Path) -> None:
-    for name in (*SOME, "accumulation with weights"):
+    for name in (*SOME, "accumulation with weights", "wide in bf16"):
         assert_same_offloaded(tmp_path, name, stage, "cpu, a third", "nvme, odd", loop=loop)
 
 

@@ -25,7 +25,7 @@ from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, snapshot, train_engine, train_many
 
-STEPS = 6
+STEPS = 4
 OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
 # Odd widths, and one that fills a bucket's alignment exactly.
 WIDTHS = {1: (5, 9), 2: (7, 33), 3: (13, 5), 4: (8, 32)}

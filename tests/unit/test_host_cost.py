@@ -3,9 +3,7 @@ zerolite that a plain step enters. They tell how long the way through the code i
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -17,6 +15,7 @@ from torch import nn
 
 import zerolite
 from benchmarks.null_communicator import NullCommunicator
+from tests.toolkit.pool import Pool
 from zerolite.comm import use_communicator
 
 LAYERS, PARAMETERS = 40, 160  # each step's instructions that no parameter causes are told by halving the layers
@@ -135,20 +134,21 @@ def ways(stage: int) -> list[list[tuple[str, str, int]]]:
     return [sorted(entry for entry in way if not entry[1].startswith("<")) for way in each]
 
 
+def ways_of_both() -> dict[int, Any]:
+    return {stage: ways(stage) for stage in (2, 3)}
+
+
 @pytest.fixture(scope="module")
-def ways_by_stage() -> dict[str, Any]:
+def ways_by_stage() -> dict[int, Any]:
     """The ways of both stages in a process of their own: engines that earlier tests have left would lengthen them."""
-    program = "import json, torch; from tests.unit.test_host_cost import ways; torch.set_num_threads(1); "
-    program += "print(json.dumps({stage: ways(stage) for stage in (2, 3)}))"
-    root = os.path.dirname(ROOT)
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    with Pool(1, init_group=False) as pool:
+        found: dict[int, Any] = pool.run(ways_of_both)[0]
     return found
 
 
 @pytest.mark.parametrize(("stage", "part"), [(stage, part) for stage in (2, 3) for part in range(3)])
-def test_a_plain_step_enters_few_functions_and_files(stage: int, part: int, ways_by_stage: dict[str, Any]) -> None:
-    named = ways_by_stage[str(stage)][part]
+def test_a_plain_step_enters_few_functions_and_files(stage: int, part: int, ways_by_stage: dict[int, Any]) -> None:
+    named = ways_by_stage[stage][part]
     functions, files = MOST_ENTERED[stage][part]
     counts = len(named), len({file for file, *_ in named})
     assert counts <= (functions, counts[1]) and counts[1] <= files, (counts, named)

@@ -46,7 +46,7 @@ def test_data_and_sequence_parallelism_match_one_process(stage: str) -> None:
 
 
 @sequences.needs_transformers
-@pytest.mark.fast("llama-sdpa-2", "mistral-sdpa-3")
+@pytest.mark.fast("llama-sdpa-2")
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "mistral"])
@@ -57,7 +57,7 @@ def test_models_of_hugging_face_match_one_process(model: str, attention: str) ->
 
 
 @sequences.needs_transformers
-@pytest.mark.fast("1-3")
+@pytest.mark.fast("1-2")
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
 def test_fewer_heads_of_key_and_value_are_repeated(kv_heads: int) -> None:
@@ -92,7 +92,7 @@ def test_rings_match_one_process(way: str, stage: str) -> None:
 
 
 @sequences.needs_transformers
-@pytest.mark.fast("ring-True-llama-packed-2", "both-True-mistral-masked-4", "ring-False-mistral--3")
+@pytest.mark.fast("ring-True-llama-packed-2", "ring-False-mistral-masked-2")
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize("how", ["", "masked", "packed"])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "mistral"])
@@ -106,7 +106,7 @@ def test_masks_match_one_process(way: str, model: str, how: str, double: bool) -
 
 
 @sequences.needs_transformers
-@pytest.mark.fast("3-1-2", "6-3-4")
+@pytest.mark.fast("3-1-2")
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (3, 1)])
 def test_numbers_of_heads_that_ranks_cannot_share_go_round_a_ring(heads: int, kv_heads: int) -> None:
