@@ -168,7 +168,7 @@ def test_a_backward_that_closes_behind_dropped_gradients(stage: str) -> None:
 @STAGES
 @on_ranks(4)
 def test_sums_behind_no_sync_are_in_fp32(stage: str) -> None:
-    """Where the config expects one backward a step: the mean of several has more bits than a single gradient."""
+    """The config expects one backward a step, and the mean of several has more bits than a single gradient."""
     means = []
     for zero in ({}, PAIRS):
         engine = make(stage, zero, "bf16", 1)
