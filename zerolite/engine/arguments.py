@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zerolite.checkpoint.parameter_access import OWNERS
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.data.micro_batch import LossFunction
+from zerolite.optim.muon import MUON, uses_muon
 from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole_parameters, resolve_optimizer
 from zerolite.optim.schedulers import build_scheduler
 from zerolite.utils.accelerator import host_value
@@ -193,6 +194,8 @@ def choose_optimizer(
     if optimizer is None and config.optimizer is None:
         return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0))  # nothing is trained
     make, cls = _maker(optimizer, config, groups)
+    if cls in MUON and not tp:  # its updates bring whole matrices together by themselves
+        return OptimizerChoice(make if isinstance(make, Optimizer) else functools.partial(_make_muon, make, groups))
     instance = optimizer if isinstance(optimizer, Optimizer) else cls
     reason, asked = check_elementwise(instance), config.zero_optimization.whole_parameters
     undivided = asked or needs_whole_parameters(cls)
@@ -216,6 +219,22 @@ def choose_optimizer(
             f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. {reason}"
         )
     return OptimizerChoice(make, untested, undivided)
+
+
+def _make_muon(make: Callable[[Groups], Optimizer], groups: Groups, of_shards: Groups) -> Optimizer:
+    """Return the optimizer of ``of_shards``, which are flat. Raise ValueError if those of ``groups`` are no matrices.
+
+    The class wants matrices, and so it gets views of the shards with one row.
+    """
+    for group in filter(uses_muon, groups):
+        for shape in map(unpartitioned_shape, group["params"]):
+            if len(shape) != 2:
+                raise ValueError(
+                    f"zerolite.initialize: expected matrices for Muon, got a parameter of shape {tuple(shape)}; give "
+                    'it to another optimizer: the optimizer "Muon" of the config does so, in AdamW'
+                )
+    views = [[p.view(1, -1) if uses_muon(g) and p.dim() == 1 else p for p in g["params"]] for g in of_shards]
+    return make([{**group, "params": params} for group, params in zip(of_shards, views, strict=True)])
 
 
 def check_states(optimizer: Optimizer, model: torch.nn.Module, any_shape: bool) -> None:

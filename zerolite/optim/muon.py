@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,9 @@ from torch.optim import Optimizer
 
 _NOT_HIDDEN = re.compile(r"(^|\.)([^.]*embed[^.]*|(lm_)?head|classifier|score)(\.|$)")
 """Pattern of the names of parameters outside of hidden layers: embeddings and output heads."""
+
+_BATCH = 1 << 26
+"""Most elements of the matrices that :func:`orthogonalize` puts into one batch: large ones fill a device alone."""
 
 
 class MuonWithAdamW(Optimizer):
@@ -69,7 +73,8 @@ class MuonWithAdamW(Optimizer):
         group = dict(param_group)
         members = group["params"]
         group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
-        other = next((tuple(p.shape) for p in group["params"] if p.dim() != 2), None)
+        shapes = [_shape(p) for p in group["params"]]
+        other = next((shape for shape in shapes if len(shape) != 2), None)
         uses = group.setdefault("use_muon", other is None)
         if uses and other is not None:
             raise ValueError(f"Muon updates matrices, and got use_muon for a parameter of shape {other}")
@@ -91,6 +96,81 @@ class MuonWithAdamW(Optimizer):
         return loss
 
 
+MUON: frozenset[type[Optimizer]] = frozenset(
+    {MuonWithAdamW, cls} if (cls := getattr(torch.optim, "Muon", None)) is not None else {MuonWithAdamW}
+)
+"""Classes whose updates of matrices zerolite makes itself, from the parts that the ranks have."""
+
+
+def uses_muon(group: Mapping[str, Any]) -> bool:
+    """Return True if Muon updates the parameters of a group of one of the classes of :data:`MUON`."""
+    return bool(group.get("use_muon", True))
+
+
+def orthogonalize(
+    matrices: Sequence[torch.Tensor], coefficients: Sequence[float], steps: int, eps: float
+) -> list[torch.Tensor]:
+    """Return the Newton-Schulz iterates of matrices, as torch.optim.Muon computes them, in batches of equal shapes.
+
+    Args:
+        matrices: in bf16.
+        coefficients: three coefficients of the iteration.
+        steps: number of iterations.
+        eps: smallest norm by which a matrix is divided.
+    """
+    results: dict[int, torch.Tensor] = {}
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        alike.setdefault(tuple(matrix.shape), []).append(number)
+    for (rows, columns), numbers in alike.items():
+        size = max(1, _BATCH // (rows * columns))
+        for start in range(0, len(numbers), size):
+            batch = [matrices[number] for number in numbers[start : start + size]]
+            # The smaller of the two Gram matrices has the shorter side.
+            wide = [matrix.T for matrix in batch] if rows > columns else batch
+            for number, result in zip(numbers[start:], _iterate(wide, coefficients, steps, eps), strict=False):
+                results[number] = result.T if rows > columns else result
+    return [results[number] for number in range(len(matrices))]
+
+
+def _iterate(
+    matrices: Sequence[torch.Tensor], coefficients: Sequence[float], steps: int, eps: float
+) -> Sequence[torch.Tensor]:
+    """Return the iterates of matrices of one shape."""
+    a, b, c = coefficients
+    norms = torch.stack(torch._foreach_norm(list(matrices))).clamp_(min=eps)
+    x = torch.stack(list(matrices)).div_(norms[:, None, None])  # spectral norms of 1 at most
+    if len(matrices) == 1:
+        x = x[0]
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return [x]
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.unbind()
+
+
+def work_of(shape: Sequence[int]) -> float:
+    """Return the multiplications of one iteration of :func:`orthogonalize` for a matrix of this shape."""
+    short, long = sorted(shape)
+    return float(short * short * (2 * long + short))
+
+
+def adjusted_lr(lr: float, how: str | None, shape: Sequence[int]) -> float:
+    """Return the learning rate of a matrix of this shape, as torch.optim.Muon's ``adjust_lr_fn`` names it."""
+    rows, columns = shape
+    if how is None or how == "original":
+        return lr * math.sqrt(max(1, rows / columns))
+    return lr * (0.2 * math.sqrt(max(rows, columns)) if how == "match_rms_adamw" else 1.0)
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the full shape: a parameter that stage 3 divides has another one meanwhile."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def muon_groups(model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Split each group without the key ``use_muon`` into two: the parameters for Muon, and the others.
 
@@ -107,8 +187,7 @@ def muon_groups(model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> 
     tables = {id(m.weight) for m in model.modules() if isinstance(m, embeddings)}
     # A tied parameter has several names, and any of them can exclude it.
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        # At stage 3 a sharded parameter has another shape; ds_shape is the full one.
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shape = _shape(parameter)
         if marked:
             hidden = bool(getattr(parameter, "use_muon", False))
             if hidden and len(shape) != 2:

@@ -252,7 +252,8 @@ class _SubGroup(StagedTransfer):
 
 
 class OffloadUpdate:
-    """Update of the buckets that it cannot access without staging, by sub-groups. Nothing here is a collective.
+    """Update of the buckets that it cannot access without staging, by sub-groups. The only collectives are those of the
+    method's updates.
 
     Attributes:
         groups: spans of each sub-group.
@@ -304,6 +305,8 @@ class OffloadUpdate:
                 current.wait()
                 if inputs is not None:
                     self._method.update(current.spans, inputs)
+                else:
+                    self._method.leave_out(current.spans)
                 # The copies of earlier results to a staging buffer ran during this update. Begin their writes to disk.
                 for earlier in outgoing:
                     earlier.advance()

@@ -15,11 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import collective
+from zerolite.optim.muon import MUON
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.module_hook import finalize_before_exit
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.kernel_update import KernelUpdate
+from zerolite.zero.muon_update import MuonUpdate
 from zerolite.zero.torch_update import TorchUpdate
 from zerolite.zero.update import Groups, OptimParamShard, State, UpdateMethod
 
@@ -94,7 +96,10 @@ class ShardedOptimizer(Optimizer):
             if shard.tensor in self.inner.state:
                 states[shard.index] = self.inner.state.pop(shard.tensor)
         self.method: UpdateMethod
-        self.method = TorchUpdate(self.inner, buffer) if rule is None else KernelUpdate(rule, self.inner, buffer)
+        if rule is not None:
+            self.method = KernelUpdate(rule, self.inner, buffer)
+        else:
+            self.method = (MuonUpdate if type(self.inner) in MUON else TorchUpdate)(self.inner, buffer)
         self._load_states(buffer.buckets, states)
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))

@@ -22,7 +22,8 @@ class StepUpdate:
     """Update of everything that a rank owns. Buckets that the update can access are updated in place, on the device in
     as few launches as possible. The others are staged.
 
-    Called on all ranks. The only collectives are the parameter gatherer's, in the same order on all ranks.
+    Called on all ranks. The only collectives are the parameter gatherer's and those of the method's updates, in the same
+    order on all ranks.
 
     Attributes:
         failed_update: reason why some masters are a step ahead of others; "" if they are all of one step.
@@ -69,7 +70,8 @@ class StepUpdate:
             (in_place if accessible else offloaded[on_host]).append((bucket, bucket.master.numel()))
             self.device_decides &= accessible and not on_host
         total = sum(numel for _, numel in in_place)
-        self._in_place = sub_groups(in_place, total if self._method.one_launch else self._options.update_numel, 0)
+        most = total if self._method.one_launch else max(self._options.update_numel, self._method.least_numel)
+        self._in_place = sub_groups(in_place, most, 0)
         self._offload.plan(offloaded)
 
     # ---------------------------------------------------------------- one step
@@ -150,6 +152,8 @@ class StepUpdate:
             ]
             if inputs is not None:
                 self._method.update(sub_group, inputs)
+            else:
+                self._method.leave_out(sub_group)
             for tensors in sub_group if gather else ():
                 gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
         if self._offload.groups:

@@ -174,9 +174,7 @@ class TorchUpdate(UpdateMethod):
             self._restore_counts()
             self._add_stand_ins(chosen, used, sub_group[0].master)
         try:
-            if chosen:
-                with self._limited_to(shards, chosen), self._with_found_inf(inputs.found_inf):
-                    self._step(self._inner)
+            self._step_inner(sub_group, shards, chosen, inputs)
         finally:
             for shard in shards:
                 shard.tensor.grad = None
@@ -187,6 +185,19 @@ class TorchUpdate(UpdateMethod):
         for tensors in bound:
             if tensors.out is not None:
                 tensors.out.copy_(tensors.master)
+
+    def _step_inner(
+        self,
+        sub_group: Sequence[SpanTensors],
+        shards: Sequence[OptimParamShard],
+        chosen: dict[int, list[torch.Tensor]],
+        inputs: UpdateInputs,
+    ) -> None:
+        """Let the inner optimizer update the tensors of ``chosen``, by param group: those of ``shards``, which are in
+        ``sub_group``. The tensors have their gradients."""
+        if chosen:
+            with self._limited_to(shards, chosen), self._with_found_inf(inputs.found_inf):
+                self._step(self._inner)
 
     def _restore_counts(self) -> None:
         """Let each call of a step begin with the numbers that the groups had before the step, so that they count it

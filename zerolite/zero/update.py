@@ -135,6 +135,7 @@ class UpdateMethod(ABC):
             ``sync_master_from_param`` before the first update of a bucket, and never after it.
         splits_buckets: a span may be a part of a bucket.
         can_skip_on_device: ``update`` takes ``found_inf``. The engine sets it to what holds on all ranks.
+        least_numel: elements below which a call of ``update`` does less than it could at once.
         most_maybe_unused: parameters of which ``update`` can leave to the device if they are updated; None: any number.
         state_names: names of the states with one value per element; None if they are known only from states that
             exist.
@@ -147,6 +148,7 @@ class UpdateMethod(ABC):
     syncs_masters = False
     splits_buckets = False
     can_skip_on_device = True
+    least_numel = 0
     most_maybe_unused: int | None = None
     state_names: tuple[str, ...] | None = None
 
@@ -216,6 +218,9 @@ class UpdateMethod(ABC):
     @abstractmethod
     def update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
         """Update the shards in ``sub_group``, spans whose tensors are on one device."""
+
+    def leave_out(self, sub_group: Sequence[SpanTensors]) -> None:  # noqa: B027  most updates communicate nothing
+        """Launch what ``update`` launches on other ranks, where this rank alone leaves the update out."""
 
     @abstractmethod
     def on_left_out(self, indices: Iterable[int]) -> None:

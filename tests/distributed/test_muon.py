@@ -1,0 +1,297 @@
+"""Muon at every stage: torch's numbers, equal on all worlds, with states that are divided like those of any optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from tests.toolkit.compare import assert_same, assert_same_on_ranks
+from tests.toolkit.configs import at, dynamic_fp16
+from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised, raises, snapshot
+from zerolite.comm.recorder import record
+from zerolite.planning import plan
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+
+MUON = ("Muon", {"lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.01})
+STAGES = (0, 1, 2, "3 moving", "3 one unit")
+SHAPES = {
+    "wide": (5, 19),
+    "tall": (31, 3),
+    "embedding": (6, 4),  # a matrix of AdamW's, by its name
+    "square": (7, 7),
+    "again": (7, 7),
+    "third": (7, 7),
+    "vector": (9,),
+    "row": (1, 11),
+    "seldom": (4, 5),
+}
+
+
+class Given(nn.Module):
+    """A model whose gradients are given. They are small integers, so their sums over ranks are exact in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("turned", nn.Parameter(torch.randn(6, 5).t()))  # columns behind one another
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, step: int, micro: int = 0, rank: int = 0, world: int = 1, without: tuple[str, ...] = ()) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + micro)
+        loss = torch.zeros(())
+        for name, parameter in self.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            gradient = torch.randint(-8, 9, shape, generator=generator).float()
+            if name in without or not parameter.requires_grad:
+                continue
+            own = 2 * rank + 1 - world  # zero on average
+            loss = loss + (parameter * (gradient + own)).float().sum()
+        return loss
+
+
+def model(init: dict[str, Any] | None = None) -> Given:
+    torch.manual_seed(5)
+    with contextlib.nullcontext() if init is None else zerolite.zero.Init(config_dict_or_path=init):
+        return Given()
+
+
+def plain(steps: int, accumulation: int = 1, **more: Any) -> dict[str, Tensor]:
+    """The weights that torch's own optimizers give."""
+    made = model()
+    hidden = [p for name, p in made.named_parameters() if p.dim() == 2 and name != "embedding"]
+    rest = [made.embedding, made.vector]
+    muon = torch.optim.Muon(hidden, lr=0.02, momentum=0.9, weight_decay=0.01)
+    adamw = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.01)
+    for step in range(steps):
+        for micro in range(accumulation):
+            (made(step, micro, without=unused(step)) / accumulation).backward()
+        if "clip" in more:
+            nn.utils.clip_grad_norm_(made.parameters(), more["clip"])
+        muon.step(), adamw.step()
+        made.zero_grad()
+    return {name: parameter.detach() for name, parameter in made.named_parameters()}
+
+
+def unused(step: int) -> tuple[str, ...]:
+    """Names of the parameters without a gradient on all ranks."""
+    return ("seldom", "third") if step == 1 else ()
+
+
+def train(engine: Any, steps: int = 3, first: int = 0, alone: tuple[str, ...] = ()) -> None:
+    """``alone``: these get a gradient on the last rank alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(first, first + steps):
+        for micro in range(engine.gradient_accumulation_steps):
+            without = unused(step) if rank == world - 1 else (*unused(step), *alone)
+            engine.backward(engine(step, micro, rank, world, without))
+            engine.step()
+
+
+def engine_at(stage: int | str, *arguments: Any, init: bool = False, optimizer: Any = MUON, **more: Any) -> Any:
+    made = at(stage, *arguments, optimizer=optimizer, **more)
+    return zerolite.initialize(model(made if init else None), made)
+
+
+def full(engine: Any) -> dict[str, Any]:
+    return {
+        "weights": engine.full_state_dict(dtype=torch.float32),
+        "states": engine.full_optimizer_state_dict()["state"],
+    }
+
+
+@pytest.mark.fast("3")
+@on_ranks(1, 2, 3, 4)
+def test_all_stages_and_worlds_have_the_numbers_of_torch() -> None:
+    wanted = plain(3)
+    for stage in STAGES:
+        engine = engine_at(stage)
+        train(engine)
+        found = snapshot(engine)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, msg=lambda text, stage=stage: f"{stage}: {text}")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "accumulation": {"accumulation": 2},
+    "clip": {"clip": 16.0},
+    "fp16": {"precision": "fp16"},
+    "bf16": {"precision": "bf16"},
+    "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}},
+    "bf16 masters": {"precision": "bf16", "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "sets": {"zero": {"zero_hpz_partition_size": 2}},
+}
+
+
+@pytest.mark.fast("3-clip", "3-offload")
+@pytest.mark.parametrize("name", SETTINGS)
+@on_ranks(2, 3)
+def test_settings_have_the_bits_of_stage_0(name: str) -> None:
+    more = SETTINGS[name]
+    alike = {key: value for key, value in more.items() if key != "zero"}
+    reference = engine_at(0, **alike)
+    train(reference, alone=("tall",))
+    wanted = full(reference)
+    for stage in (3,) if name == "sets" else STAGES[1:]:
+        if name == "sets" and dist.get_world_size() % 2:
+            continue
+        engine = engine_at(stage, **more)
+        train(engine, alone=("tall",))
+        assert_same(full(engine), wanted, f"stage {stage}")
+        assert_same_on_ranks(snapshot(engine))
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_states_on_disk_have_the_bits_of_stage_0(tmp_path: Path) -> None:
+    reference = engine_at(0)
+    train(reference)
+    for stage in (1, 3):
+        engine = engine_at(stage, zero={"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}})
+        train(engine)
+        assert_same(full(engine), full(reference))
+
+
+@on_ranks(2)
+def test_an_overflow_skips_the_step_on_all_ranks() -> None:
+    engine = engine_at("3 moving", "fp16", fp16=dynamic_fp16())
+    train(engine, 1)
+    before = full(engine)
+    loss = engine(1, 0, dist.get_rank(), 2)
+    engine.backward(loss * (float("inf") if dist.get_rank() else 1.0))
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert_same(full(engine), before)
+
+
+@on_ranks(2)
+def test_a_model_that_zero_init_has_built() -> None:
+    made = engine_at("3 moving")
+    train(made)
+    init = engine_at("3 moving", init=True)
+    train(init)
+    assert_same(full(init), full(made))
+
+
+@pytest.mark.parametrize("stage", [0, 2, "3 moving"])
+@on_ranks(2)
+def test_a_class_of_torch_gets_matrices(stage: int | str) -> None:
+    settings = at(stage)
+    del settings["optimizer"]
+    found = []
+    for optimizer in (torch.optim.Muon, lambda parameters: torch.optim.Muon(parameters)):
+        torch.manual_seed(5)
+        matrices = nn.Sequential(nn.Linear(7, 13, bias=False), nn.Tanh(), nn.Linear(13, 3, bias=False))
+        engine = zerolite.initialize(matrices, settings, optimizer=optimizer)
+        for step in range(3):
+            engine.backward(engine(torch.full((2, 7), 0.5 * step)).sum())
+            engine.step()
+        found.append(full(engine))
+    assert_same(found[0], found[1])
+    with raises(ValueError, "(3,)"):
+        zerolite.initialize(nn.Linear(4, 3), settings, optimizer=torch.optim.Muon)
+
+
+def grown(stage: int | str) -> dict[str, Any]:
+    """A run that trains another matrix from its second step on, and another vector."""
+    made = model()
+    made.square.requires_grad_(False)
+    made.vector.requires_grad_(False)
+    engine = zerolite.initialize(made, at(stage, optimizer=MUON))
+    train(engine, 1)
+    made.square.requires_grad_(True)
+    engine.optimizer.add_param_group({"params": [made.square], "lr": 0.03})
+    made.vector.requires_grad_(True)
+    engine.optimizer.add_param_group({"params": [made.vector]})
+    with raises(ValueError, "Muon updates matrices", "(9,)"):
+        engine.optimizer.add_param_group({"params": [made.vector], "use_muon": True})
+    train(engine, 2, 1)
+    return full(engine)
+
+
+@on_ranks(2)
+def test_parameters_that_are_trained_later() -> None:
+    wanted = grown(0)
+    for stage in (2, "3 moving"):
+        assert_same(grown(stage), wanted, f"stage {stage}")
+
+
+def save(stage: int | str, directory: str) -> dict[str, Any]:
+    engine = engine_at(stage)
+    train(engine, 2)
+    engine.save_checkpoint(directory, tag="two")
+    train(engine, 1, 2)
+    return full(engine)
+
+
+def load(stage: int | str, directory: str) -> dict[str, Any]:
+    engine = engine_at(stage)
+    engine.load_checkpoint(directory, tag="two")
+    train(engine, 1, 2)
+    return full(engine)
+
+
+@pytest.mark.fast("saved1-loaded1")
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((1, 0), (3, 3)), ((2, 3), (3, 2)), ((3, 2), (2, 3)), ((2, 3), (1, 0)), ((4, 1), (2, 3))]
+)
+def test_checkpoints_load_at_other_worlds_and_stages(
+    pools: Pools, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
+) -> None:
+    """(world, stage) of the run that saves and of the one that loads. Both go on to the same third step."""
+    (wanted, *_) = pools(saved[0]).run(save, {"stage": saved[1], "directory": str(tmp_path)})
+    for found in pools(loaded[0]).run(load, {"stage": loaded[1], "directory": str(tmp_path)}):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_an_update_out_exchanges_what_the_others_do() -> None:
+    """Clipping has collected statistics before this rank finds that it cannot update."""
+    engine = engine_at("3 moving", consistency_check_interval=0)
+    train(engine, 1)
+    engine.backward(engine(1, 0, dist.get_rank(), 2))
+    engine.clip_gradients(100.0)
+    if dist.get_rank():
+        state = next(s for s in engine.optimizer.state.values() if "momentum_buffer" in s)
+        state["momentum_buffer"] = torch.zeros(1)
+    with record() as recorder:
+        assert raised(engine.step) == ""
+    assert_same_on_ranks({"calls": repr([(call.op, call.tag) for call in recorder.calls])})
+    assert "this rank alone has left that update out" in raised(train, engine, 1, 2)
+
+
+@on_ranks(2)
+def test_two_bytes_an_element_travel_there_and_back() -> None:
+    """Each rank sends its part of each matrix to the matrix's owner, and each owner sends the parts of the ranks."""
+    matrices = sum(p.numel() for name, p in model().named_parameters() if p.dim() == 2 and name != "embedding")
+    for stage in (2, "3 moving"):
+        engine = engine_at(stage)
+        train(engine, 1)
+        with record() as recorder:
+            train(engine, 1, 2)
+        there, back = recorder.select(tag="owners")
+        assert there.op == back.op == "all_to_all" and there.dtype == back.dtype == torch.bfloat16
+        sent = torch.tensor([there.numel, back.numel])
+        dist.all_reduce(sent)
+        assert sent.tolist() == [matrices, matrices]
+
+
+def test_a_plan_has_no_padding() -> None:
+    """A model of equal matrices takes at stage 2 what its elements take."""
+    made = plan(Stack, at(2, "bf16", optimizer=MUON, zero={"reduce_bucket_size": 10**6}), 8, device="cpu")
+    numel = 12 * 96 * 96
+    assert made.states["compute_parameters"] == numel * 2
+    assert made.states["optimizer_states"] == numel * 4 // 8
+
+
+class Stack(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(96, 96, bias=False) for _ in range(12)))
