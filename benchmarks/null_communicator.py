@@ -14,7 +14,8 @@ class NullCommunicator(Communicator):
     """One rank of ``world_size``, alone: every collective returns at once, and is recorded as if it had happened.
 
     The numbers are wrong. The other ranks are taken for copies of this one, so that values stay finite and losses
-    change from step to step. ``all_gather`` and ``broadcast`` leave their tensors unchanged. Memory and copies of real
+    change from step to step. ``all_gather`` and ``broadcast`` leave their tensors unchanged, and
+    ``all_to_all_rows`` brings zeros. Memory and copies of real
     collectives are left out, see :func:`~zerolite.comm.create.dry_communicator`.
     """
 
@@ -31,6 +32,9 @@ class NullCommunicator(Communicator):
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         return done(divide(self.shard(full), divisor / self.world_size).to(dtype, copy=True))
+
+    def _all_to_all_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], tag: str) -> Pending:
+        return done(rows.new_zeros(sum(received), rows.shape[1]))
 
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -119,9 +119,12 @@ class LateTransport(ProcessGroupTransport):
         self._note("reduce_scatter", full)
         return _LateWork(super().reduce_scatter, [out], [full], (out, full))
 
-    def all_to_all(self, out: Tensor, full: Tensor) -> Any:
+    def all_to_all(
+        self, out: Tensor, full: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
+    ) -> Any:
         self._note("all_to_all", full)
-        return _LateWork(super().all_to_all, [out], [full], (out, full))
+        started = super().all_to_all
+        return _LateWork(lambda to, taken: started(to, taken, received, sent), [out], [full], (out, full))
 
     def permute(self, out: Tensor, tensor: Tensor, target: int, source: int) -> Any:
         self._note("permute", tensor)

@@ -127,7 +127,9 @@ class MuonUpdate(TorchUpdate):
         key = tuple(bucket.index for bucket in buckets)
         if key not in self._exchanges:
             matrices = self._group_of()
-            slots = [slot for bucket in buckets for slot in bucket.layout.slots if slot.index in matrices and slot.numel]
+            slots = [
+                slot for bucket in buckets for slot in bucket.layout.slots if slot.index in matrices and slot.numel
+            ]
             exchange = None
             if slots and self._buffer.shard:
                 costs = [work_of(unpartitioned_shape(self._buffer.parameters[slot.index])) for slot in slots]

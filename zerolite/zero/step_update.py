@@ -22,7 +22,7 @@ class StepUpdate:
     """Update of everything that a rank owns. Buckets that the update can access are updated in place, on the device in
     as few launches as possible. The others are staged.
 
-    Called on all ranks. The only collectives are the parameter gatherer's and those of the method's updates, in the same
+    Called on all ranks. The only collectives are the parameter gatherer's and those of the update method, in the same
     order on all ranks.
 
     Attributes:
