@@ -375,7 +375,7 @@ def test_a_job_with_another_host_ends(start_two, tmp_path: Path, how: str) -> No
 
 @pytest.mark.slow
 def test_rank_0_on_another_host_ends_within_a_line(start_two) -> None:
-    """What it has written last, a progress bar say, does not hide that its host has reported."""
+    """Its last words, a progress bar say, do not hide that its host has reported."""
     body = "if RANK == '1': up(); wait()\nwait_for('up.1')\nsys.stderr.write('\\r 45%')\nos._exit(41)\n"
     job = start_two(PRELUDE + body, hosts="elsewhere slots=1\nlocalhost slots=1\n")
     assert job.finish() == 41, job.stderr
