@@ -13,11 +13,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from . import batch
 from .errors import ConfigError
-from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
+from .monitors import CsvMonitorConfig, FlopsProfilerConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationCheckpointingConfig, AioConfig
 from .parallelism import ExpertParallelConfig, PipelineConfig, SequenceParallelConfig, TensorParallelConfig
 from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
-from .profiling import FlopsProfilerConfig
 from .values import (
     MAX_BATCH,
     Arguments,
