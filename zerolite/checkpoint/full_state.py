@@ -175,10 +175,6 @@ class FullState:
 
         Args:
             exclude_frozen: write only trained parameters, and the buffers of modules that have some.
-
-        Raises:
-            ValueError: for a wrong ``max_shard_size``.
-            CheckpointError: on all ranks if rank 0 cannot write.
         """
         computes = self._parts.precision.compute or self._parts.precision.autocast
         dtype = computes if computes in HALF else torch.bfloat16

@@ -237,6 +237,7 @@ class EngineBase:
 
         Raises:
             CheckpointError: on all ranks if rank 0 cannot write. Older files are left as they were.
+            ValueError: for a wrong ``max_shard_size``.
         """
         self._full_state.save_16bit(save_dir, max_shard_size, exclude_frozen_parameters)
 
