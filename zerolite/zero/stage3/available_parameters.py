@@ -44,7 +44,7 @@ class AvailableParameters:
 
     def _plan(self) -> None:
         """Collect the tensors of all sharded_params, and join adjacent shards to rows."""
-        self._allocations = self._context.allocations
+        self._allocations = self._context.shared.allocations
         self._parameters = [sharded_param.parameter for sharded_param in self._sharded_params]
         self._views = [sharded_param.view for sharded_param in self._sharded_params]
         sharded = [sharded_param for sharded_param in self._sharded_params if sharded_param.storage is not None]
@@ -68,7 +68,7 @@ class AvailableParameters:
 
     def copy_writes_to_shards(self) -> None:
         """Copy the user's writes into full values, the same on all ranks, into the shards."""
-        if self._allocations != self._context.allocations:
+        if self._allocations != self._context.shared.allocations:
             self._plan()
         data, expected = addresses(self._parameters), addresses(self._views)
         if data != expected:  # a user has set p.data = values
@@ -85,7 +85,7 @@ class AvailableParameters:
     def refresh(self) -> None:
         """Gather the values of an update into the parameters' memory. One launch is for shards on the device, and
         one for offloaded shards."""
-        if self._allocations != self._context.allocations:
+        if self._allocations != self._context.shared.allocations:
             self._plan()
         if self._offloaded:
             for sharded_param in self._offloaded:
