@@ -230,8 +230,3 @@ class ZeroliteConfig(Block):
         resolved = self.model_copy(update=solved)
         resolved.note_auto(())
         return resolved
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model: tensor-parallel ranks x pipeline stages."""
-        return self.tensor_parallel.ranks * self.pipeline.stages
