@@ -408,9 +408,7 @@ class PartitionedParameterCoordinator:
                 sharded_param.mark_seen()
             self.reset()
         with self._observers.phase(GATHER):
-            if (
-                self.schedule.pinned or self.context.shared.gathered_by_user
-            ):  # not the persistent ones alone
+            if self.schedule.pinned or self.context.shared.gathered_by_user:  # not the persistent ones alone
                 refresh([p for p in self.sharded_params if p.status is AVAILABLE and p.index in self._trained])
             else:
                 self._trained_persistent.refresh()
