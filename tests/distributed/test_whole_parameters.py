@@ -69,11 +69,17 @@ def train(stage: int, model: str, optimizer: Any = None, **more: Any) -> dict[st
 
 
 def states_of_all(engine: Any) -> dict[str, Any]:
-    """Return the states by the parameter's name: each from the first rank that has it, as it is there."""
-    state = {name: dict(engine.optimizer.state.get(p, {})) for name, p in engine.module.named_parameters()}
-    states: dict[str, Any] = {}
-    for of_rank in from_all_ranks({name: own for name, own in state.items() if own}):
-        states = {**of_rank, **states}
+    """Return the states by the parameter's name: flat parts put together, others from the first rank that has them."""
+    shapes = {name: p.shape for name, p in engine.module.named_parameters()}
+    own = {name: dict(engine.optimizer.state.get(p, {})) for name, p in engine.module.named_parameters()}
+    rows, states = from_all_ranks(own), {}
+    for name, shape in shapes.items():
+        of_ranks = [row[name] for row in rows if row[name]]
+        states[name] = dict(of_ranks[0]) if of_ranks else {}
+        for key, value in states[name].items():
+            parts = [state[key] for state in of_ranks] if torch.is_tensor(value) and value.shape != shape else []
+            if parts and sum(part.numel() for part in parts) == shape.numel():
+                states[name][key] = torch.cat([part.flatten() for part in parts]).view(shape)
     return states
 
 
