@@ -109,7 +109,7 @@ def build_parser(prog: str) -> _Parser:
     job("--rank", type=_rank, metavar="N", help="the rank to plan (default: 0, or of a pipeline one that needs most)")
     job("--device", choices=("cuda", "cpu"), default="cuda", help="the kind of device of the ranks (default: cuda)")
     job("--device-memory", type=size_argument, metavar="SIZE", help="memory of each rank's device, as in 80GB or 80GiB")
-    job("--host-memory", type=size_argument, metavar="SIZE", help="memory of each host, which its ranks share (--nodes)")
+    job("--host-memory", type=size_argument, metavar="SIZE", help="memory of each host, shared by its ranks (--nodes)")
     step = parser.add_argument_group("a step", "Without a batch, no forward is run and activations are not counted.")
     batch = step.add_mutually_exclusive_group().add_argument
     batch("--batch", metavar="FUNCTION", help=_BATCH)
