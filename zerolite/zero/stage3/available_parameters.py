@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerolite.comm import Communicator, collective
+from zerolite.comm import collective
 from zerolite.utils.accelerator import addresses
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, tag_memory
 from zerolite.utils.torch_private import undispatched
@@ -91,24 +91,23 @@ class AvailableParameters:
             for sharded_param in self._offloaded:
                 sharded_param.mark_stale()
             self._context.gather(self._offloaded)
-        if self._rows:
-            self._context.note_gather(self._on_device)
-            with undispatched():
-                self._gather_rows(self._context.groups.shard)
-
-    def _gather_rows(self, comm: Communicator) -> None:
-        """Gather each row as one tensor and copy it into the full values of its parameters; a row of one directly."""
-        gathered_rows = []
-        for shard, _, fulls in self._rows:
-            full = fulls[0]
-            if len(fulls) > 1:
-                full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS)
-            gathered_rows.append(full)
-        shards = [row.shard for row in self._rows]
-        comm.gather_shards(gathered_rows, shards, "parameters", self._on_device[0].index + 1, shards).wait()
-        for full, (_, parts, fulls) in zip(gathered_rows, self._rows, strict=True):
-            if len(fulls) > 1:
-                torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=fulls)
+        if not self._rows:
+            return
+        self._context.note_gather(self._on_device)
+        comm, shards = self._context.groups.shard, [row.shard for row in self._rows]
+        with undispatched():
+            # Each row is gathered as one tensor and copied into the full values of its parameters; a row of one
+            # directly.
+            gathered_rows = []
+            for shard, _, fulls in self._rows:
+                full = fulls[0]
+                if len(fulls) > 1:
+                    full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS)
+                gathered_rows.append(full)
+            comm.gather_shards(gathered_rows, shards, "parameters", self._on_device[0].index + 1, shards).wait()
+            for full, (_, parts, fulls) in zip(gathered_rows, self._rows, strict=True):
+                if len(fulls) > 1:
+                    torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=fulls)
 
 
 @collective
