@@ -134,7 +134,10 @@ class Bucket:
         """Wait for the reduction, and add its result to ``reduced``. May be called again after an error."""
         if self.local.pending is not None:
             self.reduced = self.local.finish(None if self.reduced is None else self.fetch())
-        if self._offloaded is not None and self.reduced is not None:
+        assert self.reduced is not None
+        if self._offloaded is None:
+            tag_memory(self.reduced, GRADIENTS)
+        else:
             self.reduced = self._offloaded.write_back(self.reduced)
 
     def replace_mean(self, pending: Pending) -> None:
@@ -146,8 +149,8 @@ class Bucket:
     def fetch(self) -> torch.Tensor:
         """Return the mean gradient on the device, a copy if it is offloaded."""
         assert self.reduced is not None
-        is_stored = self._offloaded is not None and self.reduced is self._offloaded.stored
-        return self._offloaded.stage_in() if self._offloaded is not None and is_stored else self.reduced
+        offloaded = self._offloaded
+        return self.reduced if offloaded is None or self.reduced is not offloaded.stored else offloaded.stage_in()
 
     def mean(self) -> torch.Tensor:
         """Return the mean gradient as it is stored, after waiting for its write-back."""
