@@ -62,6 +62,39 @@ class Mixture(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+LINEAR = {
+    "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen3_moe": {"head_dim": 6},
+    "qwen2_moe": {"shared_expert_intermediate_size": 16},
+    "olmoe": {},
+    "deepseek_v3": ROUTED | LATENT,
+    "deepseek_v2": ROUTED | LATENT,
+    "gpt_oss": {"head_dim": 6},
+    "glm4_moe": ROUTED | {"head_dim": 6},
+    "glm4_moe_lite": ROUTED | LATENT | {"mlp_layer_types": ["dense", "sparse"]},
+    "qwen3_next": {"shared_expert_intermediate_size": 16, "head_dim": 8, **MIXED, **LINEAR},
+    "granitemoe": {},
+    "minimax": {"head_dim": 6, "block_size": 8, **MIXED},
+    "minimax_m2": {"head_dim": 6},
+    # Families that nothing here was written for.
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+    "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 6},
+    "dots1": ROUTED,
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "jamba": {"use_mamba_kernels": False, "attn_layer_offset": 0, "attn_layer_period": 2},
+}
+"""Families of transformers with experts, and the sizes that they alone have."""
+
+
 def family(name: str, **more: Any) -> Any:
     """Return a tiny model of a family of transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,24 +105,11 @@ def family(name: str, **more: Any) -> Any:
         "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 0,
         "eos_token_id": 0, "tie_word_embeddings": False,
     }  # fmt: skip
-    if name in ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "glm4_moe"):
-        sizes |= {} if name in ("mixtral", "olmoe", "qwen2_moe") else {"head_dim": 6}
-    if name == "qwen2_moe":
-        sizes |= {"shared_expert_intermediate_size": 16}
-    if name in ("deepseek_v3", "deepseek_v2", "glm4_moe"):
-        sizes |= {
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        }
+    own = FAMILIES.get(name, {})
+    if {"n_routed_experts", "moe_num_experts"} & set(own):  # other names of the same
         del sizes["num_experts"], sizes["num_local_experts"]
-    if name in ("deepseek_v3", "deepseek_v2"):
-        sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
-        sizes |= {"num_key_value_heads": 4}
     attention = "eager" if name == "gpt_oss" else "sdpa"
-    config = AutoConfig.for_model(name, **(sizes | more))
+    config = AutoConfig.for_model(name, **(sizes | own | more))
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 

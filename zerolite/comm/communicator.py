@@ -242,7 +242,7 @@ class Communicator:
         return self._launch("permute", tensor, tag, 0, self._permute, tensor, target, source, tag, moves=moves)
 
     def all_to_all_rows(
-        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], tag: str, key: int = 0
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
     ) -> Pending:
         """Send the first ``sent[0]`` rows to rank 0, the next ``sent[1]`` to rank 1, and so on: ``wait()`` returns the
         rows that the ranks have sent here, rank 0's first.
@@ -250,17 +250,18 @@ class Communicator:
         Args:
             rows: [sum of ``sent``, columns], contiguous. All ranks pass as many columns and one dtype.
             received: number of rows that each rank sends here.
+            largest: most rows that any rank sends to one; the same number on all ranks.
         """
         if self.world_size == 1:
             return done(rows)
         call = None
         if recorder.active:
-            call = recorder.note("all_to_all", rows, tag, self.dimension, self.world_size, key)
+            call = recorder.note("all_to_all", rows, tag, self.dimension, self.world_size, 0)
         # The ranks send different numbers of rows, so the record has the columns, which are the same on all of them.
-        entry: Raw = ("all_to_all", tag, rows.shape[1], rows.dtype, key)
+        entry: Raw = ("all_to_all", tag, rows.shape[1], rows.dtype, 0)
         self.flight_recorder.count += 1
         self.flight_recorder.latest.append(entry)
-        pending = self._all_to_all_rows(rows, sent, received, tag)
+        pending = self._all_to_all_rows(rows, sent, received, largest, tag)
         pending.entry, pending.call = entry, call
         return pending
 
@@ -361,7 +362,9 @@ class Communicator:
     def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
         return done(tensor)
 
-    def _all_to_all_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], tag: str) -> Pending:
+    def _all_to_all_rows(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
+    ) -> Pending:
         return done(rows)
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
@@ -403,7 +406,9 @@ class NativeCommunicator(Communicator):
         out = empty(tensor.numel(), tensor.dtype, tensor)
         return Pending((self.transport.permute(out, tensor, target, source),), (tensor, out), lambda: out)
 
-    def _all_to_all_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], tag: str) -> Pending:
+    def _all_to_all_rows(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
+    ) -> Pending:
         out = empty(sum(received) * rows.shape[1], rows.dtype, rows).view(-1, rows.shape[1])
         return Pending((self.transport.all_to_all(out, rows, received, sent),), (rows, out), lambda: out)
 

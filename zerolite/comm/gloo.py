@@ -101,7 +101,9 @@ class GlooCommunicator(Communicator):
             works = [self.transport.receive(received, source, number), self.transport.send(sent, target, number)]
         return Pending(works, (tensor, sent, received), lambda: received.to(tensor.device))
 
-    def _all_to_all_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], tag: str) -> Pending:
+    def _all_to_all_rows(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
+    ) -> Pending:
         host, columns = rows.cpu(), rows.shape[1]
         out = empty(sum(received) * columns, rows.dtype, host).view(-1, columns)
         parts, places = host.split(list(sent)), out.split(list(received))

@@ -288,6 +288,32 @@ class SharedMemoryCommunicator(GlooCommunicator):
         pending = self._exchange(self._large, _Announcement("all_to_all", tag, _bytes(full)), (full,), copy_in, finish)
         return pending or super()._all_to_all(full, tag)
 
+    def _all_to_all_rows(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
+    ) -> Pending:
+        if not largest:
+            return done(rows)  # every rank knows that nothing travels
+        parts, columns = rows.split(list(sent)), rows.shape[1]
+        width = columns * rows.element_size()
+        # A power of two, so that the memory grows a few times and not with every larger number of rows.
+        room = 1 << max(largest * width - 1, _PAGE - 1).bit_length()
+
+        def part_of(region: torch.Tensor, peer: int, count: int) -> torch.Tensor:
+            return region.narrow(0, peer * room, count * width).view(rows.dtype).view(count, columns)
+
+        def copy_in(region: torch.Tensor) -> None:
+            for peer in self._peers:
+                part_of(region, peer, sent[peer]).copy_(parts[peer])
+
+        def finish(regions: list[torch.Tensor]) -> torch.Tensor:
+            arrived = [part_of(region, self.rank, count) for region, count in zip(regions, received, strict=True)]
+            arrived[self.rank] = parts[self.rank]
+            return torch.cat(arrived)
+
+        launch = _Announcement("all_to_all_rows", tag, self.world_size * room, width)
+        pending = self._exchange(self._large, launch, (rows,), copy_in, finish)
+        return pending or super()._all_to_all_rows(rows, sent, received, largest, tag)
+
     def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
         def copy_in(region: torch.Tensor) -> None:
             region.view(tensor.dtype).copy_(tensor)

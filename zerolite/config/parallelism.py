@@ -98,6 +98,12 @@ class ExpertParallelConfig(Block):
     """DeepSpeed's name of `size`; 0 = not used."""
     enabled: Bool = True
     """DeepSpeed's switch. false: each rank has all experts, whatever the size."""
+    capacity: Natural = 0
+    """Most tokens of one rank that an expert takes in a forward of a layer. It drops the others, and no rank waits for
+    numbers of tokens. 0: nothing is dropped. (zerolite's own key.)"""
+    log_load: Bool = False
+    """Write to the monitors how often each expert was chosen in a step, relative to the mean of its layer.
+    (zerolite's own key.)"""
 
     @property
     def ranks(self) -> int:

@@ -40,6 +40,7 @@ logger = logging.getLogger("zerolite")
 _ONLY_KERNELS = ("bias_correction", "fp32_optimizer_states")  # keys of param groups that torch's defaults lack
 _HASH = 1 << 52  # hashes are smaller, so that two of them add without rounding in float64
 _EXACT = 1 << 24  # integers below this are exact in fp32
+_PARTS = ("replicate", "expert data")  # holders of weights of which other data-parallel ranks hold other parts
 _OFF = 'set "consistency_check_interval" to 0 to compare nothing'
 _ALIKE = (
     "Change them alike on all ranks: give a schedule to zerolite.initialize, ReduceLROnPlateau a loss that all ranks "
@@ -173,12 +174,13 @@ class SharedWeight:
     Attributes:
         tensor: the flat tensor.
         parts: views of it by parameter name.
-        is_shard: only the ranks that hold the same shard have it, not all data-parallel ranks.
+        holders: "data": all data-parallel ranks hold it; "replicate": those with the same shard; "expert data": those
+            with the same experts.
     """
 
     tensor: torch.Tensor
     parts: dict[str, torch.Tensor]
-    is_shard: bool = False
+    holders: str = "data"
 
 
 def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, warns: bool = False) -> Iterator[SharedWeight]:
@@ -194,9 +196,9 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, warns: bool 
         warns: warn of parameters that require a gradient and are not trained.
     """
     if not isinstance(buffer, PartitionedParameterBuffer):
-        for bucket in (bucket for bucket in buffer.buckets if bucket.layout.spread == 1):
+        for bucket in buffer.buckets:
             values = {slot.name: bucket.compute[slot.start : slot.end] for slot in bucket.layout.slots}
-            yield SharedWeight(bucket.compute, values)
+            yield SharedWeight(bucket.compute, values, "data" if bucket.layout.spread == 1 else "expert data")
     groups = buffer.gradient_memory.groups
     for bucket in buffer.buckets if groups.replicate is not None else ():
         shared, placement = bucket.compute, bucket.compute_placement
@@ -204,16 +206,15 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, warns: bool 
             shared, placement = bucket.master, bucket.master_placement
         if placement.location != DISK:
             names = dict.fromkeys((slot.name for slot in bucket.layout.slots), shared)
-            yield SharedWeight(shared, names, is_shard=True)
+            yield SharedWeight(shared, names, "replicate")
     trained, untrained = {id(parameter) for parameter in buffer.parameters}, list[str]()
     for name, parameter in model.named_parameters():
         if warns and parameter.requires_grad and id(parameter) not in trained:
             untrained.append(name)
         handle = sharded_param_of(parameter)
-        if is_of_experts(parameter):
-            continue  # the ranks have different ones
         if handle.persistent if handle is not None else id(parameter) not in trained:
-            yield SharedWeight(parameter.data, {name: parameter.data})
+            holders = "expert data" if is_of_experts(parameter) else "data"
+            yield SharedWeight(parameter.data, {name: parameter.data}, holders)
     if untrained:
         _warn_untrained(untrained[0], f" and {len(untrained) - 1} more" if len(untrained) > 1 else "")
 
@@ -331,35 +332,43 @@ class ConsistencyCheck(StepObserver):
         compared, self._compared = self._compared, None
         if compared is not None and compared.differs():
             pipe, _, tensor = self._topology.coordinates
-            # Ranks that hold other shards are not compared where shards differ.
-            shard = self._topology.shard.rank if compared.shards_differ() else 0
-            raise_differences(compared.describe(), self._topology.world, _WEIGHTS, _WRITTEN, (pipe, shard, tensor))
+            # Ranks that hold other shards, or other experts, are not compared where these differ.
+            shard = self._topology.shard.rank if compared.differ("replicate") else 0
+            experts = self._topology.expert.rank if compared.differ("expert data") else 0
+            part = (pipe, shard, experts, tensor)
+            raise_differences(compared.describe(), self._topology.world, _WEIGHTS, _WRITTEN, part)
 
 
 class _Comparison:
-    """Hashes of the weights on the device, and one all-reduce of two numbers; with replicas one more among them."""
+    """Hashes of the weights on the device, and one all-reduce of two numbers; with replicas one more among them, and
+    with experts one more among the ranks that have the same."""
 
     def __init__(self, weights: Iterator[SharedWeight], topology: Topology, device: torch.device) -> None:
         self._weights = list(weights)
         self._hashes = [content_hash(weight.tensor, device) for weight in self._weights]
-        of_all, of_shards = (
-            combined_hash([h for h, w in zip(self._hashes, self._weights, strict=True) if w.is_shard is shards], device)
-            for shards in (False, True)
-        )
-        extremes = torch.stack([of_all, ~of_all, torch.zeros_like(of_all)])
-        if topology.replicate is not None:
-            extremes[2] = _differ(topology.replicate, torch.stack([of_shards, ~of_shards]))
-        different = torch.stack([_differ(topology.data, extremes), extremes[2]])
+        of_all = self._hash_of("data", device)
+        extremes = torch.stack([of_all, ~of_all, *torch.zeros_like(of_all).expand(len(_PARTS))])
+        for place, holders in enumerate(_PARTS, 2):
+            comm = topology.replicate if holders == "replicate" else topology.expert_data
+            if comm is not None and comm.world_size > 1:
+                of_part = self._hash_of(holders, device)
+                extremes[place] = _differ(comm, torch.stack([of_part, ~of_part]))
+        different = torch.stack([_differ(topology.data, extremes), *extremes[2:]])
         if not topology.trivial:  # the ranks with other parts of the model must raise too
             topology.model.all_reduce_max(different, tag="consistency")
         self._different = HostRead(different)
 
+    def _hash_of(self, holders: str, device: torch.device) -> torch.Tensor:
+        pairs = zip(self._hashes, self._weights, strict=True)
+        return combined_hash([hashed for hashed, weight in pairs if weight.holders == holders], device)
+
     def differs(self) -> bool:
         return bool(self._different.get().any())
 
-    def shards_differ(self) -> bool:
-        """Return True if ranks hold different values of one shard."""
-        return bool(self._different.get()[1])
+    def differ(self, holders: str) -> bool:
+        """Return True if ranks hold different values of one shard ("replicate"), or of their experts
+        ("expert data")."""
+        return bool(self._different.get()[1 + _PARTS.index(holders)])
 
     def describe(self) -> Description:
         """Describe the weights as they are now, and as they were when they were compared.
@@ -367,15 +376,15 @@ class _Comparison:
         A step later they may be equal again, because the all-gather has overwritten the copies with the owner's values.
         """
         description = Description()
-        for weight in self._weights:
-            for name, part in weight.parts.items() if not weight.is_shard else ():
+        pairs = zip(self._weights, self._hashes, strict=True)
+        shown = [(w, hashed) for w, hashed in pairs if w.holders == "data" or self.differ(w.holders)]
+        for weight, _ in shown:
+            for name, part in weight.parts.items() if weight.holders != "replicate" else ():
                 description.items[f"parameter '{name}'"] = {"": _text(content_hash(part))}
-        for weight, compared in zip(self._weights, self._hashes, strict=True):
-            if weight.is_shard and not self.shards_differ():
-                continue
+        for weight, compared in shown:
             names = list_of([f"'{name}'" for name in islice(weight.parts, 3)])
             others = " and others" if len(weight.parts) > 3 else ""
-            what = "this rank's part" if weight.is_shard else "the content"
+            what = "this rank's part" if weight.holders == "replicate" else "the content"
             description.items[f"{what} of {names}{others}, when compared,"] = {"": _text(compared)}
         return description
 

@@ -38,8 +38,9 @@ from zerolite.engine.special_engines import (
     check_frozen,
     refuse_in_pipeline,
 )
-from zerolite.engine.step_observers import LearningRateSchedule, ProgramCollectives, Progress
+from zerolite.engine.step_observers import ExpertLoads, LearningRateSchedule, ProgramCollectives, Progress
 from zerolite.engine.trained_params import UnfrozenParams
+from zerolite.moe.experts import spread_calls
 from zerolite.monitor.monitoring import Monitoring
 from zerolite.nn.deferred_logits import LossTiling
 from zerolite.nn.heads import WeightChanges, tile_losses
@@ -153,6 +154,8 @@ def _make_engine(
     hooks += _tile(parts, is_pipe_stage=pipe_stage is not None)
     monitoring = Monitoring(parts)
     hooks += monitoring.watch_module()
+    if config.expert_parallel.log_load and (calls := spread_calls(model)):
+        observers.add(ExpertLoads(calls, parts.device, monitoring.log))
     schedule.observe()  # after the monitors, which log the learning rates of the step
     builder.fp32.attach()
     start_stage3(parts)

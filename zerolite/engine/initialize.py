@@ -235,14 +235,14 @@ def parallelize_model(
     if topology.tensor.world_size > 1:
         _shard_layers(model, config, topology, device)
     if topology.expert.world_size > 1:
-        _spread_experts(model, topology, device)
+        _spread_experts(model, topology, device, config.expert_parallel.capacity)
     forbid_partial_state_dicts(model, topology)
     if pipe_stage is not None:
         loss_fn = pipe_stage.loss_fn
     return pipe_stage if topology.pipe.world_size > 1 else None, loss_fn
 
 
-def _spread_experts(model: torch.nn.Module, topology: Topology, device: torch.device) -> None:
+def _spread_experts(model: torch.nn.Module, topology: Topology, device: torch.device, capacity: int) -> None:
     """Leave this rank its experts. Raises ConfigError on all ranks if the model has none that can be spread."""
     from zerolite.moe.experts import describe_experts, find_experts, spread_experts
 
@@ -257,7 +257,7 @@ def _spread_experts(model: torch.nn.Module, topology: Topology, device: torch.de
     check_equal_on_ranks(Description(facts), topology.data, device, different)
     if error is not None:
         raise error
-    spread_experts(found, topology, device)
+    spread_experts(found, topology, device, capacity)
 
 
 def _shard_layers(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:

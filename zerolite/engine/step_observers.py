@@ -1,12 +1,17 @@
-"""Observers of a step: the learning rate schedule, progress, and the program's own collectives."""
+"""Observers of a step: learning rate schedule, progress, loads of experts, and the program's own collectives."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from zerolite.activation_checkpointing import Attached
 from zerolite.comm.process_group import program_collectives
+from zerolite.moe.experts import SpreadCall
+from zerolite.monitor import StepLog
 from zerolite.zero.engine_parts import EngineParts, ModuleCall
 from zerolite.zero.observers import StepObserver
 from zerolite.zero.reducer import Reducer
@@ -59,6 +64,46 @@ class LearningRateSchedule(StepObserver):
     def on_updated(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
+
+
+class ExpertLoads(StepObserver):
+    """Writes how often each expert was chosen in a step, over all ranks and relative to the mean of its layer. The
+    numbers are a slice of the statistics, so they cost no collective and no wait."""
+
+    def __init__(self, calls: Mapping[str, SpreadCall], device: torch.device, log: StepLog) -> None:
+        """
+        Args:
+            calls: the calls of experts, by the name of their module.
+            log: writes on rank 0.
+        """
+        self._calls, self._log = calls, log
+        self.slice_size = sum(call.experts for call in calls.values())
+        for call in calls.values():
+            call.load = torch.zeros(call.experts, dtype=torch.int64, device=device)
+        self._chosen: list[float] = []  # of the latest statistics
+
+    @property
+    def _loads(self) -> list[torch.Tensor]:
+        return [call.load for call in self._calls.values() if call.load is not None]
+
+    def write_slice(self, numbers: torch.Tensor) -> bool:
+        numbers.copy_(torch.cat(self._loads))
+        for load in self._loads:
+            load.zero_()
+        return True
+
+    def read_slice(self, written: bool, sums: torch.Tensor) -> None:
+        if bool(sums.any()):  # clipping has collected the statistics before the step does
+            self._chosen = sums.tolist()
+
+    def on_settled(self, step: int, norm: float) -> None:
+        first, values = 0, dict[str, float]()
+        for name, call in self._calls.items():
+            of_layer = self._chosen[first : first + call.experts]
+            first += call.experts
+            mean = sum(of_layer) / call.experts or 1.0
+            values |= {f"{name}/{expert}": number / mean for expert, number in enumerate(of_layer)}
+        self._log.write(step, values, "Experts")
 
 
 class ProgramCollectives(StepObserver):

@@ -1,10 +1,10 @@
-"""Exchange of tokens between ranks that have different experts: dropless, with three all-to-alls in a forward.
+"""Exchange of tokens between ranks that have different experts: dropless, with three collectives in a forward.
 
     rank 0                              rank 1                       4 tokens, 4 experts (0 1 | 2 3), 2 of them a token
     token a -> experts 0 3              token c -> experts 0 1
     token b -> experts 2 3              token d -> experts 1 2
 
-    counts       rank 0 sends rank 1 two rows, rank 1 sends rank 0 two          the host waits for these numbers, once
+    counts       every rank learns who sends how many rows to whom               the host waits for these numbers, once
     rows         rank 0 has  a (expert 0), c (0 1), d (1)                        a token travels once to a rank, with
                  rank 1 has  a (expert 3), b (2 3), d (2)                        the weights of all its experts there
     pairs        rank 0 sorts   a0 c0 | c1 d1        and calls its experts       sorted once, by the expert
@@ -12,7 +12,8 @@
 
 The backward takes the same way with the gradients, in two all-to-alls. Every rank takes part in every one of them,
 whatever experts its tokens have, and whatever tokens its experts have: nothing that one rank alone knows decides on a
-launch. So the outputs have a graph on all ranks if they have one on any.
+launch. So the outputs have a graph on all ranks if they have one on any. All sums have one order: by the rank, and
+there by the expert.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zerolite.comm import Communicator, collective
+from zerolite.moe.copies import Copies, copy_rows, histogram, sum_copies
 from zerolite.utils.accelerator import host_values
-from zerolite.utils.dtypes import HALF
 
 TAG = "experts"
 """Tag of every collective of expert parallelism in :func:`zerolite.comm.record`."""
@@ -34,22 +36,38 @@ TAG = "experts"
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class Traffic(NamedTuple):
+    """Rows that travel in one direction.
+
+    Attributes:
+        sent: rows for each rank.
+        received: rows from each rank.
+        largest: most rows that any rank sends to one.
+    """
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    largest: int
+
+    @property
+    def back(self) -> Traffic:
+        return Traffic(self.received, self.sent, self.largest)
+
+
 class Route(NamedTuple):
     """Way of one call's tokens to the ranks of their experts.
 
     Attributes:
-        tokens: token of each row that is sent, by rank and then by token [rows].
+        traffic: rows of the way there.
+        rows: the tokens that are sent, by rank and then by token.
         experts: the token's experts in the numbers of the rank that it is sent to [rows, k], and their number there
             for experts of other ranks, int32.
-        sent: rows for each rank.
-        received: rows from each rank.
         pairs: pairs of a row and an expert that this rank has to compute.
     """
 
-    tokens: Tensor
+    traffic: Traffic
+    rows: Copies
     experts: Tensor
-    sent: Sequence[int]
-    received: Sequence[int]
     pairs: int
 
 
@@ -65,65 +83,101 @@ def over_ranks(comm: Communicator, share: int, forward: Forward, trains: bool, t
     """
     hidden, index, weights = tokens
     route = _route(comm, share, index)
-    received = _Exchange.apply(
-        comm, route.sent, route.received, 3, hidden[route.tokens], weights[route.tokens], route.experts
-    )
-    rows = _own_experts(forward, share, route.pairs, *received)
+    rows = copy_rows(hidden, route.rows), copy_rows(weights, route.rows)
+    received = _Exchange.apply(comm, route.traffic, 3, *rows, route.experts)
+    results = _own_experts(forward, route.pairs, *received)
     # These tie the results to their graphs on a rank without tokens too, whose experts have computed nothing.
     anchor = torch.zeros((), device=hidden.device, requires_grad=trains and torch.is_grad_enabled())
-    (returned,) = _Exchange.apply(comm, route.received, route.sent, 1, rows, anchor, *received[:2])
-    exact = _exact(hidden.dtype)
-    # index_add saves the places. So a checkpoint that recomputes this layer ends behind the last all-to-all on every
-    # rank, also on one that had nothing to save before.
-    output = torch.zeros(hidden.shape, dtype=exact, device=hidden.device)
-    return output.index_add(0, route.tokens, returned.to(exact)).to(hidden.dtype)
+    (returned,) = _Exchange.apply(comm, route.traffic.back, 1, results, anchor, *received[:2])
+    # The sum saves tensors. So a checkpoint that recomputes this layer ends behind the last all-to-all on every rank,
+    # also on one that had nothing to save before.
+    return sum_copies(returned, route.rows)
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALF else dtype
+@collective
+def with_capacity(comm: Communicator, share: int, capacity: int, forward: Forward, tokens: Sequence[Tensor]) -> Tensor:
+    """Compute a layer of experts as :func:`over_ranks` does, where an expert takes ``capacity`` tokens of a rank.
+
+    Every rank sends so many rows for each expert, of which some may be empty. So no rank waits for numbers. Tokens
+    beyond that, the last ones, are dropped: this expert adds nothing to them.
+    """
+    hidden, index, weights = tokens
+    size, (count, chosen) = comm.world_size, index.shape
+    taken = _within_capacity(index, share * size, capacity)
+    # Empty places have a row of zeros behind the tokens, and the weight 0.
+    copies = Copies.of(taken // max(chosen, 1), count + 1)
+    rows = copy_rows(F.pad(hidden, (0, 0, 0, 1)), copies)
+    own_weights = F.pad(weights.reshape(-1), (0, 1)).index_select(0, taken)[:, None]
+    equal = [share * capacity] * size
+    traffic = Traffic(equal, equal, share * capacity)
+    received = _Exchange.apply(comm, traffic, 2, rows, own_weights)
+    by_expert = [one.unflatten(0, (size, share, capacity)).transpose(0, 1).flatten(0, 2) for one in received]
+    experts = torch.arange(share, device=index.device).repeat_interleave(size * capacity)[:, None]
+    found = forward(by_expert[0], experts, by_expert[1]).to(hidden.dtype)
+    by_rank = found.unflatten(0, (share, size, capacity)).transpose(0, 1).flatten(0, 2)
+    (returned,) = _Exchange.apply(comm, traffic, 1, by_rank)
+    return sum_copies(returned, copies)[:count]
+
+
+def _within_capacity(index: Tensor, experts: int, capacity: int) -> Tensor:
+    """Return the pairs of a token and an expert that are taken, ``capacity`` for each expert: number in ``index``, and
+    its length for an empty place."""
+    flat = index.reshape(-1)
+    order = flat.argsort(stable=True)  # by the expert, and there by the token
+    counts, chosen = histogram(flat, experts + 1), flat[order]
+    place = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[chosen]
+    slot = torch.where((place < capacity) & (chosen < experts), chosen * capacity + place, experts * capacity)
+    return torch.full((experts * capacity + 1,), len(flat), device=flat.device).scatter_(0, slot, order)[:-1]
 
 
 @torch.no_grad()
 def _route(comm: Communicator, share: int, index: Tensor) -> Route:
-    """Find the ranks of the experts ``index`` [n, k], and tell them what comes. The host waits for the answer."""
+    """Find the ranks of the experts ``index`` [n, k], and tell all ranks what travels."""
     size, count = comm.world_size, len(index)
     owner = index // share  # ``size`` for the number behind the last expert, with which a model leaves a place empty
     goes = torch.zeros((count, size + 1), dtype=torch.bool, device=index.device).scatter_(1, owner, True)[:, :size]
-    pairs = torch.bincount(owner.reshape(-1), minlength=size + 1)[:size]
-    counts = torch.stack([goes.sum(0), pairs], 1).reshape(-1)
-    arriving = comm.all_to_all(counts, TAG).wait()
-    numbers = [int(number) for number in host_values(torch.cat([counts, arriving]))]
-    sent, received = numbers[: 2 * size : 2], numbers[2 * size :: 2]
-    by_rank = goes.t().reshape(-1).to(torch.uint8).argsort(descending=True, stable=True)[: sum(sent)]
+    traffic, pairs = _agree(comm, goes.sum(0), histogram(owner, size + 1)[:size])
+    by_rank = goes.t().reshape(-1).to(torch.uint8).argsort(descending=True, stable=True)[: sum(traffic.sent)]
     tokens, rank = by_rank % max(count, 1), by_rank // max(count, 1)
-    chosen = index[tokens]
-    here = torch.where(owner[tokens] == rank[:, None], chosen - share * rank[:, None], share)
-    return Route(tokens, here.to(torch.int32), sent, received, sum(numbers[2 * size + 1 :: 2]))
+    chosen = index[tokens] - share * rank[:, None]
+    here = torch.where((chosen >= 0) & (chosen < share), chosen, share)
+    return Route(traffic, Copies.of(tokens, count), here.to(torch.int32), pairs)
 
 
-def _own_experts(forward: Forward, share: int, pairs: int, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def _agree(comm: Communicator, rows: Tensor, pairs: Tensor) -> tuple[Traffic, int]:
+    """Tell all ranks the rows and pairs for each [ranks]. Return the traffic of this rank, and the pairs that it gets.
+
+    The host waits for these numbers.
+    """
+    rank, size = comm.rank, comm.world_size
+    table = torch.zeros((size, 2, size), dtype=torch.int64, device=rows.device)
+    table[rank, 0], table[rank, 1] = rows, pairs
+    table = comm.all_gather(table.view(-1), TAG).wait().view(size, 2, size)
+    totals = torch.stack([table[:, 0].max(), table[:, 1, rank].sum()])
+    numbers = [int(number) for number in host_values(torch.cat([table[rank, 0], table[:, 0, rank], totals]))]
+    return Traffic(numbers[:size], numbers[size : 2 * size], numbers[-2]), numbers[-1]
+
+
+def _own_experts(forward: Forward, pairs: int, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Return the weighted sum of this rank's experts for each of ``rows``."""
-    exact = _exact(rows.dtype)
-    result = torch.zeros(rows.shape, dtype=exact, device=rows.device)
     if not pairs:  # no collective is in the experts' own forward
-        return result.to(rows.dtype)
+        return torch.zeros_like(rows, requires_grad=False)
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)[:pairs]  # those of other ranks have the largest number
-    place = order // experts.shape[1]
-    found = forward(rows[place], flat[order].long()[:, None], weights.reshape(-1)[order][:, None])
-    return result.index_add(0, place, found.to(exact)).to(rows.dtype)
+    copies = Copies.of(order // experts.shape[1], len(rows))
+    own_weights = weights.reshape(-1).index_select(0, order)[:, None]
+    found = forward(copy_rows(rows, copies), flat[order].long()[:, None], own_weights)
+    return sum_copies(found, copies).to(rows.dtype)
 
 
 class _Exchange(torch.autograd.Function):
     """One all-to-all of several tensors with a row for each token. Others tie the results to their graphs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, comm: Communicator, sent: Sequence[int], received: Sequence[int], count: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, comm: Communicator, traffic: Traffic, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """count: number of tensors that travel, the first ones."""
-        ctx.comm, ctx.sent, ctx.received, ctx.others = comm, sent, received, len(tensors) - count
-        results = _exchanged(comm, sent, received, tensors[:count])
+        ctx.comm, ctx.traffic, ctx.others = comm, traffic, len(tensors) - count
+        results = _exchanged(comm, traffic, tensors[:count])
         ctx.travels = [result.is_floating_point() for result in results]
         ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
         return results
@@ -132,18 +186,16 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> object:
         travel = [gradient for gradient, travels in zip(gradients, ctx.travels, strict=True) if travels]
-        back = iter(_exchanged(ctx.comm, ctx.received, ctx.sent, travel))
+        back = iter(_exchanged(ctx.comm, ctx.traffic.back, travel))
         returned = [next(back) if travels else None for travels in ctx.travels]
-        return None, None, None, None, *returned, *[None] * ctx.others
+        return None, None, None, *returned, *[None] * ctx.others
 
 
-def _exchanged(
-    comm: Communicator, sent: Sequence[int], received: Sequence[int], tensors: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+def _exchanged(comm: Communicator, traffic: Traffic, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Send rows of several tensors [rows, columns] as one message of bytes to each rank."""
     parts = [_dense(tensor.detach()).view(torch.uint8) for tensor in tensors]
     rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    arrived = comm.all_to_all_rows(rows, sent, received, TAG).wait()
+    arrived = comm.all_to_all_rows(rows, traffic.sent, traffic.received, traffic.largest, TAG).wait()
     columns = arrived.split([part.shape[1] for part in parts], 1)
     return tuple(_dense(part).view(tensor.dtype) for part, tensor in zip(columns, tensors, strict=True))
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+
+from zerolite.moe.copies import Copies, copy_rows, histogram, sum_copies
+from zerolite.utils.accelerator import host_values
 
 
 class ExpertParallel(nn.Module):
@@ -58,16 +62,18 @@ class ExpertParallel(nn.Module):
         expert: Any = self.__dict__["_expert"].train(self.training)
         # One gradient for all experts: a view of each would be a gradient of the size of all.
         values = {name: self.get_parameter(_stacked(name)).unbind(0) for name in self._names}
-        result = torch.zeros_like(hidden_states)
-        order = top_k_index.reshape(-1).argsort(stable=True)
-        counts = torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts)[: self.num_experts].tolist()
-        for place, chosen in enumerate(order[: sum(counts)].split(counts)):
-            tokens = chosen // top_k_index.shape[1]
-            of_expert = {name: stacked[place] for name, stacked in values.items()}
-            output = torch.func.functional_call(expert, of_expert, (hidden_states[tokens],))
-            weighted = output * top_k_weights.reshape(-1)[chosen][:, None]
-            result = result.index_add(0, tokens, weighted.to(result.dtype))
-        return result
+        flat = top_k_index.reshape(-1)
+        counts = [int(number) for number in host_values(histogram(flat, self.num_experts + 1))]
+        chosen = flat.argsort(stable=True)[: sum(counts[:-1])]  # the last number is of places that are left empty
+        copies = Copies.of(chosen // top_k_index.shape[1], len(hidden_states))
+        outputs = []
+        for place, rows in enumerate(copy_rows(hidden_states, copies).split(counts[:-1])):
+            if len(rows) or not place:  # one of them is called at least: the result has its graph
+                outputs.append(
+                    functional_call(expert, {name: stacked[place] for name, stacked in values.items()}, (rows,))
+                )
+        weights = top_k_weights.reshape(-1).index_select(0, chosen)[:, None]
+        return sum_copies(torch.cat(outputs) * weights, copies).to(hidden_states.dtype)
 
 
 def _stacked(name: str) -> str:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from zerolite.comm import Communicator, Topology, collective
 from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.config import ConfigError
-from zerolite.moe.dispatch import over_ranks
+from zerolite.moe.copies import histogram
+from zerolite.moe.dispatch import over_ranks, with_capacity
 from zerolite.tensor_parallel.shard_spec import ShardSpec, set_shard_spec, shard_parameter, shard_spec_of
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
 
@@ -27,12 +28,13 @@ _KEY = "expert_parallel.size"
 
 
 @collective
-def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: torch.device) -> None:
+def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: torch.device, capacity: int) -> None:
     """Leave each rank of ``topology.expert`` its part of the experts, with rank 0's values, and let their modules
     exchange tokens.
 
     Args:
         found: result of :func:`find_experts`.
+        capacity: most tokens of a rank that an expert takes in a forward; 0 for all.
     """
     comm = topology.expert
     for ranks in (comm, topology.expert_data):
@@ -46,7 +48,13 @@ def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: t
             synchronize_tensors([parameter.data], topology.data, device, "initial_sync")
             shard_parameter(parameter, ShardSpec.of_experts(parameter.shape, comm.rank, comm.world_size))
         vars(module)["num_experts"] = _number(module) // comm.world_size
-        vars(module)["forward"] = SpreadCall(module, comm)
+        vars(module)["forward"] = SpreadCall(module, comm, capacity)
+
+
+def spread_calls(model: nn.Module) -> dict[str, SpreadCall]:
+    """Return the calls of the experts that this rank has a part of, by the name of their module."""
+    calls = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    return {name: call for name, call in calls.items() if isinstance(call, SpreadCall)}
 
 
 def describe_experts(found: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
@@ -68,7 +76,7 @@ def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if _is_experts(module):
             found[name] = module
-        elif _resembles_experts(name, module):
+        elif _resembles_experts(name, module) and not any(map(_is_experts, module.modules())):
             unknown.append(f"'{name}' ({type(module).__name__})")
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
@@ -121,12 +129,15 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _resembles_experts(name: str, module: nn.Module) -> bool:
-    """Return True for a module that seems to have experts: stacked weights, or a list of modules of that name."""
-    if isinstance(module, nn.ModuleList):
-        leaf = name.rpartition(".")[2]
-        return leaf.endswith("experts") and "shared" not in leaf and sum(1 for _ in module.parameters()) > 1
+    """Return True for a module that seems to have experts that are not shared: weights of all of them, or a list of
+    modules of that name."""
+    leaf, kind = name.rpartition(".")[2], type(module).__name__
+    if "shared" in leaf or "Shared" in kind:
+        return False
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    return "Expert" in type(module).__name__ and any(len(unpartitioned_shape(p)) > 2 for p in own)
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and leaf.endswith("experts")
+    is_stacked = "Expert" in kind and any(len(unpartitioned_shape(p)) > 2 for p in own)
+    return is_stacked or ((is_list or kind.endswith("Experts")) and any(True for _ in _parameters_below(module)))
 
 
 def _parameters_below(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -140,11 +151,19 @@ def _takes_routes(module: nn.Module) -> bool:
 
 
 class SpreadCall:
-    """Forward of a module of experts, of which this rank has a part."""
+    """Forward of a module of experts, of which this rank has a part.
 
-    def __init__(self, module: nn.Module, comm: Communicator) -> None:
-        self._module, self._comm = module, comm
+    Attributes:
+        experts: number of the layer's experts.
+        load: how often this rank's tokens have chosen each of them in training, on their device; None if nobody counts.
+    """
+
+    load: Tensor | None = None
+
+    def __init__(self, module: nn.Module, comm: Communicator, capacity: int) -> None:
+        self._module, self._comm, self._capacity = module, comm, capacity
         self._signature = inspect.signature(type(module).forward)
+        self.experts = _number(module) * comm.world_size
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,12 +175,16 @@ class SpreadCall:
                 f"{list(hidden.shape)}, {list(index.shape)} and {list(weights.shape)}; use "
                 "zerolite.moe.ExpertParallel in its place"
             )
-        trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if self.load is not None and module.training:
+            self.load += histogram(index, self.experts + 1)[:-1]
 
         def forward(rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
             result: Tensor = type(module).forward(module, rows, experts, weights)
             return result
 
+        if self._capacity:
+            return with_capacity(comm, _number(module), self._capacity, forward, (hidden, index, weights))
+        trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         return over_ranks(comm, _number(module), forward, trains, (hidden, index, weights))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadCall:
@@ -171,4 +194,4 @@ class SpreadCall:
             spec = shard_spec_of(parameter)
             if spec is not None and id(parameter) in memo:
                 set_shard_spec(memo[id(parameter)], spec)
-        return SpreadCall(copied, self._comm)
+        return SpreadCall(copied, self._comm, self._capacity)

@@ -14,7 +14,8 @@ from tests.toolkit import experts
 from tests.toolkit.experts import CHOSEN, EXPERTS, WIDTH
 from tests.toolkit.ranks import on_ranks
 from zerolite.comm import create_communicator, record
-from zerolite.moe.dispatch import TAG, over_ranks
+from zerolite.moe.copies import Copies, copy_rows, sum_copies
+from zerolite.moe.dispatch import TAG, over_ranks, with_capacity
 from zerolite.moe.expert_parallel import ExpertParallel
 
 
@@ -80,7 +81,7 @@ def test_values_and_gradients_are_those_of_one_rank(how: str) -> None:
 @on_ranks(4, timeout=60)
 @pytest.mark.parametrize("how", HOW)
 def test_every_rank_launches_the_same(how: str) -> None:
-    """Three all-to-alls in a forward and two in its backward, whatever a rank's tokens are, also where a checkpoint
+    """Three collectives in a forward and two in its backward, whatever a rank's tokens are, also where a checkpoint
     computes the layer again, and where only experts require gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     hidden, index, weights = tokens_of(rank, how)
@@ -93,8 +94,63 @@ def test_every_rank_launches_the_same(how: str) -> None:
         call(hidden, index, weights).sum().backward()
     with record() as in_evaluation, torch.no_grad():
         call(hidden, index, weights)
-    counts = [one.count("all_to_all", TAG) for one in (plain, repeated, of_experts, in_evaluation)]
-    assert counts == [5, 8, 4, 3]
+    runs = (plain, repeated, of_experts, in_evaluation)
+    counts = [(one.count("all_gather", TAG), one.count("all_to_all", TAG)) for one in runs]
+    assert counts == [(1, 4), (2, 6), (1, 3), (1, 2)]
+
+
+def test_copies_are_summed_in_their_order() -> None:
+    """A sum of fp32 values depends on its order. Copies that are stored in another order have the same sums."""
+    generator = torch.Generator().manual_seed(0)
+    source, rows = torch.randint(50, (400,), generator=generator), 53  # three rows have no copies
+    values = torch.randn(400, 7, generator=generator) * 10.0 ** torch.randint(-4, 5, (400, 1), generator=generator)
+    copies = Copies.of(source, rows)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        tensor = values.to(dtype, copy=True).requires_grad_()
+        exact = torch.float32 if dtype == torch.bfloat16 else dtype
+        wanted = [torch.zeros(7, dtype=exact) for _ in range(rows)]
+        for row, value in zip(source.tolist(), tensor.detach().to(exact), strict=True):
+            wanted[row] = wanted[row] + value
+        assert torch.equal(sum_copies(tensor, copies), torch.stack(wanted).to(dtype))
+        moved = torch.randperm(400, generator=generator)  # arrived in another order
+        place = moved.argsort()
+        arrived = Copies(source[moved], place[copies.by_row], copies.starts)
+        assert torch.equal(sum_copies(tensor[moved], arrived), torch.stack(wanted).to(dtype))
+    factors = torch.randn(rows, 7, dtype=torch.float64, generator=generator)
+    copied, tensor = factors.clone().requires_grad_(), values.double().requires_grad_()
+    (copy_rows(copied, copies) * tensor).sum().backward()
+    torch.testing.assert_close(copied.grad, sum_copies(tensor, copies), rtol=0, atol=1e-12)
+    torch.testing.assert_close(tensor.grad, copied[source], rtol=0, atol=0)
+
+
+@on_ranks(2, 4, timeout=60)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("capacity", [1, 3, 100])
+def test_a_capacity_drops_the_last_tokens(how: str, capacity: int) -> None:
+    """Values and gradients are those of one rank whose tokens beyond the capacity leave that place empty."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole, part = layer(), layer()
+    share, comm = EXPERTS // size, create_communicator(torch.device("cpu"))
+    spread(part, rank, size)
+    with record() as recorder:
+        found = run(
+            lambda h, i, w: with_capacity(comm, share, capacity, part.forward, (h, i, w)), *tokens_of(rank, how)
+        )
+    assert {call.tag: call.op for call in recorder.calls} == {TAG: "all_to_all"}
+    assert recorder.count("all_to_all", TAG) == 4
+    wanted = []
+    for other in range(size):
+        hidden, index, weights = tokens_of(other, how)
+        taken = [0] * EXPERTS
+        for token, place in ((t, p) for t in range(len(index)) for p in range(index.shape[1])):
+            if (expert := int(index[token, place])) < EXPERTS:
+                taken[expert] += 1
+                index[token, place] = expert if taken[expert] <= capacity else EXPERTS
+        wanted.append(run(whole, hidden, index, weights))
+    torch.testing.assert_close(found, wanted[rank], rtol=0, atol=1e-12)
+    for one, other_one in zip(part.parameters(), whole.parameters(), strict=True):
+        gradient = other_one.grad[rank * share : (rank + 1) * share]  # type: ignore[index]
+        torch.testing.assert_close(one.grad, gradient, rtol=0, atol=1e-12)
 
 
 @on_ranks(4, timeout=60)
@@ -110,6 +166,6 @@ def test_bytes_are_those_of_the_formula() -> None:
     with record() as recorder:
         run(spread(layer(), rank, size), hidden, index, weights)
     counts, forth, back, back_again, gradients = (call.nbytes for call in recorder.calls if call.tag == TAG)
-    assert counts == 2 * 8 * size
+    assert counts == 2 * 8 * size**2
     assert (forth, back) == (sent * (8 * WIDTH + CHOSEN * (8 + 4)), came * 8 * WIDTH)
     assert (back_again, gradients) == (sent * 8 * WIDTH, came * (8 * WIDTH + CHOSEN * 8))

@@ -18,6 +18,7 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.sequences import needs_transformers
 from zerolite.config import ConfigError
 from zerolite.moe import ExpertParallel
+from zerolite.moe.experts import find_experts
 
 
 @pytest.mark.fast("2-2", "3 moving-4")
@@ -150,6 +151,21 @@ def test_frozen_experts_are_trained_later(stage: str) -> None:
     torch.testing.assert_close(experts.parameters_of(engine), experts.own_part(engine, wanted), rtol=0, atol=EXACT)
 
 
+@on_ranks(4, timeout=60)
+@pytest.mark.parametrize("stage", ["0", "2"])
+def test_experts_are_compared_between_ranks_that_have_the_same(stage: str) -> None:
+    engine = experts.make("Mixture", 2, stage, consistency_check_interval=1)
+    batch = experts.batch_of(dist.get_rank(), 4)
+    if dist.get_rank() == 3:
+        engine.module.blocks[1].experts.up_bias.data[0, 0] += 1
+    message = r"different weights.*(?s:.)*'blocks.1.experts.up_bias' is .* on rank 1, but .* on rank 3"
+    with pytest.raises(RuntimeError, match=message) as raised:
+        for _ in range(2):
+            engine.backward(engine(**batch))
+            engine.step()
+    assert "rank 0" not in str(raised.value) and "'head" not in str(raised.value)
+
+
 @on_ranks(2, timeout=60)
 def test_models_built_in_zero_init_and_ranks_with_other_values() -> None:
     torch.manual_seed(dist.get_rank())
@@ -251,6 +267,30 @@ def test_refusals_change_nothing(case: int) -> None:
     with pytest.raises(ConfigError, match=message):
         zerolite.initialize(model, config)
     assert {name: p.shape for name, p in model.named_parameters()} == before
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("llama4_text", r"'model.layers.0.feed_forward.experts' \(Llama4TextExperts\) and 1 more"),
+        ("jetmoe", r"'model.layers.0.mlp.input_linear' \(JetMoeParallelExperts\)"),
+        ("longcat_flash", r"'model.layers.0.mlp.experts' \(LongcatFlashExperts\)"),
+    ],
+)
+def test_families_with_other_calls_are_refused_by_name(family: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_experts(experts.family(family), 2)
+
+
+def test_dictionaries_of_experts_are_refused_by_name() -> None:
+    class Experts(nn.ModuleDict):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = nn.Sequential(Experts({"expert_0": nn.Linear(4, 4), "expert_1": nn.Linear(4, 4)}))
+    with pytest.raises(ConfigError, match=r"'0' \(Experts\); use zerolite.moe.ExpertParallel"):
+        find_experts(model, 2)
 
 
 @on_ranks(2, timeout=60)

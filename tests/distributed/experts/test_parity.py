@@ -38,13 +38,10 @@ def test_experts_over_all_ranks_match_one_process(stage: str) -> None:
     assert_like_one_process("Mixture", 4, stage, EXACT, double=True, accumulation=2, clip=0.3)
 
 
-FAMILIES = ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "deepseek_v2", "gpt_oss", "glm4_moe"]
-
-
 @needs_transformers
 @pytest.mark.fast("mixtral-2")
 @on_ranks(2, 4, timeout=120)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", list(experts.FAMILIES))
 def test_families_of_hugging_face_match_one_process(name: str) -> None:
     for stage in ("2", "3 moving"):
         assert_like_one_process(name, 2, stage, ROUNDED)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 import zerolite
 from tests.toolkit import experts
+from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
 from zerolite.moe import ExpertParallel
 
@@ -19,6 +25,31 @@ def test_generation_and_external_parameters_are_refused() -> None:
     first, second = engine.module.blocks
     with pytest.raises(ValueError, match=r"got 'blocks.1.experts.up_weight' of experts"):
         zerolite.zero.register_external_parameter(first, second.experts.up_weight)
+
+
+@on_ranks(2, timeout=60)
+def test_a_monitor_has_the_load_of_each_expert(tmp_path: Path) -> None:
+    """Loads are relative to the mean of a layer, over both ranks and both micro-batches, and a clipped step has one."""
+    how: dict[str, Any] = {"accumulation": 2, "clip": 0.1, "expert_parallel": {"size": 2, "log_load": True}}
+    how["jsonl_monitor"] = {"enabled": True, "output_path": str(tmp_path)}
+    config = at("2", optimizer=("SGD", {"lr": 0.1}), **how)
+    engine = zerolite.initialize(experts.build("Mixture", False, favourite=3), config)
+    for step in range(4):
+        engine.backward(engine(**experts.batch_of(step, 4)))
+        engine.step()
+    with torch.no_grad():
+        engine.eval()(**experts.batch_of(9, 4))
+    engine.monitor.close()
+    if engine.data_parallel_rank == 0:
+        (path,) = tmp_path.rglob("events.jsonl")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        loads = [{name: v for name, v in line.items() if name.startswith("Train/Experts/")} for line in lines]
+        wanted = {
+            f"Train/Experts/blocks.{block}.experts/{expert}": experts.EXPERTS * float(expert == 3)
+            for block in range(2)
+            for expert in range(experts.EXPERTS)
+        }
+        assert [load for load in loads if load] == [wanted, wanted]
 
 
 def test_frozen_members_stay_frozen() -> None:
