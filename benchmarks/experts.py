@@ -31,7 +31,7 @@ from benchmarks import harness, options
 from benchmarks.engines import DEEPSPEED_KEYS, SMALL_BUCKET, adamw_entry, json_config
 from benchmarks.ranks import StepClock, mean_over_ranks
 from benchmarks.report import Row, columns_in_use, disagreement, make_rows, ratio, render_table
-from benchmarks.setting import Competitor, Setting, by_name, optimizer_for
+from benchmarks.setting import Competitor, Setting, by_name
 from benchmarks.workers import Workers
 
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
@@ -66,7 +66,8 @@ def build_model(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "qwen3_moe", vocab_size=VOCABULARY, hidden_size=args.width, intermediate_size=args.hidden,
-        head_dim=args.width // HEADS, moe_intermediate_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=HEADS,
+        head_dim=args.width // HEADS, moe_intermediate_size=args.hidden, num_hidden_layers=args.layers,
+        num_attention_heads=HEADS,
         num_key_value_heads=HEADS, num_experts=args.experts, num_experts_per_tok=args.chosen, norm_topk_prob=True,
         max_position_embeddings=args.tokens, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
@@ -94,7 +95,10 @@ def build_deepspeed(model: nn.Module, setting: Setting, stage: int, size: int = 
     if size > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": size, "preset_model": "qwen3_moe"}
         _let_deepspeed_read_recorders()
-    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer_for(model, fused=True))
+    # From the config, and not a torch.optim.AdamW: DeepSpeed then puts the experts into a group of their own.
+    config["optimizer"] = adamw_entry(fused=True)
+    config["optimizer"]["params"]["torch_adam"] = True
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
     return engine
 
 
