@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Copies(NamedTuple):
-    """Where copies of rows come from.
+    """Copies of rows: the row of each, and the copies of each row.
 
     Attributes:
         source: row of each copy [copies].
@@ -37,7 +37,8 @@ class Copies(NamedTuple):
 
 
 def histogram(values: Tensor, size: int) -> Tensor:
-    """Return how often each number below ``size`` is in ``values``. On CUDA ``torch.bincount`` makes the host wait."""
+    """Return the number of places of each number below ``size`` in ``values``."""
+    # torch.bincount makes the host wait for CUDA, twice.
     flat = values.reshape(-1)
     return torch.zeros(size, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
