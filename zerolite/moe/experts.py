@@ -155,7 +155,7 @@ class SpreadCall:
 
     Attributes:
         experts: number of the layer's experts.
-        load: how often this rank's tokens have chosen each of them in training, on their device; None if nobody counts.
+        load: number of this rank's choices of each of them in training, on their device; None if they are not counted.
     """
 
     load: Tensor | None = None
