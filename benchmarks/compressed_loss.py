@@ -1,6 +1,8 @@
-"""The loss of examples/gpt with compressed traffic between sets of ranks, beside the same training without.
+"""The loss of examples/gpt with compressed traffic between sets of ranks, or with optimizer states of 8 bits, beside
+the same training without.
 
     python benchmarks/compressed_loss.py                                 # width 128, 8 seeds, all three keys
+    python benchmarks/compressed_loss.py --settings plain,states         # AdamW8bit in place of AdamW
     python benchmarks/compressed_loss.py --width 256 --settings plain,weights,gradients,loco,all
 
 Every run is `examples/gpt/train.py` on 4 ranks, two sets of two (`zero_hpz_partition_size`), with a learning rate that
@@ -44,6 +46,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "gradients": (4, {**SETS, **GRADIENTS}),
     "loco": (4, {**SETS, **GRADIENTS, **LOCO}),
     "all": (4, {**SETS, **WEIGHTS, **GRADIENTS, **LOCO}),
+    "states": (4, SETS),
 }
 
 
@@ -52,6 +55,8 @@ def config_of(setting: str, steps: int) -> dict[str, Any]:
     ranks, zero = SETTINGS[setting]
     config = json.loads((ROOT / "examples/gpt/configs/zero3.json").read_text(encoding="utf-8"))
     config["scheduler"]["params"] |= {"total_num_steps": steps, "cos_min_ratio": 0.0}
+    if setting == "states":
+        config["optimizer"]["type"] = "AdamW8bit"
     return {**config, "train_micro_batch_size_per_gpu": CROPS // ranks, "zero_optimization": zero}
 
 

@@ -1,74 +1,80 @@
-"""Weights for an inference engine at stage 3, beside a plain all-gather of the same bytes on the same transport; and
-generation inside `gathered_for_generation`, beside the same model in plain PyTorch.
+"""What post-training adds to training, at stage 3: full weights for an inference engine, generation by the model
+itself, and a step; zerolite beside DeepSpeed, and beside plain all-gathers and plain PyTorch.
 
     python benchmarks/post_training.py
-    python benchmarks/post_training.py --generate
     python benchmarks/post_training.py --ranks 4 --width 1024 --layers 16 --rounds 9 --lora
 
-The ways take turns, and each ratio is the median over rounds of a way's time over the plain gather's in the same round.
-"by parameter" is what programs for DeepSpeed do: `GatheredParameters` around each parameter.
+Both train the same Llama of transformers in bf16 with AdamW, in processes of their own that take turns; within a turn
+the ways take turns. A ratio is the median over rounds. "by parameter" is `GatheredParameters` around each parameter,
+as TRL and OpenRLHF write it. DeepSpeed generates as TRL lets it: all parameters gathered, its hooks removed.
+Processor seconds are rank 0's, and depend less on other work of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
-import importlib.util
+import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.multiprocessing as mp
-from torch import Tensor, nn
 
-import zerolite
-from benchmarks.options import positive
-from benchmarks.ranks import join_group, together
-from benchmarks.setting import Setting
+from benchmarks import harness, options
+from benchmarks.harness import Contest
+from benchmarks.ranks import together
+from benchmarks.setting import Competitor, Setting, by_name
+from benchmarks.workers import Workers
 
 MIB = 2**20
+GATHER, SAME, STREAM, BY_PARAMETER = (
+    *("plain gather", "plain gather, all into the same memory"),
+    *("stream_full_weights", "GatheredParameters around each parameter"),
+)
+PLAIN, GENERATE, STEP = "plain PyTorch", "generation", "step"
+Ways = dict[str, Callable[[], object]]
+Turn = dict[str, tuple[float, float]]  # seconds and processor seconds by way
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.down(torch.relu(self.up(self.norm(x))))
-        return x + hidden
+# -------------------------------------------------------------------- the ways
 
 
-def make_engine(args: argparse.Namespace) -> Any:
-    model: Any = nn.Sequential(*(Block(args.width) for _ in range(args.layers)))
+def make_model(args: argparse.Namespace) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": args.width, "intermediate_size": 4 * args.width, "num_hidden_layers": args.layers}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=8000, num_attention_heads=8, num_key_value_heads=8, **sizes))
     if args.lora:
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=["up", "down"]))
-    config = {
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
+    return model
+
+
+def config() -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
-    return zerolite.initialize(model, config)
 
 
-def plain_gather(engine: Any, bucket_bytes: int, reuse: bool) -> Callable[[], None]:
+def plain_gather(comm: Any, nbytes: int, bucket_bytes: int, reuse: bool) -> Callable[[], None]:
     """Return a function that gathers as many bytes as the model has, and no more.
 
     reuse: all buckets go into the same memory, otherwise each into new memory, as an inference
     engine needs it.
     """
-    comm = engine.topology.data
-    nbytes = sum(p.ds_numel * p.element_size() for p in engine.module.parameters())
     numel = -(-min(bucket_bytes, nbytes) // comm.world_size)
     shard, same = torch.empty(numel, dtype=torch.uint8), torch.empty(numel * comm.world_size, dtype=torch.uint8)
 
@@ -80,107 +86,154 @@ def plain_gather(engine: Any, bucket_bytes: int, reuse: bool) -> Callable[[], No
     return gather
 
 
-def stream(engine: Any, bucket_bytes: int) -> None:
-    for bucket in zerolite.stream_full_weights(engine, bucket_bytes=bucket_bytes):
-        for _, _tensor in bucket:
+def generate(model: Any) -> None:
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        model.generate(torch.arange(1, 17)[None], **options)
+
+
+def step(engine: Any) -> None:
+    tokens = torch.arange(128)[None]
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
+def by_parameter(parameters: Any, gathered: Callable[..., Any]) -> None:
+    for parameter in parameters:
+        with gathered([parameter]):
             pass
 
 
-def by_parameter(engine: Any) -> None:
-    for parameter in engine.module.parameters():
-        with zerolite.zero.GatheredParameters(parameter, check=False):
-            pass
+def zerolite_ways(args: argparse.Namespace) -> Ways:
+    import zerolite
 
+    model = make_model(args)
+    plain = copy.deepcopy(model).to(torch.bfloat16)
+    engine: Any = zerolite.initialize(model, config())
+    bucket_bytes, nbytes = args.bucket * MIB, sum(p.numel() * p.element_size() for p in plain.parameters())
 
-def generate(args: argparse.Namespace) -> None:
-    """Compare tokens per second, on all ranks at once."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": args.width, "intermediate_size": 4 * args.width, "num_hidden_layers": args.layers}
-    config = LlamaConfig(vocab_size=8000, num_attention_heads=8, num_key_value_heads=8, **sizes)
-    plain: Any = LlamaForCausalLM(config).eval()
-    options = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    prompt = torch.arange(1, 17)[None]
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3},
-    }
-    engine = zerolite.initialize(copy.deepcopy(plain), settings)
+    def stream() -> None:
+        for bucket in zerolite.stream_full_weights(engine, bucket_bytes=bucket_bytes):
+            for _, _tensor in bucket:
+                pass
 
     def gathered() -> None:
-        with zerolite.gathered_for_generation(engine) as model:
-            model.generate(prompt, **options)  # type: ignore[operator]
+        with zerolite.gathered_for_generation(engine) as whole:
+            generate(whole)
 
-    ways: dict[str, Callable[[], object]] = {
-        "plain PyTorch": lambda: plain.generate(prompt, **options),
-        "gathered_for_generation": gathered,
+    return {
+        GATHER: plain_gather(engine.topology.data, nbytes, bucket_bytes, reuse=False),
+        SAME: plain_gather(engine.topology.data, nbytes, bucket_bytes, reuse=True),
+        STREAM: stream,
+        BY_PARAMETER: lambda: by_parameter(
+            engine.module.parameters(), lambda given: zerolite.zero.GatheredParameters(given, check=False)
+        ),
+        PLAIN: lambda: generate(plain),
+        GENERATE: gathered,
+        STEP: lambda: step(engine),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(args.rounds + 1):
-        for name, way in ways.items():
-            taken = together(way)
-            if turn:
-                seconds[name].append(taken)
-    if engine.rank == 0:
-        count = sum(p.numel() for p in plain.parameters())
-        print(f"{args.ranks} ranks, {count / 1e6:.0f} M parameters in fp32, 32 tokens, {args.rounds} rounds")
-        print("| | tokens/s of a rank | of plain PyTorch |\n|---|---|---|")
-        for name, taken_by in seconds.items():
-            ratio = statistics.median(b / a for a, b in zip(taken_by, seconds["plain PyTorch"], strict=True))
-            print(f"| {name} | {32 / statistics.median(taken_by):.1f} | {ratio:.2f} |")
-    zerolite.destroy()
 
 
-def serve(rank: int, args: argparse.Namespace, store: str) -> None:
-    join_group(rank, Setting(world_size=args.ranks, device="cpu"), store)
-    torch.manual_seed(0)
-    if args.generate:
-        return generate(args)
-    engine = make_engine(args)
-    bucket_bytes = args.bucket * MIB
-    ways: dict[str, Callable[[], object]] = {
-        "plain gather": plain_gather(engine, bucket_bytes, reuse=False),
-        "plain gather, same memory": plain_gather(engine, bucket_bytes, reuse=True),
-        "stream_full_weights": lambda: stream(engine, bucket_bytes),
-        "by parameter": lambda: by_parameter(engine),
-        "full_state_dict": lambda: engine.full_state_dict(rank0_only=True),
+def deepspeed_ways(args: argparse.Namespace) -> Ways:
+    import deepspeed  # type: ignore[import-not-found]
+
+    model = make_model(args)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, config=config(), model_parameters=trained)
+
+    def gathered() -> None:
+        with deepspeed.zero.GatheredParameters(model.parameters()), _without_hooks(engine):
+            generate(model)
+
+    return {
+        BY_PARAMETER: lambda: by_parameter(engine.module.parameters(), deepspeed.zero.GatheredParameters),
+        GENERATE: gathered,
+        STEP: lambda: step(engine),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    processor: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(args.rounds + 1):
-        for name, way in ways.items():
+
+
+@contextlib.contextmanager
+def _without_hooks(engine: Any) -> Iterator[None]:
+    """Take DeepSpeed's hooks off the modules."""
+    from trl.models.utils import add_hooks, remove_hooks  # type: ignore[import-not-found]
+
+    remove_hooks(engine)
+    try:
+        yield
+    finally:
+        add_hooks(engine)
+
+
+COMPETITORS = by_name([Competitor("zerolite", zerolite_ways), Competitor("deepspeed", deepspeed_ways, "deepspeed")])
+
+
+# -------------------------------------------------------------------- the turns
+
+
+def serve(pipe: Connection, rank: int, setting: Setting, name: str, args: argparse.Namespace) -> None:
+    """Answer each number with a turn, in the processes of one competitor."""
+    ways = COMPETITORS[name].build(args)
+
+    def turn() -> Turn:
+        taken: Turn = {}
+        for way, action in ways.items():
             begin = time.process_time()
-            taken = together(way)
-            if turn:  # the first one makes memory
-                seconds[name].append(taken)
-                processor[name].append(time.process_time() - begin)
-    if rank == 0:
-        count = sum(p.ds_numel for p in engine.module.parameters())
-        print(
-            f"{args.ranks} ranks, {count / 1e6:.0f} M parameters in bf16, {args.bucket} MiB a bucket"
-            f"{', LoRA merged' if args.lora else ''}; medians of {args.rounds} rounds"
-        )
-        print("| | seconds | over the plain gather | processor seconds of a rank |\n|---|---|---|---|")
-        for name, taken_by in seconds.items():
-            ratio = statistics.median(a / b for a, b in zip(taken_by, seconds["plain gather"], strict=True))
-            of_processor = statistics.median(processor[name])
-            print(f"| {name} | {statistics.median(taken_by):.3f} | {ratio:.2f} | {of_processor:.3f} |")
-        if importlib.util.find_spec("deepspeed") is None:
-            print("DeepSpeed is not installed here, so it is not measured.")
-    zerolite.destroy()
+            seconds = together(action)
+            taken[way] = seconds, time.process_time() - begin
+        return taken
+
+    turn()  # makes memory
+    pipe.send(None)
+    while pipe.recv():
+        pipe.send(turn())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("ranks", 2), ("width", 768), ("layers", 12), ("bucket", 32), ("rounds", 7)):
-        parser.add_argument(f"--{name}", type=positive, default=default, help="(default: %(default)s)")
-    parser.add_argument("--generate", action="store_true", help="measure generation; needs transformers")
+class PostTraining(Contest):
+    def make(self, name: str, store: Path) -> Workers:
+        return Workers(serve, Setting(world_size=self.args.ranks), (name, self.args), store)
+
+
+def table(rounds: dict[str, list[Turn]]) -> list[str]:
+    """Return the lines of a table: seconds, processor seconds, and both over the line that each is compared with."""
+    of: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for name, turns in rounds.items():
+        for taken in turns:
+            for way, figures in taken.items():
+                of.setdefault((name, way), []).append(figures)
+    ours = "zerolite"
+    lines = ["| | seconds | processor seconds | compared with | ratio of seconds | of processor seconds |"]
+    lines.append("|---|---:|---:|---|---:|---:|")
+    for (name, way), measured in of.items():
+        base = {STREAM: (ours, GATHER), SAME: (ours, GATHER), GENERATE: (ours, PLAIN)}.get(way, (ours, way))
+        if way == BY_PARAMETER:
+            base = ours, STREAM
+        seconds, processor = (statistics.median(column) for column in zip(*measured, strict=True))
+        ratios = [""] * 3
+        if base in of and base != (name, way):
+            pairs = list(zip(measured, of[base], strict=False))
+            columns = [statistics.median(one[i] / other[i] for one, other in pairs) for i in (0, 1)]
+            ratios = [base[1] if base[1] != way else f"{ours}'s", *(f"{ratio:.2f}" for ratio in columns)]
+        lines.append(f"| {name}: {way} | {seconds:.3f} | {processor:.3f} | {' | '.join(ratios)} |")
+    return lines
+
+
+def main() -> int:
+    parser = options.make_parser(__doc__)
+    for option, default in (("ranks", 2), ("width", 512), ("layers", 8), ("bucket", 32), ("rounds", 7)):
+        parser.add_argument(f"--{option}", type=options.positive, default=default, help="(default: %(default)s)")
+    options.add_choice(parser, "--competitors", COMPETITORS, default=tuple(COMPETITORS))
     parser.add_argument("--lora", action="store_true", help="put adapters around all linear layers, and merge them")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(serve, args=(args, f"{folder}/store"), nprocs=args.ranks)
+    args.steps = 1
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with PostTraining(args, COMPETITORS) as contest:
+        contest.run()
+    about = f"{args.ranks} ranks, width {args.width}, {args.layers} layers, bf16, {args.bucket} MiB a bucket"
+    about += f"{', LoRA merged' if args.lora else ''}, medians of {args.rounds} rounds, {harness.machine()}"
+    notes = [f"{name}: {reason}" for name, reason in contest.absent.items()]
+    harness.publish(args, about, [*table(contest.rounds), *notes], rounds=contest.rounds)
+    return 1 if contest.failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

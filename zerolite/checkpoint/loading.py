@@ -254,6 +254,7 @@ class Loader:
         def fetch() -> None:
             try:
                 reader.load(shards)
+                self._parts.optimizer.method.end_load()
                 # Without optimizer states, these keep their values, and so the checksums of them.
                 written = [shard.tensor() for shard in shards] if plan.kinds is None else None
                 self._parts.buffer.placements.drop_reads(written)
@@ -377,7 +378,7 @@ def _schedule(state: SavedState, scheduler: object) -> dict[str, Any] | None:
 
 def _family(optimizer: str) -> str:
     """Return a name that is the same for optimizers with the same states."""
-    return "Adam" if optimizer in ("Adam", "AdamW") else optimizer
+    return "Adam" if optimizer in ("Adam", "AdamW", "AdamW8bit") else optimizer
 
 
 def _update_group(group: dict[str, Any], values: Mapping[str, object]) -> None:

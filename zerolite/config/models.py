@@ -59,7 +59,7 @@ class OptimizerConfig(Block):
     """Optimizer that `initialize` builds if none is passed to it; null for a model that is only evaluated."""
 
     type: Text
-    """Adam, AdamW, SGD, Adagrad, Lion, or the name of any class of torch.optim."""
+    """Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, or the name of any class of torch.optim."""
     params: Arguments = FrozenDict()
     """Arguments of its constructor (`lr`, `betas`, ...). `"auto"` leaves an argument at its default."""
 

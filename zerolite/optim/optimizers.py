@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zerolite.config.errors import ConfigError
 from zerolite.ops.lion import Lion
+from zerolite.optim.adamw8bit import AdamW8bit
 from zerolite.optim.keyword_params import check_keyword_params, nearest
 from zerolite.optim.muon import MuonWithAdamW
 from zerolite.optim.update_rules import ONLY_HERE, unsupported
@@ -103,7 +104,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, object] | None = None
     """Find the class and the constructor's arguments for `{"optimizer": {"type": type_name, "params": params}}`.
 
     Args:
-        type_name: "Lion" or any class of torch.optim, in upper or lower case.
+        type_name: "AdamW8bit", "Lion" or any class of torch.optim, in upper or lower case.
         params: the constructor's parameters.
 
     These differ from torch:
@@ -111,6 +112,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, object] | None = None
     - "Adam" means decoupled weight decay (torch's AdamW) with a default of 0.0, as in DeepSpeed; `"adam_w_mode":
       false` makes it torch's Adam, which adds the decay to the gradient.
     - "AdamW" is torch's AdamW with torch's weight decay of 0.01 (DeepSpeed: 0.01 with `torch_adam`, else 0.0).
+    - "AdamW8bit" is `zerolite.optim.adamw8bit.AdamW8bit`, "Adam8bit" the same with Adam's weight decay of 0.0.
     - "Lion" has DeepSpeed's defaults lr = 1e-3, betas = (0.9, 0.999) (the paper and `zerolite.ops.Lion`: 1e-4, (0.9,
       0.99)).
     - "Muon" is `zerolite.optim.muon.MuonWithAdamW`: Muon for the matrices of hidden layers, AdamW for everything else.
@@ -211,7 +213,7 @@ def check_usable(optimizer: Optimizer | type[Optimizer]) -> None:
 
 
 def _find_class(type_name: str) -> type[Optimizer]:
-    known = {**TORCH_OPTIMIZERS, "lion": Lion}
+    known = {**TORCH_OPTIMIZERS, "lion": Lion, "adamw8bit": AdamW8bit, "adam8bit": AdamW8bit}
     name = type_name.lower()
     if name == "muon":
         if name not in known:
@@ -222,7 +224,7 @@ def _find_class(type_name: str) -> type[Optimizer]:
         raise ConfigError([("optimizer.type", f"'{type_name}' is not supported: {_UNUSABLE[name]}")])
     if name in known:
         return known[name]
-    names = sorted(cls.__name__ for key, cls in known.items() if key not in _UNUSABLE)
+    names = sorted({cls.__name__ for key, cls in known.items() if key not in _UNUSABLE})
     if name in _DEEPSPEED_ONLY:
         sentence = f"'{type_name}' is not supported; the nearest that is: '{_DEEPSPEED_ONLY[name]}'"
     else:
@@ -281,7 +283,7 @@ def _hidden(cls: type[Optimizer]) -> tuple[str, ...]:
 
 def _config_defaults(name: str, cls: type[Optimizer]) -> dict[str, object]:
     """Return the defaults in which the configuration differs from the class."""
-    if name == "adam" and cls is torch.optim.AdamW:
+    if name == "adam8bit" or (name == "adam" and cls is torch.optim.AdamW):
         return {"weight_decay": 0.0}
     if cls is Lion:
         return {"lr": 1e-3, "betas": (0.9, 0.999)}

@@ -15,11 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import collective
+from zerolite.optim.adamw8bit import AdamW8bit
 from zerolite.optim.muon import MUON
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.module_hook import finalize_before_exit
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.eight_bit_update import EightBitUpdate
 from zerolite.zero.kernel_update import KernelUpdate
 from zerolite.zero.muon_update import MuonUpdate
 from zerolite.zero.torch_update import TorchUpdate
@@ -98,6 +100,8 @@ class ShardedOptimizer(Optimizer):
         self.method: UpdateMethod
         if rule is not None:
             self.method = KernelUpdate(rule, self.inner, buffer)
+        elif isinstance(self.inner, AdamW8bit):
+            self.method = EightBitUpdate(self.inner, buffer)
         else:
             self.method = (MuonUpdate if type(self.inner) in MUON else TorchUpdate)(self.inner, buffer)
         self._load_states(buffer.buckets, states)

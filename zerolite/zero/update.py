@@ -260,6 +260,9 @@ class UpdateMethod(ABC):
             the tensors, which the caller fills.
         """
 
+    def end_load(self) -> None:  # noqa: B027  most methods keep the tensors themselves
+        """Take over what the caller has filled into the tensors of :meth:`make_state`."""
+
     @abstractmethod
     def memory(self) -> Iterable[torch.Tensor]:
         """Return all tensors of states, for reports."""

@@ -1,0 +1,238 @@
+"""AdamW whose moments are stored in 8 bits, in blocks of 256 elements with a maximum each.
+
+A code is an index of a table of numbers from -1 to 1 (from 0 to 1 for the second moment) that are close together near
+zero, and the block's largest magnitude multiplies them: dynamic block-wise quantisation (Dettmers et al., 2022,
+section 2). The moments of a step are computed in fp32, chunk by chunk, so no parameter ever has all of them in fp32.
+
+Two things differ from the paper. The largest magnitude of a block has the code 1 or -1, so numbers that were stored
+once have the same codes when they are stored again: a checkpoint in fp32 loses nothing. And a second moment above zero
+never becomes zero, which would make the next step of its element as large as the first moment over epsilon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.optim import Optimizer
+
+BLOCK = 256  # elements that share a maximum
+_CHUNK = 1 << 22  # elements whose moments are in fp32 at a time
+_EXPONENTS = 7  # powers of ten in a table
+
+
+class Maxima(NamedTuple):
+    """The largest magnitudes of the blocks of both moments, fp32 [blocks]."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+class _Table(NamedTuple):
+    """The numbers of the codes in ascending order, and the borders between them, fp32 on one device."""
+
+    numbers: torch.Tensor
+    borders: torch.Tensor
+
+
+class Blocks(NamedTuple):
+    """One moment of one parameter, or of a shard of it.
+
+    Blocks begin at multiples of 256 of the parameter's elements in the order of memory. So a shard that begins or ends
+    within a block has a part of that block, with a maximum of its own, and all other blocks are those of the whole
+    parameter.
+
+    Attributes:
+        codes: uint8 [elements].
+        maxima: fp32 [blocks].
+        lead: elements of the first block that are before the shard.
+        table: table of the codes.
+    """
+
+    codes: torch.Tensor
+    maxima: torch.Tensor
+    lead: int
+    table: _Table
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield ranges of elements, each with whole blocks."""
+        start, numel = 0, self.codes.numel()
+        while start < numel:
+            end = min(numel, start + _CHUNK - (start + self.lead) % BLOCK)
+            yield slice(start, end)
+            start = end
+
+    def read(self, chunk: slice) -> torch.Tensor:
+        """Return the numbers of a chunk in fp32, shape [elements]."""
+        codes, lead = self.codes[chunk], (chunk.start + self.lead) % BLOCK
+        numbers = self.table.numbers[_in_blocks(codes, lead).int()]
+        numbers *= self.maxima[self._blocks(chunk)].unsqueeze(1)
+        return numbers.view(-1).narrow(0, lead, codes.numel())
+
+    def write(self, chunk: slice, numbers: torch.Tensor) -> None:
+        """Store the numbers of a chunk, fp32 [elements]."""
+        lead = (chunk.start + self.lead) % BLOCK
+        blocks = _in_blocks(numbers, lead)
+        maxima = blocks.abs().amax(1)
+        self.maxima[self._blocks(chunk)] = maxima
+        relative = blocks / torch.where(maxima > 0, maxima, 1.0).unsqueeze(1)
+        codes = torch.bucketize(relative, self.table.borders, out_int32=True).view(-1)
+        self.codes[chunk] = codes.narrow(0, lead, numbers.numel()).to(torch.uint8)
+
+    def _blocks(self, chunk: slice) -> slice:
+        return slice((chunk.start + self.lead) // BLOCK, block_count(chunk.stop, self.lead))
+
+
+class AdamW8bit(Optimizer):
+    """torch.optim.AdamW with moments in 8 bits, and in fp32 for embeddings and parameters of fewer than two dimensions.
+
+    An attribute ``fp32_states`` of a parameter decides if it has one. ``lead`` of a shard is the number of elements
+    between a multiple of 256 of its parameter's elements and its first one.
+
+    A state has "step" (an int), "exp_avg" and "exp_avg_sq": codes in the parameter's shape and "maxima"
+    (:class:`Maxima`), or tensors in fp32.
+    """
+
+    zerolite_elementwise = True  # but for the maximum of a block that a border of shards divides
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        """Arguments and defaults are those of torch.optim.AdamW."""
+        for name, value in (("learning rate", lr), ("epsilon value", eps), ("weight_decay value", weight_decay)):
+            if value < 0:
+                raise ValueError(f"Invalid {name}: {value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Invalid betas: {betas}")
+        self._tables: dict[torch.device, tuple[_Table, _Table]] = {}
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self.new_state(parameter, parameter))
+        state["step"] += 1
+        flat, gradient = _flat(parameter), _flat(_like(parameter.grad, parameter))
+        if "maxima" not in state:
+            _adamw(flat, gradient, _flat(state["exp_avg"]), _flat(state["exp_avg_sq"]), state["step"], group)
+            return
+        moments = self.blocks(parameter, state)
+        for chunk in moments[0].chunks():
+            numbers = [moment.read(chunk) for moment in moments]
+            _adamw(flat[chunk], gradient[chunk], *numbers, state["step"], group)
+            for moment, updated in zip(moments, numbers, strict=True):
+                moment.write(chunk, updated)
+
+    def new_state(
+        self, parameter: torch.Tensor, like: torch.Tensor, device: torch.device | None = None
+    ) -> dict[str, Any]:
+        """Return the state of a parameter, or shard, that was never updated.
+
+        Args:
+            parameter: its attributes say how it is stored.
+            like: has its shape and strides.
+            device: by default that of ``like``.
+        """
+        device = like.device if device is None else device
+        has_codes = not getattr(parameter, "fp32_states", like.dim() < 2)
+        dtype, state = torch.uint8 if has_codes else torch.float32, dict[str, Any](step=0)
+        for name in Maxima._fields:
+            state[name] = torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
+        if has_codes:
+            count = block_count(like.numel(), getattr(parameter, "lead", 0))
+            state["maxima"] = Maxima(*(torch.zeros(count, device=device) for _ in Maxima._fields))
+        return state
+
+    def blocks(self, parameter: torch.Tensor, state: dict[str, Any]) -> tuple[Blocks, Blocks]:
+        """Return both moments of a state with codes."""
+        maxima: Maxima = state["maxima"]
+        device, lead = maxima.exp_avg.device, getattr(parameter, "lead", 0)
+        if device not in self._tables:
+            self._tables[device] = _table(True, device), _table(False, device)
+        first, second = self._tables[device]
+        return (
+            Blocks(_flat(state["exp_avg"]), maxima.exp_avg, lead, first),
+            Blocks(_flat(state["exp_avg_sq"]), maxima.exp_avg_sq, lead, second),
+        )
+
+
+def keep_embeddings_in_fp32(model: torch.nn.Module) -> None:
+    """Give the weights of embeddings the attribute ``fp32_states``, unless they have it."""
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            weight: Any = module.weight
+            weight.fp32_states = getattr(weight, "fp32_states", True)
+
+
+def block_count(numel: int, lead: int) -> int:
+    """Return the number of blocks in which ``numel`` elements lie."""
+    return -(-(lead + numel) // BLOCK)
+
+
+def _adamw(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: int,
+    group: dict[str, Any],
+) -> None:
+    """Make a step of torch's AdamW, in place and with its order of operations."""
+    gradient, lr, (beta1, beta2) = gradient.float(), float(group["lr"]), group["betas"]
+    parameter.mul_(1 - lr * group["weight_decay"])
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+    parameter.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+
+
+def _table(signed: bool, device: torch.device) -> _Table:
+    """Make a table: each power of ten has twice as many numbers as the one below, evenly spaced."""
+    positive: list[float] = []
+    for exponent in range(_EXPONENTS):
+        count = 2 ** (exponent + (0 if signed else 1))
+        scale = 10.0 ** (exponent - _EXPONENTS + 1)
+        positive += [scale * (0.1 + 0.9 * (index + 0.5) / count) for index in range(count)]
+    positive = [number / positive[-1] for number in positive]
+    numbers = [*(-number for number in reversed(positive) if signed), 0.0, *positive]
+    borders = [(low + high) / 2 for low, high in zip(numbers, numbers[1:], strict=False)]
+    if not signed:
+        borders[0] = 0.0  # what is above zero stays above zero
+    return _Table(torch.tensor(numbers, device=device), torch.tensor(borders, device=device))
+
+
+def _in_blocks(flat: torch.Tensor, lead: int) -> torch.Tensor:
+    """Return the elements in rows of a block each, with zeros where the first and the last block have no elements."""
+    tail = -(lead + flat.numel()) % BLOCK
+    return (F.pad(flat, (lead, tail)) if lead or tail else flat).view(-1, BLOCK)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient with the parameter's strides."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
