@@ -43,11 +43,12 @@ def steps(engine: Any, count: int, first: int = 0) -> None:
 
 def held(engine: Any) -> dict[str, Any]:
     """Weights and states, whole."""
-    states = engine.full_optimizer_state_dict()["state"]
-    return {
-        **engine.full_state_dict(dtype=torch.float32),
-        **{f"{key} of {index}": torch.as_tensor(v) for index in states for key, v in states[index].items()},
+    states = {
+        f"{key} of {name}": zerolite.get_full_optimizer_state(parameter, key)
+        for name, parameter in engine.module.named_parameters()
+        for key in ("step", "exp_avg", "exp_avg_sq")
     }
+    return {**engine.full_state_dict(dtype=torch.float32), **states}
 
 
 RUNS: dict[str, dict[str, Any]] = {
