@@ -28,7 +28,7 @@ from zerolite.precision.loss_scaler import LossScaler
 def values_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
     found = {}
     for shard in imported.tensors:
-        found[shard.key] = shard.values()
+        found[shard.key] = shard.tensor()
         assert found[shard.key].shape == shard.shape and found[shard.key].dtype == shard.dtype
     assert len(found) == len(list(imported.tensors))
     return found
@@ -385,5 +385,5 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     shards = read_deepspeed(tmp_path).tensors
     assert made == []
     for shard in shards:
-        shard.values()
+        shard.tensor()
     assert len(made) == 3 * 4 + 1

@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
-    return {shard.key: shard.values() for shard in imported.tensors}
+    return {shard.key: shard.tensor() for shard in imported.tensors}
 
 
 @pytest.mark.parametrize(("world_size", "case"), MADE)

@@ -19,7 +19,7 @@ import torch
 from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import MANIFEST, TrainingRun, check_tag
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.flat_ranges import Shard, everything
+from zerolite.checkpoint.flat_ranges import Shard
 from zerolite.checkpoint.manifest import Manifest, SavedGrid, library_versions
 from zerolite.checkpoint.state import StoredModel
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
@@ -66,12 +66,11 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None) -> Path
     tensors: list[torch.Tensor] = []
     scalars = imported.state["optimizer"].pop("scalars")
     state = {key: json_codec.encode(value, key, tensors) for key, value in imported.state.items()}
-    shards = [Shard(key, shape, dtype, everything(shape), values) for key, shape, dtype, values in imported.tensors]
-    shards += [Shard.whole(f"client_state/{index}", tensor) for index, tensor in enumerate(tensors)]
+    of_client = [Shard.whole(f"client_state/{index}", tensor) for index, tensor in enumerate(tensors)]
     # The manifest of an imported checkpoint names no run, so every job may replace it.
     commit = Commit(out, _manifest(imported), state, TrainingRun())
     try:
-        return write_checkpoint(out, imported.tag, shards, scalars, commit)
+        return write_checkpoint(out, imported.tag, imported.tensors + of_client, scalars, commit)
     except CheckpointError as error:
         raise CheckpointError(f"'{imported.directory}' was not imported: {error}") from error
 

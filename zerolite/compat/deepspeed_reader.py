@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.flat_ranges import Shard, everything
 from zerolite.checkpoint.state import clean
 from zerolite.compat.deepspeed_files import Files, find_tag, read_files
 from zerolite.compat.deepspeed_groups import (
@@ -40,15 +41,6 @@ _NOT_HYPERPARAMETERS = frozenset(
 )
 
 
-class ImportedTensor(NamedTuple):
-    """A tensor of this shape and dtype, whose values ``values()`` returns."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    values: Callable[[], torch.Tensor]
-
-
 @dataclass
 class ImportedCheckpoint:
     """A checkpoint in zerolite's terms.
@@ -66,7 +58,7 @@ class ImportedCheckpoint:
     deepspeed_version: str
     config: dict[str, Any]
     state: dict[str, Any]
-    tensors: list[ImportedTensor]
+    tensors: list[Shard]
     left_out: list[str]
 
 
@@ -114,7 +106,7 @@ class _Importer:
                 self.left_out.append(f"the entry '{name}' of the model's state, a {described(value)}")
         self.groups, self.settings = read_groups(self.files)
         self.trained = {name: group for group in self.groups for name in group.shapes}
-        self.tensors: list[ImportedTensor] = []
+        self.tensors: list[Shard] = []
 
     def result(self) -> ImportedCheckpoint:
         parameters = self._parameters()
@@ -150,7 +142,7 @@ class _Importer:
     ) -> None:
         if dtype not in CODES:
             raise CheckpointError(f"'{self.head.path}': {prefix}{name} is of {dtype}, which no checkpoint can hold")
-        self.tensors.append(ImportedTensor(prefix + clean(name), shape, dtype, values))
+        self.tensors.append(Shard(prefix + clean(name), shape, dtype, everything(shape), values))
 
     def _plain_data(self, value: object, where: str) -> Any:
         """Return ``value`` without the parts that are not plain data, which are added to ``left_out``."""
