@@ -107,6 +107,7 @@ def test_layers_that_are_unfrozen_and_unused() -> None:
     both(unfrozen)
 
 
+@pytest.mark.fast("SharedCheckpointed-4")
 @on_ranks(4)
 @pytest.mark.parametrize("model", ["SharedCheckpointed", "EncoderDecoder", "MixtureOfExperts"])
 def test_late_gradients_tied_weights_and_experts(model: str) -> None:

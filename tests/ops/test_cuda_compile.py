@@ -70,6 +70,7 @@ def test_compiles_for_other_devices(tmp_path: Path, capability: int) -> None:
     assert compile_library(capability, tmp_path / "kernels.so") == ""
 
 
+@pytest.mark.slow
 def test_kernels_fit_into_registers(compiled: tuple[Path, str]) -> None:
     """Nothing is spilled, and four blocks of 256 threads find room for an update."""
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", compiled[1])]

@@ -171,7 +171,7 @@ def train(
     double: bool = False,
     length: int = 22,
     how: str = "",
-    steps: int = 3,
+    steps: int = 2,
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[dict[str, Tensor], list[float], Any]:

@@ -205,6 +205,7 @@ READS |= {
 }
 
 
+@pytest.mark.fast(every=2)
 @pytest.mark.parametrize("read", READS)
 def test_whoever_reads_weights_after_a_step_waits_for_them(read: str, refuses: bool) -> None:
     model = stack()
