@@ -297,7 +297,7 @@ def run_out(engine: Any, name: str) -> None:
 @pytest.mark.fast("2-complete-1-step")
 @pytest.mark.parametrize("then", ["zero_grad", "step", "step again"])
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 defaults"])
-@pytest.mark.parametrize("name", ["complete", "wait"])
+@pytest.mark.parametrize("name", ["complete", "finish"])
 @on_ranks(2)
 def test_a_launch_or_a_wait_without_memory_leaves_nothing_unpaired(stage: str, name: str, then: str) -> None:
     """The rank launches the rest later: at the end of a backward, or in a step that reduces what no backward has."""
