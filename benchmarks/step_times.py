@@ -72,7 +72,7 @@ def make_model(name: str) -> nn.Module:
         import transformers
 
         kind, sizes = MIXTURES[name]
-        config = getattr(transformers, f"{kind}Config")(**sizes)
+        config = getattr(transformers, f"{kind}Config")(use_cache=False, **sizes)
         made: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
         return made
     model = Decoder(MODELS[name])

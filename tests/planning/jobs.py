@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,6 +75,26 @@ def experts() -> nn.Module:
     """``x [B, WIDTH]`` -> ``[B, 3]``."""
     blocks = [Experts(WIDTH, 4) for _ in range(2)]
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *blocks, nn.Linear(WIDTH, 3))
+
+
+class EqualLoads(nn.Module):
+    """A layer of four experts, of which rows choose all pairs in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        mlps = (nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4))
+        self.experts = zerolite.moe.ExpertParallel(mlps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.tensor(list(itertools.combinations(range(4), 2)))
+        index = pairs[torch.arange(len(x)) % len(pairs)]
+        return x + self.experts(x, index, self.router(x).softmax(-1).gather(1, index))
+
+
+def spread() -> nn.Module:
+    """``x [24, WIDTH]`` -> ``[24, 3]``."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), EqualLoads(), EqualLoads(), nn.Linear(WIDTH, 3))
 
 
 class Hidden(nn.Module):
@@ -190,6 +211,7 @@ KINDS = {
     "gpt": Kind(gpt, tokens),
     "odd": Kind(OddMlp, rows_and_values),
     "moe": Kind(experts, lambda: torch.randn(4 * BATCH, WIDTH), lambda output: output.float().square().sum()),
+    "spread": Kind(spread, lambda: torch.randn(24, WIDTH), lambda output: output.float().square().sum()),
     "even gpt": Kind(lambda: gpt(4, 4), tokens),  # two ranks can share its heads and layers
     "long": Kind(LongDecoder, long_batch),
     "layers": Kind(layers, lambda: (torch.randn(64, WIDTH), torch.randn(64, WIDTH))),

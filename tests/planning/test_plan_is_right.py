@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.jobs import planned
+from tests.planning.jobs import WIDTH, planned
 from tests.planning.measure import Measurement
 from tests.toolkit.pool import Pools
 from zerolite.planning.result import Plan
@@ -15,6 +15,7 @@ from zerolite.utils.memory_tags import ACTIVATIONS, ITEMS, OTHER
 MEASURED = "tests.planning.jobs:measured"
 VISIBLE = 0.005  # of the peak without what an operator takes inside itself; x[rows] has a larger backward in a plan
 MESSAGE = 3 * 6144  # bytes: three quarters of a bucket of 6,144 fp32 elements, as four ranks send them between hosts
+PEAK_OF_EXPERTS = 0.02
 HELD = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]
 
 
@@ -114,6 +115,29 @@ def test_16_bits(pools: Pools, stage: int, kind: str, precision: str, accumulati
 )  # fmt: skip
 def test_sets_of_ranks(pools: Pools, stage: int, kind: str, precision: str, buckets: str) -> None:
     check(pools, 4, kind, stage=stage, buckets=buckets, precision=precision, accumulation=2)
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "stage", "nodes"),
+    [
+        (2, 2, 3, None),
+        pytest.param(4, 2, 3, None, marks=pytest.mark.slow),
+        pytest.param(4, 2, 1, 2, marks=pytest.mark.slow),
+        pytest.param(4, 4, 2, None, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_on_several_ranks(pools: Pools, world: int, size: int, stage: int, nodes: int | None) -> None:
+    """Two experts of a row are on one of two ranks for 5 of 6 pairs, so a rank sends each 20 of its 24 rows."""
+    setting = {"stage": stage, "buckets": "small", "expert_parallel": {"size": size}}
+    measured = pools(world).run(MEASURED, {"kind": "spread", "shared_memory": nodes is None, **setting}, timeout=180)
+    made = planned("spread", world, world - 1, nodes, **setting)
+    assert_right(made, measured[world - 1], PEAK_OF_EXPERTS, PEAK_OF_EXPERTS)
+    rows = {2: 20, 4: 12}[size] * size
+    found = {row.op: (row.dimension, row.ranks, row.count, row.nbytes) for row in made.traffic if row.tag == "experts"}
+    # Of two layers: rows and results, and both gradients. Weights go with the rows and back, experts' numbers there.
+    columns = 4 * (4 * WIDTH + 2 * 2) + 2 * 4
+    assert found["all_to_all"] == ("expert", size, 8, 2 * rows * columns)
+    assert found["all_gather"] == ("expert", size, 2, 2 * 2 * size**2 * 8)  # who sends what to whom
 
 
 @pytest.mark.slow

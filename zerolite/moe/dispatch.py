@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from zerolite.comm import Communicator, collective
 from zerolite.moe.copies import Copies, copy_rows, histogram, sum_copies
-from zerolite.utils.accelerator import host_values
+from zerolite.moe.loads import equal_rows, read_numbers
 
 TAG = "experts"
 """Tag of every collective of expert parallelism in :func:`zerolite.comm.record`."""
@@ -136,7 +136,8 @@ def _route(comm: Communicator, share: int, index: Tensor) -> Route:
     size, count = comm.world_size, len(index)
     owner = index // share  # ``size`` for the number behind the last expert, with which a model leaves a place empty
     goes = torch.zeros((count, size + 1), dtype=torch.bool, device=index.device).scatter_(1, owner, True)[:, :size]
-    traffic, pairs = _agree(comm, goes.sum(0), histogram(owner, size + 1)[:size])
+    in_plan = equal_rows(count, index.shape[1], share, size), index.numel()
+    traffic, pairs = _agree(comm, goes.sum(0), histogram(owner, size + 1)[:size], in_plan)
     by_rank = goes.t().reshape(-1).to(torch.uint8).argsort(descending=True, stable=True)[: sum(traffic.sent)]
     tokens, rank = by_rank % max(count, 1), by_rank // max(count, 1)
     chosen = index[tokens] - share * rank[:, None]
@@ -144,17 +145,21 @@ def _route(comm: Communicator, share: int, index: Tensor) -> Route:
     return Route(traffic, Copies.of(tokens, count), here.to(torch.int32), pairs)
 
 
-def _agree(comm: Communicator, rows: Tensor, pairs: Tensor) -> tuple[Traffic, int]:
+def _agree(comm: Communicator, rows: Tensor, pairs: Tensor, in_plan: tuple[int, int]) -> tuple[Traffic, int]:
     """Tell all ranks the rows and pairs for each [ranks]. Return the traffic of this rank, and the pairs that it gets.
 
     The host waits for these numbers.
+
+    Args:
+        in_plan: in a plan, the rows for each rank, and the pairs that this rank gets.
     """
     rank, size = comm.rank, comm.world_size
     table = torch.zeros((size, 2, size), dtype=torch.int64, device=rows.device)
     table[rank, 0], table[rank, 1] = rows, pairs
     table = comm.all_gather(table.view(-1), TAG).wait().view(size, 2, size)
     totals = torch.stack([table[:, 0].max(), table[:, 1, rank].sum()])
-    numbers = [int(number) for number in host_values(torch.cat([table[rank, 0], table[:, 0, rank], totals]))]
+    of_rank = torch.cat([table[rank, 0], table[:, 0, rank], totals])
+    numbers = read_numbers(of_rank, in_plan=[*[in_plan[0]] * (2 * size + 1), in_plan[1]])
     return Traffic(numbers[:size], numbers[size : 2 * size], numbers[-2]), numbers[-1]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from zerolite.moe.copies import Copies, copy_rows, histogram, sum_copies
-from zerolite.utils.accelerator import host_values
+from zerolite.moe.loads import equal_loads, read_numbers
 
 
 class ExpertParallel(nn.Module):
@@ -49,7 +49,8 @@ class ExpertParallel(nn.Module):
         for name, _, _, requires_grad in first:
             stacked = torch.stack([member.get_parameter(name).detach() for member in members])
             self.register_parameter(_stacked(name), nn.Parameter(stacked, requires_grad))
-        self.__dict__["_expert"] = copy.deepcopy(members[0]).to("meta")  # not registered: it has no values
+        without_values = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in members[0].parameters()}
+        self.__dict__["_expert"] = copy.deepcopy(members[0], without_values)  # not registered
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
@@ -63,7 +64,8 @@ class ExpertParallel(nn.Module):
         # One gradient for all experts: a view of each would be a gradient of the size of all.
         values = {name: self.get_parameter(_stacked(name)).unbind(0) for name in self._names}
         flat = top_k_index.reshape(-1)
-        counts = [int(number) for number in host_values(histogram(flat, self.num_experts + 1))]
+        equal = [*equal_loads(len(flat), self.num_experts), 0]
+        counts = read_numbers(histogram(flat, self.num_experts + 1), in_plan=equal)
         chosen = flat.argsort(stable=True)[: sum(counts[:-1])]  # the last number is of places that are left empty
         copies = Copies.of(chosen // top_k_index.shape[1], len(hidden_states))
         outputs = []

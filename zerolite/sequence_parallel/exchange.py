@@ -56,40 +56,30 @@ def _exchanged(tensor: Tensor, comm: Communicator, split: int, join: int) -> Ten
     return parts.movedim(0, join).flatten(join, join + 1)
 
 
-def swap(tensor: Tensor, comm: Communicator, dimension: int, back: bool = False) -> Tensor:
+def swap(tensor: Tensor, comm: Communicator, dimension: int) -> Tensor:
     """Swap the second half of ``tensor`` along ``dimension`` with the rank's mirror image, ``size - 1 - rank``.
 
-    What comes from an earlier part of the sequence is put first. Called on all ranks of ``comm`` with tensors of equal
-    shapes. The gradient takes the way back.
-
-    Args:
-        back: swap what has been swapped.
+    Called on all ranks of ``comm`` with tensors of equal shapes. The gradient takes the way back.
     """
-    result: Tensor = _Swap.apply(tensor, comm, dimension, back)
+    result: Tensor = _Swap.apply(tensor, comm, dimension)
     return result
 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, comm: Communicator, dimension: int, back: bool) -> Tensor:
-        ctx.comm, ctx.dimension, ctx.back = comm, dimension, back
-        return _swapped(tensor.detach(), comm, dimension, back)
+    def forward(ctx: Any, tensor: Tensor, comm: Communicator, dimension: int) -> Tensor:
+        ctx.comm, ctx.dimension = comm, dimension
+        return _swapped(tensor.detach(), comm, dimension)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> object:
-        return _swapped(gradient, ctx.comm, ctx.dimension, not ctx.back), None, None, None
+        return _swapped(gradient, ctx.comm, ctx.dimension), None, None
 
 
-def _swapped(tensor: Tensor, comm: Communicator, dimension: int, back: bool) -> Tensor:
+def _swapped(tensor: Tensor, comm: Communicator, dimension: int) -> Tensor:
     length, mirror = tensor.shape[dimension], comm.world_size - 1 - comm.rank
-    turned = comm.rank > mirror  # its own first half comes after what it receives
-    half = length // 2
-    if back and turned:
-        sent, kept = tensor.split([half, length - half], dimension)
-    else:
-        kept, sent = tensor.split([length - half, half], dimension)
-    received = sent
-    if sent.numel():
-        received = comm.permute(sent.reshape(-1), mirror, mirror, TAG).wait().view(sent.shape)
-    return torch.cat([received, kept] if turned and not back else [kept, received], dimension)
+    first, second = tensor.split([length - length // 2, length // 2], dimension)
+    if second.numel():
+        second = comm.permute(second.reshape(-1), mirror, mirror, TAG).wait().view(second.shape)
+    return torch.cat([first, second], dimension)
