@@ -154,7 +154,6 @@ class SpreadCall:
     """Forward of a module of experts, of which this rank has a part.
 
     Attributes:
-        experts: number of the layer's experts.
         load: number of this rank's choices of each of them in training, on their device; None if they are not counted.
     """
 
@@ -163,7 +162,11 @@ class SpreadCall:
     def __init__(self, module: nn.Module, comm: Communicator, capacity: int) -> None:
         self._module, self._comm, self._capacity = module, comm, capacity
         self._signature = inspect.signature(type(module).forward)
-        self.experts = _number(module) * comm.world_size
+
+    @property
+    def experts(self) -> int:
+        """The number of the layer's experts."""
+        return _number(self._module) * self._comm.world_size
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
