@@ -94,7 +94,7 @@ def test_bad_models_and_sizes_are_refused_by_initialize() -> None:
         assert "sequence_parallel" not in model.config._attn_implementation
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     error = raised(lambda: make(Decoder(), size=3))
-    expect_words(error, "sequence_parallel.size", "divisor of the 2 ranks")
+    expect_words(error, "sequence_parallel.size", "divisor of the 2 data-parallel ranks")
     assert F.scaled_dot_product_attention.__module__ != "zerolite.sequence_parallel.attention"
 
 
