@@ -53,6 +53,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "Adagrad": {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}},
     "torch's AdamW": {},
 }
+STATES = {
+    "AdamW": ("exp_avg", "exp_avg_sq", "step"),
+    "SGD": ("momentum_buffer",),
+    "Lion": ("exp_avg",),
+    "Adagrad": ("step", "sum"),
+}
 
 
 class Net(nn.Module):
@@ -120,11 +126,22 @@ def digest(config: dict[str, Any], way: str) -> str:
         if way == "written values":
             with zerolite.zero.GatheredParameters(engine.module, modifier_rank=0), torch.no_grad():
                 engine.module.layers[1][1].weight.mul_(0.9)
-    for state in (engine.full_state_dict(), engine.full_optimizer_state_dict()["state"]):
-        _add(found, state)
+    _add(found, engine.full_state_dict())
+    _add(found, _states(engine, config.get("optimizer", ADAMW)["type"]))
     for parameter in engine.module.parameters():
         _add(found, zerolite.get_full_master(parameter))
     return found.hexdigest()[:16]
+
+
+def _states(engine: Any, optimizer: str) -> dict[int, dict[str, Tensor]]:
+    """Return the full states by the position of their parameter."""
+    parameters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    states: dict[int, dict[str, Tensor]] = {}
+    for name in STATES[optimizer]:
+        for position, value in enumerate(zerolite.get_full_optimizer_state(parameters, name)):
+            if value is not None:
+                states.setdefault(position, {})[name] = value
+    return states
 
 
 def _add(found: Any, value: Any) -> None:

@@ -177,7 +177,7 @@ def test_the_loss_scale_grows_when_it_would_have_grown(tmp_path: Path, window: i
             fake.heads[0]["module"][name] = fake.heads[0]["module"][name].half()
         fake.write(tmp_path / str(step))
         ours = LossScaler(window=window)
-        ours.load_state_dict(read_deepspeed(tmp_path / str(step), verify=False).state["loss_scaler"])
+        ours.load_state_dict(read_deepspeed(tmp_path / str(step)).state["loss_scaler"])
         scale = ours.scale
         assert scale == theirs["cur_scale"]
         later, count, wanted = theirs, 0, 0
@@ -301,8 +301,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     flip_a_bit(Fake(2, 2).write(tmp_path) / OPTIM(1))
     with pytest.raises(CheckpointError, match="does not have the checksum that was written with it"):
         read_deepspeed(tmp_path)
-    unverified = values_of(read_deepspeed(tmp_path, verify=False))
-    assert not torch.equal(unverified["parameters/b.bias"], torch.linspace(-1, 1, 7))
 
 
 # -------------------------------------------------------------------- what is written
@@ -356,7 +354,6 @@ def test_the_command_says_what_it_did_and_what_is_left_out(
     flip_a_bit(tmp_path / "theirs" / "two" / OPTIM(1))
     assert main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 1
     assert "checksum" in capsys.readouterr().err
-    assert main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--no-verify"]) == 0
 
 
 def test_empty_parameters_are_not_taken_for_tied_ones(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -289,7 +289,7 @@ def test_all_ranks_start_again_after_a_failure(start) -> None:
     job = start(PRELUDE + body, "--nproc", "2", "--max-restarts", "2", "--log-dir", "logs")
     assert job.finish() == 0, job.stderr
     lines = [line for line in job.stderr.splitlines() if line.startswith("zerolite: attempt")]
-    assert len(lines) == 1 and lines[0].startswith("zerolite: attempt 1 starts: 2 ranks on 1 node, because rank 1 of 2")
+    assert len(lines) == 1 and lines[0].startswith("zerolite: attempt 1 starts: 2 ranks, because rank 1 of 2")
     assert "ValueError: once" in lines[0]
     (logs,) = (job.directory / "logs").iterdir()
     assert [(logs / f"attempt_{n}" / "rank_1.out").read_text() for n in (0, 1)] == ["attempt 0\n", "attempt 1\n"]
@@ -303,73 +303,15 @@ def test_processes_left_behind_by_success(start) -> None:
     assert "the ranks left 1 process behind, ended now: sleep" in job.stderr and job.left() == []
 
 
-# With its node's number: the part that is rank 0 in one directory, the other one in another.
-STEPS = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-up()
-attempt, total = os.environ["TORCHELASTIC_RESTART_COUNT"], torch.ones(1)
-dist.all_reduce(total)
-if attempt == "0" and RANK == FAILS: failing(); raise ValueError("on purpose")
-if attempt == "0" or FAILS == "for ever":
-    while True: dist.all_reduce(torch.ones(1)); time.sleep(0.05)
-Path("sum").write_text(f"{total.item()} of {dist.get_world_size()} in {attempt}")
-dist.destroy_process_group()
-"""
-
-
-def start_parts(start, directory: Path, fails: str, *options: str) -> list[Job]:
-    """Both parts of a job on two nodes, which are this machine, each in a directory of its own."""
-    address = ("--master-addr", "127.0.0.1", "--master-port", str(helpers.free_port()))
-    parts = []
-    for node in ("0", "1"):
-        (directory / node).mkdir()
-        given = ("--nproc", "1", "--node-rank", node, *address, "--num-nodes", *options)
-        parts.append(start(f"{PRELUDE}FAILS = '{fails}'\n{STEPS}", *given, directory=directory / node))
-    return parts
-
-
-@pytest.mark.slow
-def test_a_rank_of_one_node_ends_the_other(start, tmp_path: Path) -> None:
-    """Only the first node tells of it, though it happened on the other one; both have the rank's exit status."""
-    parts = start_parts(start, tmp_path, "1", "2")
-    assert [part.finish() for part in parts] == [1, 1], [part.stderr for part in parts]
-    failed_at = float((tmp_path / "1" / "failed_at").read_text())
-    assert max(part.ended_at for part in parts) - failed_at < LIMIT_S
-    assert [part.left() for part in parts] == [[], []]
-    assert re.match("zerolite: rank 1 of 2 on host .*ValueError: on purpose", headline(parts[0].stderr))
-    assert " failed: " not in parts[1].stderr
-
-
-@pytest.mark.slow
-def test_nodes_start_again_together(start, tmp_path: Path) -> None:
-    parts = start_parts(start, tmp_path, "1", "2", "--max-restarts", "1")
-    assert [part.finish() for part in parts] == [0, 0], [part.stderr for part in parts]
-    assert "attempt 1 starts: 2 ranks on 2 nodes, because rank 1 of 2 on host" in parts[0].stderr
-    assert "ValueError: on purpose" in parts[0].stderr and "attempt" not in parts[1].stderr
-    assert [(tmp_path / node / "sum").read_text() for node in ("0", "1")] == ["2.0 of 2 in 1"] * 2
-
-
-@pytest.mark.slow
-def test_the_other_node_ends_when_the_first_one_is_gone(start, tmp_path: Path) -> None:
-    """Its agent is killed, and with it the store at which the nodes meet."""
-    parts = start_parts(start, tmp_path, "for ever", "2")
-    for node, part in enumerate(parts):
-        part.wait_up(node)
-    since = time.time()
-    subprocess.run(["kill", "-9", str(parts[0].agent())], check=True)
-    assert [part.finish() for part in parts] == [137, 1], [part.stderr for part in parts]
-    assert max(part.ended_at for part in parts) - since < LIMIT_S
-    assert [part.left() for part in parts] == [[], []]
-    assert "zerolite: the first node, 127.0.0.1, has gone" in parts[1].stderr
-
-
 # -------------------------------------------------------------------- ssh, in whose place a shell runs the command here
 
 TWO_HOSTS = (
     PRELUDE
     + """
-if RANK == "1" and HOW == "rank": wait_for("up.0"); failing(); raise ValueError("there")
+if HOW == "stubborn": signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if HOW == "stubborn" and RANK == "0": up()
+while HOW == "stubborn" and RANK == "0": print("alive", file=sys.stderr, flush=True); time.sleep(0.05)
+if RANK == "1" and HOW in ("rank", "stubborn"): wait_for("up.0"); failing(); raise ValueError("there" * 20_000)
 print("rank", RANK, flush=True)
 try:
     up(); wait()
@@ -379,32 +321,72 @@ finally:
 )
 
 
-@pytest.mark.fast("rank")
-@pytest.mark.parametrize("how", ["rank", "interrupt", "terminate", "launcher killed", "connection"])
-def test_a_job_with_another_host_ends(start, tmp_path: Path, how: str) -> None:
-    """As on one machine. The launcher notices a connection that is lost, and the host that its launcher has gone."""
+@pytest.fixture
+def start_two(start, tmp_path: Path) -> Callable[..., Job]:
+    """``start_two(script)`` starts a rank here and one on another host, which is this one too."""
+
+    def begin(script: str, hosts: str = "localhost slots=1\nelsewhere slots=1\n") -> Job:
+        (tmp_path / "hosts").write_text(hosts)
+        return start(script, *options, through=through)
+
     (tmp_path / "ssh").write_text('#!/bin/sh\nfor last; do :; done\nsh -c "$last"\n')
     (tmp_path / "ssh").chmod(0o755)
-    (tmp_path / "hosts").write_text("localhost slots=1\nelsewhere slots=1\n")
     options = ("--hostfile", "hosts", "--tee", "all", "--master-addr", "127.0.0.1")
     through = ["env", f"PATH={tmp_path}:{os.environ['PATH']}"]
-    job = start(f"HOW = {how!r}\n{TWO_HOSTS}", *options, through=through)
-    if how != "rank":
+    return begin
+
+
+@pytest.mark.fast("rank")
+@pytest.mark.parametrize(
+    "how", ["rank", "stubborn", "interrupt", "terminate", "launcher killed", "connection", "agent"]
+)
+def test_a_job_with_another_host_ends(start_two, tmp_path: Path, how: str) -> None:
+    """As on one machine. The launcher notices a connection that is lost, and the host that its launcher has gone.
+
+    Where ranks ignore SIGTERM, the reason is told while they still run.
+    """
+    job = start_two(f"HOW = {how!r}\n{TWO_HOSTS}")
+    if how not in ("rank", "stubborn"):
         job.wait_up(0, 1)
     since = time.time()
     if how == "connection":
         (client,) = output_of("pgrep", "-P", str(job.process.pid), "-f", f"{tmp_path}/ssh").split()
         os.kill(int(client), signal.SIGKILL)
-    elif how != "rank":
+    elif how == "agent":
+        os.kill(job.agent(), signal.SIGKILL)
+    elif how not in ("rank", "stubborn"):
         numbers = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "launcher killed": signal.SIGKILL}
         job.process.send_signal(numbers[how])
-    statuses = {"interrupt": 130, "terminate": 143, "launcher killed": -9}
+    statuses = {"interrupt": 130, "terminate": 143, "launcher killed": -9, "agent": 137}
     assert job.finish() == statuses.get(how, 1), job.stderr
-    if how == "rank":
+    if how in ("rank", "stubborn"):
         since = float((tmp_path / "failed_at").read_text())
         assert "rank 1 of 2 on host" in headline(job.stderr) and "ValueError: there" in headline(job.stderr)
+    if how == "stubborn":
+        assert job.stderr.rindex("alive") > job.stderr.index(headline(job.stderr))
     if how == "interrupt":
         assert {"rank 0", "[rank 1] rank 1", "end of 0", "[rank 1] end of 1"} == set(job.stdout.splitlines())
     if how == "connection":
         assert "zerolite: the connection to elsewhere is lost" in job.stderr
+    if how == "agent":
+        assert re.search(r"the agent \(process \d+\), .* ended by signal 9", job.stderr)
     wait_until_none(job.left, since + LIMIT_S - time.time())
+
+
+@pytest.mark.slow
+def test_rank_0_on_another_host_ends_within_a_line(start_two) -> None:
+    """Its last words, a progress bar say, do not hide that its host has reported."""
+    body = "if RANK == '1': up(); wait()\nwait_for('up.1')\nsys.stderr.write('\\r 45%')\nos._exit(41)\n"
+    job = start_two(PRELUDE + body, hosts="elsewhere slots=1\nlocalhost slots=1\n")
+    assert job.finish() == 41, job.stderr
+    assert " 45%" in job.stderr and "is lost" not in job.stderr and "rank 0 of 2 on host" in job.stderr
+    assert job.left() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_finishes_early_on_another_host(start_two) -> None:
+    """The first host's agent, which holds the store, stays until the others have ended."""
+    body = "if RANK == '1': up(); sys.exit()\nwait_for('up.1')\ntime.sleep(2)\nprint('done')\n"
+    job = start_two(PRELUDE + body)
+    assert job.finish() == 0, job.stderr
+    assert job.stdout == "done\n" and job.left() == []

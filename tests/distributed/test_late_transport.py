@@ -144,7 +144,7 @@ def test_shards_that_an_update_still_sends() -> None:
 @pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
 def test_a_second_sum_in_an_order_of_the_rank_is_seen(stage: str) -> None:
     """Some ranks launch it at once, and the others where they wait for its result."""
-    reduce = groups.reduce_in_two_hops
+    reduce = groups.TwoHops.reduce_scatter
 
     def at_once_on_some(*args: Any) -> Pending:
         pending: Any = reduce(*args)
@@ -153,7 +153,7 @@ def test_a_second_sum_in_an_order_of_the_rank_is_seen(stage: str) -> None:
         return pending
 
     with pytest.MonkeyPatch.context() as patch, late() as launched:
-        patch.setattr(groups, "reduce_in_two_hops", at_once_on_some)
+        patch.setattr(groups.TwoHops, "reduce_scatter", at_once_on_some)
         train(replicated(stage), "unused", True)
     with pytest.raises(AssertionError, match="launch .* parts: rank 0 .* rank 1 "):
         check_order(launched)

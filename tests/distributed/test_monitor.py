@@ -22,7 +22,7 @@ from tests.toolkit.monitoring import STEPS, events_of, monitors, run_watched
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import WINDOWS, backward, make_engine, raises, snapshot
-from zerolite.monitor.wall_clock import PhaseObserver
+from zerolite.monitor.wall_clock import PhaseClock
 
 HALVING = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
 
@@ -98,7 +98,7 @@ def timed(config: dict[str, Any], loop: str, pause: float, windows: int) -> dict
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
     elapsed = (time.perf_counter() - began) * 1000.0
-    root, measured, gone = engine.module, events_of(engine, PhaseObserver), weakref.ref(engine)
+    root, measured, gone = engine.module, events_of(engine, PhaseClock), weakref.ref(engine)
     hooks = len(root._forward_pre_hooks) + len(root._forward_hooks)
     del engine
     gc.collect()

@@ -93,6 +93,13 @@ def _text(engine: Any) -> Undo:
     return lambda: group.update(weight_decay=before)
 
 
+def _beta(engine: Any) -> Undo:
+    """In place, which leaves the list the same object."""
+    betas: list[Any] = engine.optimizer.param_groups[0]["betas"]
+    betas[0] = None
+    return lambda: betas.__setitem__(0, 0.9)
+
+
 def _unfused(engine: Any) -> Undo:
     group = engine.optimizer.param_groups[1]
     group["fused"] = False
@@ -112,6 +119,7 @@ KERNELS: dict[str, Damage] = {
     "no group": (_no_group, "in the param group of the optimizer in which its training began"),
     "no lr": (_no_lr, "ValueError: optimizer.param_groups[0]: expected 'lr' as a value like 0.001, got none at all"),
     "text": (_text, "optimizer.param_groups[1]: expected 'weight_decay' as a value like 0.1, got '0.1'"),
+    "beta": (_beta, "optimizer.param_groups[0]: expected 'betas' as a value like (0.9, 0.95), got [None, 0.95]"),
     "variant": (_variant, "ValueError: optimizer.param_groups[0]['amsgrad'] is True"),
     "other shape": (_other_shape, "RuntimeError: parameter 'unused': expected (3,) of torch."),
 }
@@ -119,7 +127,7 @@ TORCH: dict[str, Damage] = {
     "short": (_short, "as the last update has left it on this rank, got (3,) in torch.float32"),
     "double": (_double, "in torch.float64; zerolite.set_full_optimizer_state takes the full state"),
     "lacks": (_lacks, "as the last update has left it on this rank, got None"),
-    **{name: KERNELS[name] for name in ("no group", "no lr", "text")},
+    **{name: KERNELS[name] for name in ("no group", "no lr", "text", "beta")},
 }
 UNFUSED = "optimizer.param_groups: expected 'fused' to stay True, as it was in zerolite.initialize"
 
@@ -128,7 +136,10 @@ def two_groups(made: dict[str, Any], unread: bool) -> Any:
     model = models.build(models.OddModel)
     own = [p for p in model.parameters() if p.requires_grad]
     with skipping_on_device(unread):
-        return zerolite.initialize(model, made, model_parameters=[{"params": own[:6]}, {"params": own[6:]}])
+        engine = zerolite.initialize(model, made, model_parameters=[{"params": own[:6]}, {"params": own[6:]}])
+    for group in engine.optimizer.param_groups:  # as a user may give them
+        group["betas"] = list(group["betas"])
+    return engine
 
 
 def check_refusals(made: dict[str, Any], unread: bool, damages: dict[str, Damage]) -> None:

@@ -126,8 +126,8 @@ def test_without_the_sum_over_replicas_weights_are_others(name: str) -> None:
         return done(part[: len(part) // 2] if name == "hierarchical" else part)
 
     with pytest.MonkeyPatch.context() as patch:
-        hops = groups.reduce_in_two_hops
-        patch.setattr(groups, "reduce_in_two_hops", lambda shard, second, *args: hops(shard, keep, *args))
+        hops = groups.TwoHops
+        patch.setattr(groups, "TwoHops", lambda shard, second: hops(shard, keep))
         with pytest.raises(AssertionError, match="differ|are not those of rank 0"):
             replicated_bits(name, 1)
 

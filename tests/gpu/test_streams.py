@@ -26,7 +26,7 @@ from tests.toolkit import models
 from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.pool import Pool
 from tests.toolkit.training import snapshot
-from zerolite.activation_checkpointing.copies import Copies
+from zerolite.activation_checkpointing.saved_inputs import Copies
 from zerolite.offload import transfers
 
 pytestmark = NEEDS_GPU

@@ -17,7 +17,7 @@ from tests.toolkit.faults import Warnings, poison
 from tests.toolkit.traffic import plain_calls
 from tests.toolkit.training import WINDOWS, make_engine, snapshot
 from zerolite.comm import record
-from zerolite.monitor.flops_profiler import FlopsProfiler
+from zerolite.monitor.flops import FlopsProfiler
 
 STEPS = 4
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from tests.toolkit.memory import tagged
 from zerolite import checkpointing
 from zerolite.activation_checkpointing import attach, current
-from zerolite.activation_checkpointing.copies import Copies
+from zerolite.activation_checkpointing.saved_inputs import Copies
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.utils.memory_tags import ACTIVATIONS, HOST
 

@@ -305,8 +305,9 @@ def test_deepspeeds_names_for_parallelism() -> None:
     tensor = {"autotp_size": 4, "dtype": "bf16", "tp": {"tp_size": 1}}
     config = load_config({"tensor_parallel": tensor, "pipeline": pipeline})
     assert config.tensor_parallel.ranks == 4 and config.tensor_parallel.plan == "auto"
-    assert config.pipeline.stages == 1 and config.model_ranks == 4
-    assert load_config({"tensor_parallel": None, "pipeline": None}).model_ranks == 1
+    assert config.pipeline.stages == 1
+    empty = load_config({"tensor_parallel": None, "pipeline": None})
+    assert empty.tensor_parallel.ranks == empty.pipeline.stages == 1
 
 
 @pytest.mark.parametrize(

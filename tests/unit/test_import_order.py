@@ -56,7 +56,7 @@ WITHOUT_TORCH = (
 )  # fmt: skip
 
 # The agent is torch's own, in a fork of the command: these modules run there, and are imported there.
-AGENT = tuple(f"zerolite.launcher.{name}" for name in ("agent", "logs", "board"))
+AGENT = tuple(f"zerolite.launcher.{name}" for name in ("agent", "logs", "rendezvous"))
 AGENT_NAMES = ("torch.distributed.elastic", "torch.distributed.PrefixStore", "torch.distributed.TCPStore")
 
 

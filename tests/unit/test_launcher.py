@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from zerolite.launcher.failures import Failure
 from zerolite.launcher.hosts import HostsError
 from zerolite.launcher.job import NodeJob
 from zerolite.launcher.processes import JobProcesses
+from zerolite.launcher.supervisor import Part
 from zerolite.utils.failure_record import FailureRecord
 
 
@@ -38,7 +40,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     ("line", "own", "rest"),
     [("t.py", "", "t.py"), ("--nproc 2 t.py --nproc 3", "--nproc 2", "t.py --nproc 3"), ("--nproc", "--nproc", ""),
      ("--nproc=2 t.py -- -m", "--nproc=2", "t.py -- -m"), ("--nproc 2 -m pkg -m x", "--nproc 2 -m pkg", "-m x"),
-     ("--num_gpus 2 --no_ssh a_b.py --c_d", "--num-gpus 2 --no-ssh", "a_b.py --c_d"),
+     ("--num_gpus 2 --dry_run a_b.py --c_d", "--num-gpus 2 --dry-run", "a_b.py --c_d"),
      ("--log_dir=a_b t.py", "--log-dir=a_b", "t.py"), ("-i a@b_c t.py", "-i a@b_c", "t.py"),
      ("-- -odd.py -- x", "", "-odd.py -- x"), ("--version t.py", "--version", "t.py")],
 )  # fmt: skip
@@ -55,15 +57,14 @@ def test_every_option_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "vars").write_text("A=1\n")
     line = (
-        "--nproc 3 --num-nodes 4 --node-rank 1 --master-addr n0 --master-port 29511 --hostfile h --include a "
+        "--nproc 3 --num-nodes 4 --master-addr n0 --master-port 29511 --hostfile h --include a "
         "--launcher-args '-F file' --ssh-port 22 --max-restarts 2 --log-dir logs "
-        "--tee 1,3-4 --env-file vars --bind-cores --dry-run t.py --nproc x"
+        "--tee 1,3-4 --env-file vars --dry-run t.py --nproc x"
     )
     given: dict[str, Any] = {
-        "nproc": 3, "num_nodes": 4, "node_rank": 1, "master_addr": "n0", "master_port": 29511, "hostfile": "h",
-        "include": "a", "launcher_args": ["-F", "file"], "ssh_port": 22, "no_ssh": True,
-        "max_restarts": 2, "log_dir": str(tmp_path / "logs"), "tee": [1, 3, 4], "env": {"A": "1"}, "bind_cores": True,
-        "dry_run": True,
+        "nproc": 3, "num_nodes": 4, "master_addr": "n0", "master_port": 29511, "hostfile": "h", "include": "a",
+        "launcher_args": ["-F", "file"], "ssh_port": 22, "max_restarts": 2, "log_dir": str(tmp_path / "logs"),
+        "tee": [1, 3, 4], "env": {"A": "1"}, "dry_run": True,
     }  # fmt: skip
     assert request_of(*shlex.split(line)) == options.LaunchRequest(["t.py"], ["--nproc", "x"], **given)
     assert request_of("t.py") == options.LaunchRequest(["t.py"])
@@ -73,10 +74,10 @@ def test_every_option_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_names_of_deepspeed_and_torchrun() -> None:
-    theirs = request_of("--num_gpus=2", "--num_nodes=3", "--no_ssh", "--no_local_rank", "--module", "a.b", "x")
-    assert theirs == request_of("--nproc", "2", "--num-nodes", "3", "--no-ssh", "-m", "a.b", "x")
-    theirs = request_of("--enable_each_rank_log", "d", "--bind_cores_to_rank", "-H", "h", "-e", "f", "--no_python", "c")
-    assert theirs == request_of("--log-dir=d", "--bind-cores", "--hostfile=h", "--exclude=f", "--no-python", "c")
+    theirs = request_of("--num_gpus=2", "--num_nodes=3", "--no_local_rank", "--module", "a.b", "x")
+    assert theirs == request_of("--nproc", "2", "--num-nodes", "3", "-m", "a.b", "x")
+    theirs = request_of("--enable_each_rank_log", "d", "-H", "h", "-e", "f", "--no_python", "c")
+    assert theirs == request_of("--log-dir=d", "--hostfile=h", "--exclude=f", "--no-python", "c")
     assert request_of("--nproc_per_node", "2", "--nnodes", "2", "t.py").num_nodes == 2
 
 
@@ -87,6 +88,9 @@ def test_names_of_deepspeed_and_torchrun() -> None:
      ("--tee some", ["--tee", "'some'"]), ("--include a --exclude b", ["--include and --exclude"]),
      ("--no-python -m", ["--no-python and a module"]), ("--env-file nowhere", ["nowhere"]),
      ("--launcher pdsh", ["--launcher is not supported", "srun", "mpirun"]),
+     ("--no_ssh --node_rank 1", ["--no-ssh is not supported", "torchrun --nnodes 2 --node-rank 0"]),
+     ("--node_rank 1", ["--node-rank is not supported", "torchrun --nnodes"]),
+     ("--bind_cores_to_rank", ["--bind-cores-to-rank is not supported", "numactl", "--numa-binding"]),
      ("--nnodes 2:4", ["--num-nodes 2:4 is not supported", "torchrun --nnodes 2:4"])],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], line: str, parts: list[str]) -> None:
@@ -122,19 +126,14 @@ def test_mistakes_that_the_machine_shows(
             assert last.startswith("zerolite: error: ") and all(part in last for part in parts), last
 
 
-def test_what_a_node_must_be_told() -> None:
-    for line, part in (
-        ("--no-ssh --num-nodes 2", "needs --node-rank"),
-        ("--num-nodes 2 --node-rank 0", "needs --master-addr"),
-        ("--num-nodes 2 --node-rank 2 --master-addr a", "0 to 1"),
-        ("--node-rank 1 --master-addr a", "needs --num-nodes"),
-        ("--no-ssh --include h", "--hostfile"),
-        ("--num-nodes 2", "--num-nodes asks for 2 hosts and nothing says which: give a --hostfile"),
+def test_what_torchrun_does_on_several_hosts(tmp_path: Path) -> None:
+    with pytest.raises(
+        HostsError, match="--num-nodes asks for 2 hosts and nothing says which: .* `torchrun --nnodes 2`"
     ):
-        with pytest.raises(HostsError, match=part):
-            plan.make_plan(request_of(*line.split(), "t.py"))
-    job = plan.make_plan(request_of("--no-ssh", "t.py"))
-    assert (job.local_node, len(job.nodes), job.by_ssh) == (0, 1, False)
+        plan.make_plan(request_of("--num-nodes", "2", "t.py"))
+    (tmp_path / "hosts").write_text("localhost slots=1\nelsewhere slots=1\n")
+    with pytest.raises(HostsError, match="--max-restarts 1 is for one machine; .*`torchrun --nnodes N"):
+        plan.make_plan(request_of("--hostfile", str(tmp_path / "hosts"), "--max-restarts", "1", "t.py"))
 
 
 def test_the_env_file_is_found_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,20 +154,16 @@ def test_the_env_file_is_found_and_read(tmp_path: Path, monkeypatch: pytest.Monk
         options.read_env_file("bad")
 
 
-def test_deepspeeds_env_file_and_variables_of_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deepspeeds_env_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / ".deepspeed_env").write_text("A=1\nB=1\nC=1\n")
-    (tmp_path / ".deepspeed_env").write_text("B=2\nC=2\nRANK=3\nMASTER_PORT=1\n")
+    (tmp_path / ".deepspeed_env").write_text("B=2\nC=2\n")
     (tmp_path / ".zerolite_env").write_text("C=3\n")
-    assert request_of("t.py").env == {"C": "3"} and not capsys.readouterr().err
+    assert request_of("t.py").env == {"C": "3"}
     env = request_of("--deepspeed-compat", "t.py").env
-    assert {key: env.get(key) for key in ("A", "B", "C", "RANK")} == {"A": "1", "B": "2", "C": "3", "RANK": None}
-    said = capsys.readouterr().err
-    assert f"{tmp_path}/.deepspeed_env sets RANK, MASTER_PORT, which the launcher sets for each process" in said
+    assert {key: env.get(key) for key in ("A", "B", "C")} == {"A": "1", "B": "2", "C": "3"}
     monkeypatch.setenv("DS_ENV_FILE", "mine")
     (tmp_path / "mine").write_text("D=4\n")
     env = request_of("--deepspeed-compat", "t.py").env
@@ -193,7 +188,9 @@ def test_causes_come_before_consequences() -> None:
     late = failure_of(1, 10.2)
     cause = failure_of(2, 10.3, record=record_of("ValueError: x", 10.1))
     lost = Failure(host="node3", node_failure="host node3 gave no sign of life", seen=1.0)
-    assert failures.causes_first([lost, peer, late, cause]) == [cause, late, lost, peer]
+    gone = failure_of(3, 1.0, exitcode=0)
+    assert failures.causes_first([lost, peer, gone, late, cause]) == [cause, late, lost, peer]
+    assert failures.causes_first([gone, peer]) == [peer, gone], "that rank 3 has finished may be the cause"
 
 
 def test_the_reason_and_the_exit_status() -> None:
@@ -221,8 +218,8 @@ def test_the_reason_and_the_exit_status() -> None:
 
 def test_the_last_lines_name_rank_host_and_cause() -> None:
     record = FailureRecord("ValueError: x\ny", "Traceback\n  here\nValueError: x\ny\n", 1.0)
-    first = failure_of(2, 1.0, record=record, output=["/l/rank_2.out", "/l/rank_2.err"])
-    lines = failures.describe([first, failure_of(3, 2.0, exitcode=-6)], 1, "node7")
+    first = failure_of(2, 1.0, attempt=1, record=record, output=["/l/rank_2.out", "/l/rank_2.err"])
+    lines = failures.describe([first, failure_of(3, 2.0, exitcode=-6)], "node7")
     assert lines == [
         "zerolite: rank 2 of 4 on host node7 (process 4711) failed in attempt 1: exit status 1, ValueError: x",
         *("Traceback", "  here", "ValueError: x", "y"),
@@ -230,7 +227,7 @@ def test_the_last_lines_name_rank_host_and_cause() -> None:
         "zerolite: after that, rank 3 of 4 on host node7 (process 4711) failed: ended by signal 6 (SIGABRT)",
         "zerolite: the other 2 ranks were ended, if still running",
     ]
-    silent = failures.describe([failure_of(1, 1.0, tail="a\nb")], 0, "node7")
+    silent = failures.describe([failure_of(1, 1.0, tail="a\nb")], "node7")
     assert silent[1:4] == ["zerolite: the last lines of rank 1's standard error:", "a", "b"]
 
 
@@ -255,3 +252,54 @@ def test_a_thread_that_has_failed_is_told_for_ten_minutes(monkeypatch: pytest.Mo
     assert rank.thread_failure()[0] == "Exception in thread loader, 3 s before the script's own:\n"
     now = 1000.0
     assert rank.thread_failure() == []
+
+
+# -------------------------------------------------------------------- the end of all parts
+
+
+class FakePart(Part):
+    """A part that does what its test says, and never ends by itself."""
+
+    def __init__(self, name: str, log: list[str], *failures: Failure) -> None:
+        super().__init__(name)
+        self.log, self.failures = log, list(failures)
+
+    def poll(self) -> bool:
+        return self.status is not None
+
+    def send_signal(self, number: int) -> None:
+        self.log.append(f"{self.name} gets {number}")
+
+    def end(self) -> None:
+        self.log.append(f"{self.name} ends")
+
+    def kill(self) -> None:
+        self.log.append(f"{self.name} is killed")
+        self.status = 137
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_reason_is_told_before_the_ranks_have_ended(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+    """Parts that do not end are killed, and the first failure gives the status, whatever signal comes later."""
+    monkeypatch.setattr(supervisor, "TELL_S", 0.1)
+    monkeypatch.setattr(supervisor, "KILL_S", 0.3)
+    log: list[str] = []
+    signals: list[int] = []
+
+    def pause() -> None:
+        time.sleep(0.02)
+        if interrupted and not signals:
+            signals.append(2)
+
+    parts = [FakePart("a", log), FakePart("b", log, failure_of(1, 1.0, exitcode=7))]
+    assert supervisor.wait_for(parts, signals, pause, lambda failures: log.append(f"rank {failures[0].rank}")) == 7
+    gets = ["a gets 2", "b gets 2"] if interrupted else []
+    assert log == ["a ends", *gets, "rank 1", "a is killed", "b is killed"]
+
+
+def test_a_signal_ends_parts_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "KILL_S", 0.1)
+    log: list[str] = []
+    parts = [FakePart("a", log)]
+    assert supervisor.wait_for(parts, [15], tell=lambda failures: log.append("told")) == 143
+    assert log == ["a gets 15", "a is killed"]

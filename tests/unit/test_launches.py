@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +12,16 @@ import torch
 from torch import nn
 
 from benchmarks.null_communicator import NullCommunicator
-from zerolite.comm import Communicator, Pending, create_topology, record, use_communicator
+from zerolite.comm import Communicator, Pending, communicator, create_topology, done, record, use_communicator
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments
 from zerolite.engine.build import build_engine
+from zerolite.utils.accelerator import Platform, use_platform
+from zerolite.zero.compression import Compression
+from zerolite.zero.groups import TwoHops
+from zerolite.zero.local_sum import LocalSum
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("without_ranks")
@@ -216,3 +222,135 @@ def test_what_rank_0_does_not_use_is_reduced_last() -> None:
     model.layers.extend(nn.Linear(8, 8, bias=False) for _ in range(2))
     train(make_engine(comm, model, 2), 2)
     assert comm.launched() == [*range(8), 1, 2, 3, 5, 6, 7, 0, 4]
+
+
+# -------------------------------------------------------------------- no memory in the middle
+
+
+def no_memory(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int = 0) -> None:
+    """Let a method raise once, at its call number ``at``, as an allocation in it may."""
+    method, calls = getattr(owner, name), itertools.count()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == at:
+            raise torch.OutOfMemoryError("no memory")
+        return method(*args, **kwargs)
+
+    patch.setattr(owner, name, fail)
+
+
+def cut_short(engine: Any) -> None:
+    """Run a backward that raises, and go on as the next call of the engine does."""
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+    engine._parts.pipeline.wait_for_reductions()
+
+
+def mean_gradients(engine: Any) -> list[torch.Tensor]:
+    return [bucket.mean() for bucket in engine._parts.buffer.buckets]
+
+
+@pytest.mark.parametrize("divides", [{}, {"gradient_predivide_factor": 3.0}])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_launch_that_raises_is_made_again_with_its_gradients(
+    stage: int, divides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(1)
+        comm = Simulated(0, 4)
+        engine = make_engine(comm, stack(), stage, zero={"overlap_comm": False}, **BF16, **divides)
+        if fails:
+            no_memory(monkeypatch, comm, "_reduce_scatter" if stage else "_all_reduce", at=3)
+            cut_short(engine)
+        else:
+            engine.backward(engine(torch.ones(2, 8)).sum())
+        found.append(mean_gradients(engine))
+    assert len(found[0]) == 8 and all(map(torch.equal, *found))
+
+
+def late_gradients(stage: int, fails: Callable[[], None] | None) -> tuple[list[Any], list[torch.Tensor]]:
+    """Train one backward in which the last layer gets a second gradient behind its launch. Return the launches, and
+    the mean gradients."""
+    torch.manual_seed(1)
+    comm, model = Simulated(0, 4), stack(3)
+
+    def bring_more(gradient: torch.Tensor) -> None:
+        with torch.enable_grad():
+            (model[2].weight * 0.37).sum().backward()
+
+    engine = make_engine(comm, model, stage, **BF16)
+    model[0].register_forward_hook(lambda module, args, output: output.register_hook(bring_more) and None)
+    with record() as recorder:
+        if fails is None:
+            engine.backward(engine(torch.ones(2, 8)).sum())
+        else:
+            fails()
+            cut_short(engine)
+        engine._parts.pipeline.wait_for_reductions()
+    assert recorder.count("all_reduce", "stats") == 1, "the ranks agree once"
+    return comm.launched(), mean_gradients(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("name", "at"), [("finish", 2), ("complete", 3), ("finish", 3)])
+def test_late_reductions_go_on_where_they_have_raised(
+    stage: int, name: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the wait before the ranks agree on late gradients, in the second launch, and in the wait for that."""
+    launched, expected = late_gradients(stage, None)
+    assert launched == [0, 1, 2, 0]
+    found = late_gradients(stage, lambda: no_memory(monkeypatch, LocalSum, name, at))
+    assert found[0] == launched and all(map(torch.equal, found[1], expected))
+    assert {gradient.dtype for gradient in found[1]} == {torch.bfloat16}
+
+
+class Queues(Platform):
+    """A device that queues collectives, as CUDA does."""
+
+    def queues(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def side_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("hop", ["all_reduce", "compressed"])
+def test_a_second_hop_that_raises_is_launched_before_the_next_first_one(
+    hop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, calls = [], []
+    for fails in (None, "all_reduce" if hop == "all_reduce" else "all_gather"):
+        shard, between = NullCommunicator(0, 2), NullCommunicator(0, 2)
+        hops = TwoHops(shard, between.all_reduce if hop == "all_reduce" else Compression(between).all_reduce)
+        if fails == "all_reduce":
+            no_memory(monkeypatch, hops, "second")
+        elif fails:
+            no_memory(monkeypatch, between, fails)
+        with use_platform(Queues()), record() as recorder:
+            fulls = [torch.arange(1024.0).bfloat16() * number for number in (1, 2, 3)]
+            earlier = torch.ones(512)
+            pending = [hops.reduce_scatter(full, "gradients", 2.0, torch.float32, 0, earlier) for full in fulls]
+            results.append([one.wait() for one in pending])
+        calls.append([call.op for call in recorder.calls])
+    assert calls[0] == calls[1] and len(calls[0]) == (6 if hop == "all_reduce" else 9)
+    assert hop == "compressed" or all(map(torch.equal, *results)), "what nobody sends has no values to compare"
+
+
+def test_a_mean_that_raises_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_memory(monkeypatch, communicator, "empty")
+    total = torch.full((4,), 6.0)
+    pending = Pending((), (), lambda: communicator.divide(total, 3.0, torch.bfloat16))
+    with pytest.raises(torch.OutOfMemoryError):
+        pending.wait()
+    assert pending.wait().tolist() == [2.0] * 4 and done(total).wait().tolist() == [2.0] * 4
+
+
+def test_few_reductions_are_in_flight_behind_a_backward_of_a_program_that_communicates() -> None:
+    comm = Simulated(0, 4)
+    engine = make_engine(comm, stack(), 2, zero={"collectives_in_backward": True})
+    train(engine)
+    comm.log.clear()
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    events = [event for event, _ in comm.log]
+    assert events == ["launch"] * 8 + ["wait"] * 6

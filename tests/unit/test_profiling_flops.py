@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zerolite.config import load_config
-from zerolite.monitor.flops import FlopCount
-from zerolite.monitor.flops_profiler import FlopsProfiler
+from zerolite.monitor.flops import FlopCount, FlopsProfiler
 from zerolite.zero.engine_parts import ModuleCall
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -121,6 +121,18 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.t()
 
 
+class FusedBlock(nn.Module):
+    """Its kernel takes the weights of its children, as Mamba's mixer and fused MLPs do."""
+
+    def __init__(self, one: nn.Module, two: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two = one, two
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ self.one.weight @ self.two.weight
+
+
 def in_a_hook(model: Any) -> list[Tensor]:
     seen: list[Tensor] = []
     hook = model[3].register_forward_pre_hook(lambda module, args: seen.append(module.weight + model[2].weight))
@@ -178,6 +190,7 @@ READS |= {
     "multiprocessing": value(lambda p: p if ForkingPickler.dumps(p) else 0),
     "share_memory": lambda model: list(model.share_memory().parameters()),
     "spectral_norm": lambda model: [nn.utils.parametrizations.spectral_norm(model[2])(X)],
+    "a fused kernel": lambda model: [FusedBlock(model[2], model[3])(X)],
     "a hook": in_a_hook,
     "an optimizer of the user's": by_an_optimizer,
     "nn.init": written(nn.init.kaiming_uniform_),

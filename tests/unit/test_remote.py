@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import shlex
 import socket
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from zerolite.launcher import node, ssh
-from zerolite.launcher.hosts import HostsError
+from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import first_address, job_variables, make_plan, own_versions
 from zerolite.launcher.ssh import NODE, SshPart, node_command
+from zerolite.launcher.supervisor import LocalPart
 from zerolite.utils import network
 from zerolite.utils.network import SECRET_VARIABLE
 
@@ -24,9 +26,9 @@ from zerolite.utils.network import SECRET_VARIABLE
 def test_another_host_is_reached_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     request = LaunchRequest(["t.py"], launcher_args=["-F", "my config"], ssh_port=2222)
-    command = node_command(request, "ann@fd00::3", {"PYTHONPATH": "/a b:/c", "PATH": "/bin", "NCCL_DEBUG": "INFO"})
+    command = node_command(request, "worker-2", {"PYTHONPATH": "/a b:/c", "PATH": "/bin", "NCCL_DEBUG": "INFO"})
     assert command[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in command
-    assert command[-4:-1] == ["-p", "2222", "ann@fd00::3"]
+    assert command[-4:-1] == ["-p", "2222", "worker-2"]
     start = f"{sys.executable} {shlex.join(NODE)}"
     assert command[-1] == f"cd {tmp_path}; exec env 'PYTHONPATH=/a b:/c' {start}"
 
@@ -105,22 +107,6 @@ def test_the_address_of_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_address("localhost", True) == "10.0.0.5" and first_address("127.0.1.1", False) == "127.0.1.1"
 
 
-def test_a_node_with_a_command_of_its_own_finds_its_place(hostfile: str) -> None:
-    def own_part(**given: object) -> NodeJob:
-        plan = make_plan(LaunchRequest(["t.py"], hostfile=hostfile, no_ssh=True, **given))  # type: ignore[arg-type]
-        assert plan.local_node is not None and not plan.by_ssh
-        return plan.nodes[plan.local_node]
-
-    part = own_part()
-    assert (part.node_rank, part.nproc, part.num_nodes, part.master_port) == (0, 2, 3, 29500)
-    part = own_part(node_rank=2, master_addr="a", master_port=5)
-    assert (part.node_rank, part.nproc, part.master_addr, part.master_port) == (2, 4, "a", 5)
-    with pytest.raises(HostsError, match="--node-rank expects 0 to 2, and got 3"):
-        own_part(node_rank=3)
-    with pytest.raises(HostsError, match="this host is none of host2, host3"):
-        own_part(exclude=socket.gethostname())
-
-
 def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
     request = LaunchRequest(["t.py"], ["a b"], hostfile=hostfile, launcher_args=["-F", "x y"], dry_run=True)
     plan = make_plan(request)
@@ -131,3 +117,57 @@ def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFi
     jobs = [NodeJob.from_json(line.removeprefix("#   ")) for line in lines if line.startswith("#   ")]
     assert [(job.node_rank, job.nproc) for job in jobs] == [(0, 2), (1, 4), (2, 4)]
     assert all(job.script_args == ["a b"] and SECRET_VARIABLE not in job.env for job in jobs)
+
+
+# -------------------------------------------------------------------- the connection from the launcher
+
+
+class Listening:
+    """A node's end of a connection, of which the test holds the launcher's end."""
+
+    def __init__(self) -> None:
+        self.control, self.launcher = os.pipe()
+        self.signals: list[int] = []
+        part = object.__new__(LocalPart)
+        part.failures = []
+        self.connection = node.Connection(self.control, part, self.signals)
+
+    def heard(self, sent: bytes) -> list[int]:
+        os.write(self.launcher, sent)
+        self.connection.pause()
+        return self.signals
+
+
+def test_signals_that_follow_the_launchers_hangup_are_heard() -> None:
+    """Its SIGHUP is a signal as any other: a Ctrl-C after it, or the end of the connection, ends the ranks at once."""
+    listening = Listening()
+    assert listening.heard(bytes([1])) == [1]
+    assert listening.heard(node.ALIVE + bytes([2])) == [1, 2]
+    os.close(listening.launcher)
+    listening.connection.pause()
+    listening.connection.pause()
+    assert listening.signals == [1, 2, 1]
+
+
+def test_a_silent_launcher_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "SILENCE_S", 0.3)
+    listening = Listening()
+    for _ in range(20):
+        assert listening.heard(node.ALIVE) == []
+    for _ in range(20):
+        listening.connection.pause()
+    assert listening.signals == [1]
+
+
+def test_messages_come_through_whatever_ranks_write(capfd: pytest.CaptureFixture[str]) -> None:
+    """A progress bar leaves the cursor within the line; a long message comes in pieces."""
+    failure = Failure(host="host2", node_failure="." * 9999 + "\n")
+    os.write(2, b"\r 45%")
+    node.send_to_launcher(failures=[dataclasses.asdict(failure)])
+    node.send_to_launcher(ended=True)
+    written = capfd.readouterr().err.encode()
+    assert written.count(node.MARK) > 3 and max(map(len, written.splitlines())) < 4096
+    part = object.__new__(SshPart)
+    part.status, part.answer, part._message, part._asked_to_end, part._ended_by_itself = None, {}, b"", False, False
+    part._forward(io.BytesIO(written), shown := io.BytesIO())
+    assert part.failures == [failure] and part._ended_by_itself and shown.getvalue() == b"\r 45%"

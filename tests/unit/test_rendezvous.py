@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import threading
 import time
-from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch.distributed as dist
 from tests.cli.helpers import free_port
 from zerolite.comm import store
 from zerolite.comm.rendezvous import Patience, first_barrier
-from zerolite.launcher.board import Judge, NodeRendezvous, NodeRendezvousError, NodeState
-from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob
-from zerolite.utils.failure_record import FailureRecord
+from zerolite.launcher.rendezvous import NodeRendezvous, NodeRendezvousError
 
 WORLD = 24
 
@@ -106,25 +103,29 @@ def nodes() -> list[NodeJob]:
     return [dataclasses.replace(job, node_rank=number) for number in range(3)]
 
 
-def join(job: NodeJob, name: str = "") -> NodeRendezvous:
-    rendezvous = NodeRendezvous(job, name or f"host{job.node_rank}")
+def join(job: NodeJob) -> NodeRendezvous:
+    rendezvous = NodeRendezvous(job)
     rendezvous.next_rendezvous()
     return rendezvous
 
 
-def test_two_nodes_with_one_number(nodes: list[NodeJob]) -> None:
-    threads = ThreadPoolExecutor(4)
-    first = threads.submit(join, nodes[0])
-    both = {threads.submit(join, nodes[1], name) for name in ("one", "other")}
-    (refused,), (waiting,) = futures.wait(both, 30, futures.FIRST_COMPLETED)
-    assert "two nodes were started as number 1: " in str(refused.exception())
-    join(nodes[2])
-    assert first.result(30).get_run_id() == waiting.result(30).get_run_id() == "abc"
+def test_the_first_node_leaves_last(nodes: list[NodeJob]) -> None:
+    """It holds the store, in which ranks read who has exited with status 0."""
+    with ThreadPoolExecutor(3) as threads:
+        first, *others = threads.map(join, nodes)
+    others[0].announce([4, 5])
+    others[0].announce([4, 5])
+    assert store.exited_ranks(first._ranks_store, 0, 6) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "6")
+        assert store.exited_ranks(first._ranks_store, 0, 6) == [4, 5]
+    assert not first.leave() and others[1].leave() and not first.leave()
+    assert others[0].leave() and first.leave()
 
 
 def test_nodes_that_do_not_join(nodes: list[NodeJob]) -> None:
-    words = r"of 3 nodes, number 1, 2 did not come within 0 s\. Start `zerolite` on"
-    with pytest.raises(NodeRendezvousError, match=words):
+    with pytest.raises(NodeRendezvousError, match=r"of 3 nodes, number 1, 2 did not come within 0 s; see what"):
         join(dataclasses.replace(nodes[0], join_s=0.3))
 
 
@@ -133,35 +134,3 @@ def test_the_first_node_is_not_reached(nodes: list[NodeJob]) -> None:
     words = r"cannot reach the first .* at 127\.0\.0\.1:\d+ within 0 s \(Connection refused\)"
     with pytest.raises(NodeRendezvousError, match=words):
         join(job)
-
-
-# -------------------------------------------------------------------- the verdict
-
-
-def failure_of(rank: int, *, consequence: bool = False, **fields: Any) -> Failure:
-    return Failure(rank=rank, world_size=2, record=FailureRecord("x", "", float(rank + 1), "", consequence), **fields)
-
-
-def test_the_first_node_waits_for_the_cause() -> None:
-    """An error that only tells of another rank's end is not the verdict while a cause may come."""
-    judge, going, well = Judge(["a", "b"]), NodeState(), NodeState(succeeded=True)
-    assert judge.decide([well, going], [1, 1], 0.0) is None and judge.decide([well, well], [1, 1], 0.0) == []
-    effect, cause = failure_of(0, consequence=True), failure_of(1)
-    told = NodeState([effect], failed=True)
-    assert judge.decide([told, going], [2, 2], 1.0) is None
-    assert judge.decide([told, NodeState([cause], failed=True, pending=True)], [3, 3], 1.5) is None
-    assert judge.decide([told, NodeState([cause], failed=True)], [3, 3], 1.6) == [cause, effect]
-    gone = Failure(rank=1, exitcode=0)
-    assert judge.decide([told, NodeState(finished=[gone])], [4, 4], 3.1) == [effect, gone]
-
-
-def test_a_node_without_a_sign_of_life_is_lost() -> None:
-    judge, going = Judge(["a", "b"]), NodeState()
-    beats = [(number, number if number < 5 else 5) for number in range(40)]
-    told = [judge.decide([going, going], pair, float(pair[0])) for pair in beats]
-    assert told[:26] == [None] * 26 and told[26] is not None
-    (lost,) = told[26]
-    assert lost.node_failure.startswith("host b gave no sign of life for 20 s")
-    judge = Judge(["a", "b"])
-    for now in (0.0, 100.0, 200.0):  # this process was suspended
-        assert judge.decide([going, going], [1, 1], now) is None

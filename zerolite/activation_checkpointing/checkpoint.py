@@ -12,8 +12,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zerolite.activation_checkpointing.copies import Copy
-from zerolite.activation_checkpointing.saved_inputs import InputSaver, SavedInput
+from zerolite.activation_checkpointing.saved_inputs import Copy, InputSaver, SavedInput
 from zerolite.config import ActivationCheckpointingConfig
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # of torch's checkpoint

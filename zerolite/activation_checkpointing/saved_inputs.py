@@ -1,22 +1,134 @@
-"""Saved inputs of checkpoints: copied to the host in forward, and back ahead of their use in backward."""
+"""Saved inputs of checkpoints: copied to the host in forward, and back ahead of their use in backward.
+
+The memory is pinned, and the copies run on a CUDA stream of their own.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerolite.activation_checkpointing.copies import BorrowedMemory, Copies, Copy, HostBuffers, Pair
-from zerolite.utils.accelerator import is_fake
+from zerolite.utils.accelerator import current_platform, is_fake
+from zerolite.utils.memory_tags import ACTIVATIONS, HOST, tag_memory
+from zerolite.utils.module_hook import finalize_before_exit
 from zerolite.zero.flat import dense_strides
 
 SMALLEST = 4096
 """Bytes: smaller inputs stay on the device."""
 _ALIGNMENT = 512  # bytes: inputs begin at multiples of it in borrowed memory
 _ALLOCATORS = 64  # bytes: operators compute the same bits for tensors that begin at multiples of it
+_BLOCK = 4096  # bytes: lengths on the host are multiples of it, so that nearly equal inputs can share a buffer
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Source and target, of equal length and dtype."""
+
+
+# -------------------------------------------------------------------- copies and memory
+
+
+class Copy:
+    """Copies in flight. Sources and targets stay alive until :meth:`wait`, which also runs when this is freed."""
+
+    def __init__(self, pairs: Sequence[Pair], event: torch.cuda.Event | None, device: torch.device) -> None:
+        self._pairs = list(pairs)
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        """Let the current stream wait for the copies. May be called again.
+
+        So it can read the targets, and reuse the memory of the sources.
+        """
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+            self._event = None
+        self._pairs.clear()
+
+    def __del__(self) -> None:
+        self.wait()
+
+
+class Copies:
+    """Stream of the copies in both directions. Without CUDA a copy is complete at once.
+
+    One stream is enough: forward only copies to the host, and backward only from it. So a later copy never overwrites
+    memory that an earlier one still reads.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def launch(self, pairs: Sequence[Pair]) -> Copy:
+        """Start the copies."""
+        if self._stream is None:
+            for source, target in pairs:
+                target.copy_(source)
+            return Copy((), None, self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # it made the sources, and used the targets
+        with torch.cuda.stream(self._stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return Copy(pairs, event, self._device)
+
+    def finish(self) -> None:
+        """Let the host wait until no copy is in flight."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class BorrowedMemory:
+    """Memory in use, uint8 [nbytes], which returns to its source when this object is freed."""
+
+    __slots__ = ("__weakref__", "memory")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+
+class HostBuffers:
+    """Page-aligned buffers on the host. They are reused, because registering one takes far longer than filling it.
+
+    Copies to and from them run in the order of their launch, so returned memory may be reused at once.
+    """
+
+    def __init__(self, pin: bool, finish_copies: Callable[[], None]) -> None:
+        """
+        Args:
+            pin: register the memory with CUDA.
+            finish_copies: waits until no copy is in flight; called before memory is freed.
+        """
+        self._pin = pin
+        self._finish_copies = finish_copies
+        self._free: list[torch.Tensor] = []
+        finalize_before_exit(self, finish_copies)
+
+    def allocate(self, nbytes: int) -> BorrowedMemory:
+        length = -(-nbytes // _BLOCK) * _BLOCK
+        fitting = [index for index, memory in enumerate(self._free) if memory.numel() >= length]
+        if fitting:
+            memory = self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
+        else:
+            if self._free:  # free one that is too small: the number of buffers need not grow
+                self._finish_copies()
+                self._free.pop()
+            with torch.inference_mode(False):
+                memory = tag_memory(current_platform().host_memory(length, self._pin), ACTIVATIONS, HOST)
+        borrowed = BorrowedMemory(memory)
+        finalize_before_exit(borrowed, self._free.append, memory)
+        return borrowed
+
+    def memory(self) -> list[torch.Tensor]:
+        return list(self._free)
+
+
+# -------------------------------------------------------------------- inputs
 
 
 class SavedInput:
@@ -61,13 +173,12 @@ class SavedInput:
         return full[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
-class _Prefetch:
+class _Prefetch(NamedTuple):
     """Copy of the inputs of one checkpoint to the device, before it needs them."""
 
-    def __init__(self, saved: Sequence[SavedInput], arrived: dict[SavedInput, torch.Tensor], copy: Copy) -> None:
-        self.saved = list(saved)
-        self.arrived = arrived
-        self.copy = copy
+    saved: list[SavedInput]
+    arrived: dict[SavedInput, torch.Tensor]
+    copy: Copy
 
 
 class InputSaver:
@@ -177,7 +288,7 @@ class InputSaver:
             arrived[entry] = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._device)
             pairs.append((entry.offloaded, arrived[entry]))
         copy = self._copies.launch(pairs) if pairs else Copy((), None, self._device)
-        return _Prefetch(entries, arrived, copy)
+        return _Prefetch(list(entries), arrived, copy)
 
     def _drop_prefetch(self) -> None:
         """Drop a prefetch that was not needed: a new forward has begun."""

@@ -18,7 +18,7 @@ from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.state import StoredModel
 from zerolite.utils.dtypes import BY_CODE, DTYPES
-from zerolite.utils.text import command_parser, format_size, parse_size
+from zerolite.utils.text import command_parser, format_size, size_argument
 
 logger = logging.getLogger("zerolite")
 
@@ -124,13 +124,6 @@ def _read(reader: CheckpointReader, key: str, entry: ToStore) -> torch.Tensor:
 # -------------------------------------------------------------------- the command
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = command_parser(prog, DESCRIPTION, EPILOG)
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a directory of checkpoints")
@@ -138,7 +131,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, help="of all floating tensors (default: as trained)")
     parser.add_argument(
         "--max-shard-size",
-        type=_size,
+        type=size_argument,
         default="5GB",
         metavar="SIZE",
         help="of one file (default: 5GB = 5 * 10**9 bytes)",

@@ -7,15 +7,10 @@ renames or removes. Errors are never hidden: they are OSErrors with the path.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
-import mmap
 import os
-import queue
 import shutil
 import stat
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +21,6 @@ from zerolite.checkpoint.errors import DamagedFile
 
 BLOCK_BYTES = 1 << 20  # bytes that have one checksum
 BUFFER_BYTES = 8 * BLOCK_BYTES  # bytes that are written or read at once
-_COPIED_BY_PYTHON = 1 << 16  # bytes: smaller parts are copied by Python, larger ones by memmove without the GIL
 
 
 def _nothing(operation: str, path: Path) -> None:
@@ -137,11 +131,7 @@ class FileEntry:
 
 
 class FileWriter:
-    """A new file that is written from begin to end. It is a context, which closes the file.
-
-    Full buffers are written by a thread, while the other buffer is filled, and past the page cache where the file
-    system can (direct I/O): as fast as the disk, and they evict nothing else from memory. The rest, and all of a small
-    file, is written in the ordinary way.
+    """A new file that is written from begin to end, in parts of 8 MiB. It is a context, which closes the file.
 
     Raises OSError with the path; FileExistsError if the file exists.
     """
@@ -149,14 +139,8 @@ class FileWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._checksums: list[str] = []
-        self._written = 0  # bytes in full buffers
-        self._buffer, self._filled = _new_buffer(), 0
-        # The thread ends at None. An executor of concurrent.futures would accept no tasks once the interpreter is
-        # shutting down, when a save in the background may still be running.
-        self._full: queue.SimpleQueue[mmap.mmap | None] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None  # begins with the first full buffer
-        self._error: BaseException | None = None  # the first error of the thread, after which it writes nothing
+        self._written = 0  # bytes
+        self._buffer = bytearray()  # bytes that are less than a part
         before_operation("create", path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
@@ -166,90 +150,42 @@ class FileWriter:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end_thread()
         os.close(self._descriptor)
 
     def write(self, view: memoryview) -> None:
-        """Append bytes, which are copied before this returns."""
+        """Append bytes, which are written or copied when this returns."""
         while len(view):
-            part = view[: BUFFER_BYTES - self._filled]
-            if len(part) < _COPIED_BY_PYTHON or part.readonly:
-                self._buffer[self._filled : self._filled + len(part)] = part
-            else:
-                target = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer, self._filled))
-                ctypes.memmove(target, ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part))
-            self._filled += len(part)
+            part = view[: BUFFER_BYTES - len(self._buffer)]
             view = view[len(part) :]
-            if self._filled == BUFFER_BYTES:
+            if len(part) == BUFFER_BYTES:
+                self._write_out(part)
+                continue
+            self._buffer += part
+            if len(self._buffer) == BUFFER_BYTES:
                 self._flush()
 
     def finish(self) -> FileEntry:
         """Write what is left. Returns the file's entry when all is on the disk."""
-        self._end_thread()
-        self._add_checksums()
+        if self._buffer:
+            self._flush()
+        before_operation("fsync", self._path)
         with _named(self._path):
-            if self._error is not None:
-                raise self._error
-            self._set_direct(False)
-            if self._filled:
-                self._write_out(self._buffer, self._filled)
-            before_operation("fsync", self._path)
             os.fsync(self._descriptor)
-        return FileEntry(self._written + self._filled, "".join(self._checksums))
+        return FileEntry(self._written, "".join(self._checksums))
 
     def _flush(self) -> None:
-        if self._thread is None:
-            self._set_direct(True)
-            self._free.put(_new_buffer())
-            self._thread = threading.Thread(target=self._write_full, name="zerolite-write")
-            self._thread.start()
-        self._add_checksums()
-        self._written += self._filled
-        self._full.put(self._buffer)
-        self._buffer, self._filled = self._free.get(), 0
-        if self._error is not None:
-            with _named(self._path):
-                raise self._error
+        content, self._buffer = self._buffer, bytearray()
+        self._write_out(memoryview(content))
 
-    def _add_checksums(self) -> None:
-        content = memoryview(self._buffer)[: self._filled]
-        blocks = range(0, self._filled, BLOCK_BYTES)
+    def _write_out(self, content: memoryview) -> None:
+        """Write a part, which begins with a block."""
+        blocks = range(0, len(content), BLOCK_BYTES)
         self._checksums.extend(f"{zlib.crc32(content[start : start + BLOCK_BYTES]):08x}" for start in blocks)
-
-    def _write_full(self) -> None:
-        while (buffer := self._full.get()) is not None:
-            try:
-                if self._error is None:
-                    self._write_out(buffer, BUFFER_BYTES)
-            except BaseException as error:  # raised in the thread that fills the buffers
-                self._error = error
-            self._free.put(buffer)
-
-    def _write_out(self, buffer: mmap.mmap, nbytes: int) -> None:
+        self._written += len(content)
         before_operation("write", self._path)
-        view = memoryview(buffer)[:nbytes]
-        while len(view):
-            try:
-                view = view[os.write(self._descriptor, view) :]
-            except OSError as error:
-                if error.errno != errno.EINVAL or not fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-                    raise
-                self._set_direct(False)  # the file system has accepted O_DIRECT, but does not support it
-
-    def _set_direct(self, on: bool) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        with contextlib.suppress(OSError):  # EINVAL: the file system has no direct access
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
-
-    def _end_thread(self) -> None:
-        if self._thread is not None:
-            self._full.put(None)
-            self._thread.join()
-            self._thread = None
-
-
-def _new_buffer() -> mmap.mmap:
-    return mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # aligned, as direct I/O needs it
+        with _named(self._path):
+            while len(content):
+                content = content[os.write(self._descriptor, content) :]
 
 
 # -------------------------------------------------------------------- reading

@@ -27,12 +27,10 @@ from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.utils.torch_private import as_plain_tensors
-from zerolite.zero.update import OptimParamShard
 
 logger = logging.getLogger("zerolite")
 
 _EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
-_NUMBER, _ELEMENTS, _OTHER = "number", "elements", "other"  # kinds of optimizer states
 
 _allowed = 0  # calls in progress that may see a rank's part of the state
 
@@ -95,7 +93,7 @@ def forbid_partial_state_dicts(model: torch.nn.Module, topology: Topology) -> No
 
 @collective
 class FullState:
-    """Full state dicts of one engine's model and optimizer, and export of the model into files."""
+    """Full state dicts of one engine's model, and export of the model into files."""
 
     def __init__(self, states: ModelState, access: ParameterAccess) -> None:
         self._states, self._parts, self._access = states, states.parts, access
@@ -171,69 +169,12 @@ class FullState:
         self._parts.pipeline.written.on_loaded(full.parameters(done))
 
     @torch.no_grad()
-    def get_optimizer_state(self, rank0_only: bool) -> dict[str, Any]:
-        """See ``Engine.full_optimizer_state_dict``. States are gathered one by one."""
-        parts, positions = self._parts, self._parts.optimizer.positions()
-        self._check_readable()
-        parts.pipeline.state.settle()
-        if self._topology.pipe.world_size > 1:
-            raise RuntimeError(
-                "full_optimizer_state_dict: expected all layers on every rank, got a pipeline, whose stages each have "
-                "the states of their own layers; save_checkpoint() writes all of them"
-            )
-        returns = self._topology.world.rank == 0 or not rank0_only
-        local = {shard.index: (shard, parts.optimizer.method.state_of(shard)) for shard in parts.optimizer.shards()}
-        described = {
-            index: {name: self._describe(shard, name, value) for name, value in state.items()}
-            for index, (shard, state) in local.items()
-        }
-        # Each state is a collective, so all ranks walk through the same ones: the union of all ranks' states. A state
-        # has the description of the first rank that has it.
-        described_on: dict[int, dict[str, tuple[Any, int]]] = {}
-        for row, source in self._host.gather((described, parts.groups.mean.rank)):
-            for index, kinds in row.items():
-                for name, content in kinds.items():
-                    described_on.setdefault(index, {}).setdefault(name, (content, source))
-        full: dict[int, dict[str, Any]] = {}
-        for index in sorted(described_on):
-            state = local[index][1] if index in local else {}
-            for name, ((content, *details), source) in described_on[index].items():
-                value = details[0] if content == _NUMBER else None
-                if content == _ELEMENTS:
-                    value = self._access.full_state(index, state.get(name), details[0])
-                elif content == _OTHER:
-                    value = self._broadcast(state.get(name), details[0], details[1], source)
-                if returns:
-                    full.setdefault(positions[index], {})[name] = value.cpu() if torch.is_tensor(value) else value
-        return {"state": full, "param_groups": parts.optimizer.numbered_groups()} if returns else {}
-
-    def _describe(self, shard: OptimParamShard, name: str, value: object) -> tuple[object, ...]:
-        """Return a state's kind, then its value if it is one number, otherwise its dtype, and its shape if that is not
-        the shard's."""
-        if not isinstance(value, torch.Tensor) or self._states.is_scalar(name, value, shard):
-            return _NUMBER, value.cpu() if isinstance(value, torch.Tensor) else value
-        if value.shape == self._states.shape_of(shard):
-            return _ELEMENTS, value.dtype
-        return _OTHER, value.dtype, value.shape
-
-    def _broadcast(self, local: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
-        """Broadcast a state that one data-parallel rank, or each of them, has in full."""
-        device = self._parts.buffer.placements.device
-        value = torch.empty(shape, dtype=dtype, device=device) if local is None else local.to(device).clone()
-        self._parts.groups.mean.broadcast(value, "access", source)
-        return value
-
-    @torch.no_grad()
     def save_16bit(self, save_dir: str | os.PathLike[str], max_shard_size: str | int, exclude_frozen: bool) -> None:
         """See ``Engine.save_16bit_model``. All ranks gather one parameter after the other, and rank 0 writes it
         (:func:`write_model`).
 
         Args:
             exclude_frozen: write only trained parameters, and the buffers of modules that have some.
-
-        Raises:
-            ValueError: for a wrong ``max_shard_size``.
-            CheckpointError: on all ranks if rank 0 cannot write.
         """
         computes = self._parts.precision.compute or self._parts.precision.autocast
         dtype = computes if computes in HALF else torch.bfloat16

@@ -263,17 +263,6 @@ class ParameterAccess:
         self._pipeline.state.settle()
         return {index: self._optimizer.method.state_of(shard) or {} for index, shard in self._shards(indices)}
 
-    @collective
-    def full_state(self, index: int, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Gather a state that has a value for each element of its parameter.
-
-        All ranks pass the same index and dtype.
-
-        Args:
-            part: this rank's part; None if it has none.
-        """
-        return self._full([index], self._buffer.gather([index], {} if part is None else {index: part}, dtype))[0]
-
     def set_state(self, index: int, name: str, value: Any) -> None:
         local_states = self._states_here([index])
         (content,) = self._agree([_content(local_states.get(index), name)])

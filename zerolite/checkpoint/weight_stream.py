@@ -11,7 +11,9 @@ layers, or other experts. While the caller uses a bucket, the next one is gather
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,6 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.adapters import adapted_layers, base_prefix, without_adapters
 from zerolite.checkpoint.full_model import TAG, FullModel, FullTensor
 from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.matching import listed
@@ -28,6 +29,7 @@ from zerolite.checkpoint.state import clean
 from zerolite.comm import Pending, Topology, collective
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.engine_parts import EngineParts
+from zerolite.zero.stage3.absent_parameter import copy_with_values
 from zerolite.zero.stage3.param_group import AllGather, group_by_context
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
 
@@ -101,7 +103,7 @@ def fingerprint(buckets: Sequence[Sequence[Piece]], dtype: torch.dtype | None) -
 
 
 def _pieces(full: FullModel, model: torch.nn.Module, options: StreamOptions) -> Iterator[Piece]:
-    prefix, layers = ("", {}) if not options.merge_lora else (base_prefix(model), adapted_layers(model))
+    prefix, layers = ("", {}) if not options.merge_lora else (_base_prefix(model), _adapted_layers(model))
     owners = {id(full.local(entry)[0]): entry for _, entry in full.tensors()}
     layer_of = {id(tensor): name for name, layer in layers.items() for tensor in _tensors_of(layer)}
     done: set[str] = set()
@@ -122,7 +124,7 @@ def _pieces(full: FullModel, model: torch.nn.Module, options: StreamOptions) -> 
         without_memory = {
             t: torch.empty(owners[key].shape, dtype=owners[key].dtype, device="meta") for key, t in tensors.items()
         }
-        plain = without_adapters(layer, without_memory, merge=False)
+        plain = _without_adapters(layer, without_memory, merge=False)
         names = {name: f"{clean(outer)}.{name}".removeprefix(prefix) for name in plain}
         yield _piece(sources, names, plain.values(), options.dtype, layer)
 
@@ -340,7 +342,74 @@ class WeightStream(Iterator[WeightBucket]):
         """Yield the tensors of a piece."""
         if piece.layer is not None:
             of_layer = {tensors[owner]: values[owner] for owner in piece.sources}
-            values = without_adapters(piece.layer, of_layer, merge=True)
+            values = _without_adapters(piece.layer, of_layer, merge=True)
         for key, name in piece.names.items():
             value = values[key]
             yield name, value.to(exported_dtype(value.dtype, self._dtype)).contiguous()
+
+
+# -------------------------------------------------------------------- adapters
+
+# PEFT merges and unloads by itself, in a copy of the layer around copies of its tensors. So every kind of adapter that
+# PEFT can merge has PEFT's own numbers, and the training weights keep their bits.
+
+
+def _base_prefix(model: torch.nn.Module) -> str:
+    """Return what PEFT puts in front of the names of its base model; "" for a model that is not PEFT's.
+
+    Raises:
+        ValueError: the adapters are outside of the base model (prompts), so they cannot be merged into it.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return ""
+    base = model.get_base_model()
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is base)
+    outside = [name for name, _ in model.named_parameters() if not name.startswith(prefix)]
+    if outside:
+        raise ValueError(
+            f"expected adapters that can be merged into the base model, got parameter '{outside[0]}' outside of it; "
+            "pass merge_lora=False"
+        )
+    return prefix
+
+
+def _adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the outermost layers with adapters of PEFT, by name."""
+    if "peft" not in sys.modules:
+        return {}
+    # A program with adapters has loaded these.
+    layer, other = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer, sys.modules["peft.utils.other"]
+    kinds = (layer, getattr(other, "AuxiliaryTrainingWrapper", other.ModulesToSaveWrapper))
+    layers: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, kinds) and not any(name.startswith(f"{outer}.") for outer in layers):
+            layers[name] = module
+    return layers
+
+
+def _without_adapters(
+    layer: Any, values: Mapping[torch.Tensor, torch.Tensor], merge: bool
+) -> Mapping[str, torch.Tensor]:
+    """Return the state dict of the layer that the adapters of ``layer`` are around.
+
+    Args:
+        layer: the layer with its adapters, which stays as it is.
+        values: full values of its parameters and buffers, by tensor. Merging writes into them.
+        merge: False leaves the adapters out; the values may be without memory then.
+    """
+    memo: dict[int, Any] = {}
+    for tensor, value in values.items():
+        if isinstance(tensor, torch.nn.Parameter):
+            copy_with_values(tensor, value, memo)
+        else:
+            memo[id(tensor)] = value
+    copied = copy.deepcopy(layer, memo)
+    if hasattr(copied, "unload_and_optionally_merge_module"):  # multi-head attention, modules that are saved whole
+        plain = copied.unload_and_optionally_merge_module(merge=merge, safe_merge=False, adapter_names=None)
+    else:
+        if merge:
+            copied.merge()
+        plain = copied.get_base_layer()
+    state: Mapping[str, torch.Tensor] = plain.state_dict()
+    return state

@@ -4,12 +4,11 @@ Other packages launch no collectives of torch.distributed. ``pipe`` builds on it
 checkpoints, ``launcher`` on its agent, and ``compat`` passes its functions on.
 """
 
-from zerolite.comm.collective_errors import RaiseTogether, raise_together
 from zerolite.comm.communicator import Chained, Communicator, Pending, done
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.environment import ranks_of_host, ranks_of_job
 from zerolite.comm.flight_recorder import collective, wait_for_result
-from zerolite.comm.host_group import HostGroup, HostLinks, HostMaximum, largest
+from zerolite.comm.host_group import HostGroup, HostLinks, HostMaximum, RaiseTogether, largest, raise_together
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded
 from zerolite.comm.store import SharedStore

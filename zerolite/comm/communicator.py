@@ -116,9 +116,12 @@ def done(result: torch.Tensor) -> Pending:
     return Pending((), (), None, result)
 
 
-def divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divide ``tensor`` in place and return it."""
-    return tensor if divisor == 1.0 else tensor.div_(divisor)
+def divide(tensor: torch.Tensor, divisor: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Divide the flat ``tensor`` in place, and return it, as ``dtype``. May be called again if it raises."""
+    # First: without memory for the result nothing changes.
+    result = None if dtype in (None, tensor.dtype) else empty(tensor.numel(), dtype or tensor.dtype, tensor)
+    divided = tensor if divisor == 1.0 else tensor.div_(divisor)
+    return divided if result is None else result.copy_(divided)
 
 
 def empty(numel: int, dtype: torch.dtype, like: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
@@ -351,7 +354,7 @@ class Communicator:
         return done(divide(tensor, divisor))
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
-        return done(divide(full, divisor).to(dtype))
+        return done(divide(full, divisor, dtype))
 
     def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
         return done(full)
@@ -393,7 +396,7 @@ class NativeCommunicator(Communicator):
         # wait() has ordered the two streams, so that the allocator cannot give its memory to another kernel.
         out = empty(full.numel() // self.world_size, full.dtype, full)
         work = self.transport.reduce_scatter(out, full)
-        return Pending((work,), (full, out), lambda: tag_memory(divide(out, divisor).to(dtype), BUCKETS))
+        return Pending((work,), (full, out), lambda: divide(out, divisor, dtype))
 
     def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
         out = empty(full.numel(), full.dtype, full)

@@ -102,12 +102,8 @@ def _entries(directory: Path) -> list[Path]:
         raise CheckpointError(f"'{directory}' cannot be read: {error.strerror}") from error
 
 
-def read_files(path: Path, verify: bool) -> Files:
+def read_files(path: Path) -> Files:
     """Find and load the files of the checkpoint in the directory ``path``.
-
-    Args:
-        path: directory of the checkpoint.
-        verify: read every file to its end first, and compare it with its checksums.
 
     Raises:
         CheckpointError: the checkpoint is of another kind, or files are missing or damaged.
@@ -128,7 +124,7 @@ def read_files(path: Path, verify: bool) -> Files:
     first = model.get(0) or model.get(None)
     if first is None:
         raise CheckpointError(f"'{path / 'zero_pp_rank_0_mp_rank_00_model_states.pt'}' is missing")
-    head = _load(first, verify)
+    head = _load(first)
     world_size = _check_kind(head)
     if not optimizer:
         raise CheckpointError(
@@ -136,13 +132,13 @@ def read_files(path: Path, verify: bool) -> Files:
             "optimizer states cannot be imported because they have no names, or the files were not copied"
         )
     _check_ranks(path, "optim_states", set(optimizer), world_size)
-    states = tuple(_load(optimizer[rank], verify) for rank in range(world_size))
+    states = tuple(_load(optimizer[rank]) for rank in range(world_size))
     stage = _stage(states, head)
     # Below stage 3 one file has the full model.
     if stage < 3 and None in model:
         return Files(path, stage, (head,), states)
     _check_ranks(path, "model_states", {rank for rank in model if rank is not None}, world_size)
-    others = (_load(model[rank], verify) for rank in range(1, world_size))
+    others = (_load(model[rank]) for rank in range(1, world_size))
     return Files(path, stage, (head, *others), states)
 
 
@@ -173,8 +169,8 @@ def _files_by_rank(path: Path, names: list[str]) -> dict[int, Path]:
     return by_rank
 
 
-def _load(path: Path, verify: bool) -> LoadedFile:
-    content = load_safely(path, verify)
+def _load(path: Path) -> LoadedFile:
+    content = load_safely(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"'{path}': expected a dict, got {type(content).__name__}")
     return LoadedFile(path, content)

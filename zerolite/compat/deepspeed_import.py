@@ -37,7 +37,7 @@ OUT becomes a directory of checkpoints for engine.load_checkpoint."""
 logger = logging.getLogger("zerolite")
 
 
-def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify: bool = True) -> Path:
+def import_deepspeed(directory: Path, out: Path, tag: str | None = None) -> Path:
     """Convert a checkpoint of DeepSpeed's ``directory`` into the directory of checkpoints ``out``, under the same tag.
 
     Parts that are left out are logged.
@@ -46,7 +46,6 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
         directory: directory that was passed to DeepSpeed's ``save_checkpoint``.
         out: directory to write into.
         tag: the checkpoint; default: the latest.
-        verify: compare DeepSpeed's files with their checksums, which reads them once more.
 
     Returns:
         Directory of the new checkpoint.
@@ -54,7 +53,7 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
     Raises:
         CheckpointError: the checkpoint cannot be imported, or ``out`` contains something else with that name.
     """
-    imported = read_deepspeed(directory, tag, verify)
+    imported = read_deepspeed(directory, tag)
     try:
         check_tag(imported.tag)
     except ValueError as error:
@@ -99,9 +98,6 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("directory", metavar="DIR", type=Path, help="the directory that was passed to save_checkpoint")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write into; it is made if necessary")
     parser.add_argument("--tag", help="the checkpoint in DIR (default: the one that its file 'latest' names)")
-    parser.add_argument(
-        "--no-verify", action="store_true", help="do not compare DeepSpeed's files with their checksums first"
-    )
     return parser
 
 
@@ -109,7 +105,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "zerolite import-deepspe
     """Run the command. Return 0, or 1 after a message on stderr."""
     options = build_parser(prog).parse_args(argv)
     try:
-        path = import_deepspeed(options.directory, options.out, options.tag, verify=not options.no_verify)
+        path = import_deepspeed(options.directory, options.out, options.tag)
     except CheckpointError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1

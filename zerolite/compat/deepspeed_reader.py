@@ -62,19 +62,18 @@ class ImportedCheckpoint:
     left_out: list[str]
 
 
-def read_deepspeed(directory: Path, tag: str | None = None, verify: bool = True) -> ImportedCheckpoint:
+def read_deepspeed(directory: Path, tag: str | None = None) -> ImportedCheckpoint:
     """Read a checkpoint of DeepSpeed.
 
     Args:
         directory: directory that was passed to DeepSpeed's ``save_checkpoint``, or the checkpoint itself.
         tag: the checkpoint; default: the one that the file ``latest`` names.
-        verify: compare the files with their checksums first.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of another kind, or its files would run code.
     """
     path = find_tag(directory, tag)
-    files = read_files(path, verify)
+    files = read_files(path)
     try:
         return _Importer(files).result()
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:

@@ -86,21 +86,17 @@ def _nothing_declared_safe() -> Iterator[None]:
         add_safe_globals(declared)
 
 
-def load_safely(path: Path, verify: bool = False) -> Any:
+def load_safely(path: Path) -> Any:
     """Load a file with its tensors on the CPU. The file is mapped and read when tensors are used, so it must stay.
 
-    Objects become :class:`StubObject`, except those of torch and of Python's basic types.
-
-    Args:
-        path: the file.
-        verify: read the file to its end first, and compare it with its own checksums.
+    It is read to its end first, and compared with its own checksums. Objects become :class:`StubObject`, except those
+    of torch and of Python's basic types.
 
     Raises:
         CheckpointError: the file cannot be read safely, or is damaged.
     """
     _check_archive(path)
-    if verify:
-        _verify_archive(path)
+    _verify_archive(path)
     try:
         with warnings.catch_warnings(), _nothing_declared_safe():
             warnings.simplefilter("ignore")

@@ -13,11 +13,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from . import batch
 from .errors import ConfigError
-from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
+from .monitors import CsvMonitorConfig, FlopsProfilerConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationCheckpointingConfig, AioConfig
 from .parallelism import ExpertParallelConfig, PipelineConfig, SequenceParallelConfig, TensorParallelConfig
 from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
-from .profiling import FlopsProfilerConfig
 from .values import (
     MAX_BATCH,
     Arguments,
@@ -231,8 +230,3 @@ class ZeroliteConfig(Block):
         resolved = self.model_copy(update=solved)
         resolved.note_auto(())
         return resolved
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model: tensor-parallel ranks x pipeline stages."""
-        return self.tensor_parallel.ranks * self.pipeline.stages

@@ -246,8 +246,7 @@ def check_states(optimizer: Optimizer, model: torch.nn.Module, any_shape: bool) 
         any_shape: states of an optimizer that is not elementwise may have any shape.
     """
     remedy = (
-        "which each rank loads itself, after zerolite.initialize. To load before it, save what "
-        "engine.full_optimizer_state_dict() returns; or use engine.save_checkpoint"
+        "which each rank loads itself, after zerolite.initialize; what engine.save_checkpoint writes, any ranks load"
     )
     for group in optimizer.param_groups:
         if SHARDED_OVER in group:

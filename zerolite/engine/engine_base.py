@@ -219,23 +219,6 @@ class EngineBase:
         self._full_state.load(state, strict)
 
     @collective
-    def full_optimizer_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """Return the optimizer's states with full tensors, as ``torch.optim.Optimizer.state_dict`` has them.
-
-        An optimizer of the same class over the full model in plain PyTorch can load them. States are keyed by the
-        position of the parameter in ``engine.optimizer.param_groups``; tensors are copies on the CPU.
-
-        Args:
-            rank0_only: return an empty dict on the other ranks.
-
-        Raises:
-            RuntimeError: with a pipeline.
-
-        Called between steps.
-        """
-        return self._full_state.get_optimizer_state(rank0_only)
-
-    @collective
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
@@ -254,6 +237,7 @@ class EngineBase:
 
         Raises:
             CheckpointError: on all ranks if rank 0 cannot write. Older files are left as they were.
+            ValueError: for a wrong ``max_shard_size``.
         """
         self._full_state.save_16bit(save_dir, max_shard_size, exclude_frozen_parameters)
 

@@ -95,7 +95,6 @@ class EvaluationEngine(Engine):
     clip_gradients = _only_evaluates("clip_gradients")
     update = _only_evaluates("update")
     publish = _only_evaluates("publish")
-    full_optimizer_state_dict = _only_evaluates("full_optimizer_state_dict")
 
     def get_lr(self) -> list[float]:
         """Empty: there is no param group."""

@@ -23,6 +23,7 @@ class Failure:
     Attributes:
         rank: the rank's number in the job; meaningless for a node.
         world_size: number of ranks of the job.
+        attempt: number of the attempt, 0 for the first.
         host: name of the node.
         pid: process id of the rank.
         exitcode: exit status as in `Popen.returncode`: negative for a signal.
@@ -37,6 +38,7 @@ class Failure:
 
     rank: int = -1
     world_size: int = 0
+    attempt: int = 0
     host: str = ""
     pid: int = 0
     exitcode: int = 1
@@ -68,8 +70,12 @@ def causes_first(failures: Sequence[Failure]) -> list[Failure]:
     """Sort failures so that the likeliest cause comes first.
 
     The order is: failures of ranks, failures of nodes, errors about the loss of another rank, exits with status 0.
-    Within each of these groups failures are sorted by time.
+    Within each of these groups failures are sorted by time. Exits with status 0 count only where every other failure
+    tells of a lost rank: then the rank that had finished is the cause.
     """
+    failed = [failure for failure in failures if failure.exitcode]
+    if not all(failure.consequence for failure in failed):
+        failures = failed
 
     def rank_of_cause(failure: Failure) -> tuple[bool, bool, bool, float]:
         succeeded = failure.exitcode == 0
@@ -86,7 +92,7 @@ def exit_status(failures: Sequence[Failure]) -> int:
     for failure in causes_first(failures):
         if failure.by_itself and failure.exitcode:
             return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    return 1 if failures else 0
+    return int(any(failure.exitcode for failure in failures))
 
 
 def ran_out_of_memory(failure: Failure) -> bool:
@@ -125,30 +131,29 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def headline(failure: Failure, attempt: int = 0) -> str:
+def headline(failure: Failure) -> str:
     """Return one sentence with the rank, its host and its end."""
     if failure.node_failure:
         return failure.node_failure
     where = f"rank {failure.rank} of {failure.world_size} on host {failure.host} (process {failure.pid})"
     if failure.exitcode == 0:
         return f"{where} had exited with status 0"
-    return f"{where} failed{f' in attempt {attempt}' if attempt else ''}: {reason(failure)}"
+    return f"{where} failed{f' in attempt {failure.attempt}' if failure.attempt else ''}: {reason(failure)}"
 
 
-def describe(failures: Sequence[Failure], attempt: int, host: str) -> list[str]:
+def describe(failures: Sequence[Failure], host: str) -> list[str]:
     """Return the last lines for the terminal after a failed job, of which the first names the first failure.
 
     A message or traceback that rank 0 has written to the terminal itself is not repeated.
 
     Args:
         failures: all that are known; at least one.
-        attempt: number of the attempt, 0 for the first.
         host: the host of the terminal; files on another host are named with theirs.
     """
     first, *others = causes_first(failures)
     message = recorded_message(first)
     same = [other for other in others if message and recorded_message(other) == message]
-    lines = [f"zerolite: {headline(first, attempt)}"]
+    lines = [f"zerolite: {headline(first)}"]
     if any(failure.rank == 0 and not failure.output for failure in (first, *same)):
         lines[0] += " (see above)" if detail_lines(first) else ""
     else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""Names of hosts and users, and IPv4 addresses. They cannot begin with a hyphen, or ssh would take them for options."""
+"""Names and IPv4 addresses of hosts. They cannot begin with a hyphen, or ssh would take them for options."""
 
 MOST_SLOTS = 4096
 """Largest number of processes per host; a larger one is a typing error."""
@@ -23,34 +22,14 @@ class Host:
     """Host of a job.
 
     Attributes:
-        name: name, IPv4 address, or IPv6 address without brackets, by which the other hosts reach it.
+        name: name or IPv4 address by which the other hosts reach it.
         slots: number of processes to run, 1 or more.
         devices: ascending indices of the CUDA devices to use, as many as slots; None for all visible ones.
-        user: user for the login by ssh; None leaves it to ssh's configuration.
     """
 
     name: str
     slots: int
     devices: tuple[int, ...] | None = None
-    user: str | None = None
-
-    @property
-    def login(self) -> str:
-        """The host as ssh gets it: with the user, if there is one."""
-        return self.name if self.user is None else f"{self.user}@{self.name}"
-
-
-def read_host_name(text: str) -> str | None:
-    """Return a host's name or address, an IPv6 address without brackets; None if the text is neither."""
-    if HOST_NAME.fullmatch(text):
-        return text
-    bracketed = text.startswith("[") and text.endswith("]")
-    address = text[1:-1] if bracketed else text
-    try:
-        ipaddress.IPv6Address(address)
-    except ValueError:
-        return None
-    return address if address.isascii() and not set(address) & set(" ,;'\"/[]@") else None
 
 
 def read_numbers(text: str) -> tuple[int, ...] | None:
@@ -95,8 +74,9 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
         where, host = f"line {number} of the hostfile {path!r} ({line.strip()!r})", parse_host(words)
         if host is None:
             raise HostsError(
-                f"{where} is no host: expected a name or an address and the number of processes, 1 to {MOST_SLOTS}, "
-                "as in 'worker-1 slots=8', 'ann@10.0.0.3 slots=4' or 'fd00::3 slots=8', and nothing else"
+                f"{where} is no host: expected a name or an IPv4 address and the number of processes, 1 to "
+                f"{MOST_SLOTS}, as in 'worker-1 slots=8' or '10.0.0.3 slots=4'; users and ports stand in "
+                "~/.ssh/config, and names for IPv6 addresses in /etc/hosts"
             )
         if host.name in hosts:
             raise HostsError(
@@ -111,45 +91,37 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
 
 def parse_host(words: Sequence[str]) -> Host | None:
     """Return the host of one line, split into words; None if it is malformed."""
-    user, at, host = words[0].rpartition("@")
-    name = read_host_name(host)
     slots = re.fullmatch(r"slots=([0-9]{1,4})", " ".join(words[1:]), re.ASCII)
-    if name is None or slots is None or (at and not HOST_NAME.fullmatch(user)):
+    if slots is None or not HOST_NAME.fullmatch(words[0]) or not 1 <= int(slots[1]) <= MOST_SLOTS:
         return None
-    return Host(name, int(slots[1]), user=user or None) if 1 <= int(slots[1]) <= MOST_SLOTS else None
+    return Host(words[0], int(slots[1]))
 
 
 def parse_filter(hosts: Sequence[Host], text: str, option: str) -> dict[str, tuple[int, ...]]:
     """Return the slots of each host in a filter such as `host1:0,2-3@host2`; all slots of a host without a list.
 
     Args:
-        hosts: all hosts. A filter may name one as `user@host` if the hostfile does, whose `@` separates no hosts then.
+        hosts: all hosts.
         text: the filter.
         option: `--include` or `--exclude`, for messages.
 
     Raises:
         HostsError: the filter is malformed, or names an unknown host or slot.
     """
-    rest, slots_of = text, {host.name: host.slots for host in hosts}
-    for host in hosts:
-        if host.user is not None:
-            rest = re.sub(rf"(^|@)\s*{re.escape(host.login)}(?=\s*(?:[:@]|$))", rf"\1{host.name}", rest)
+    slots_of = {host.name: host.slots for host in hosts}
     chosen: dict[str, tuple[int, ...]] = {}
-    for part in map(str.strip, rest.split("@")):
-        slots = None
-        name = read_host_name(part)
-        if name is None and (match := re.fullmatch(r"(\[[^\]]*\]|[^:]*):(.*)", part)):
-            name, slots = read_host_name(match[1]), read_numbers(match[2])
-            name = None if slots is None else name
-        if name is None or name in chosen:
+    for part in map(str.strip, text.split("@")):
+        name, colon, listed = part.partition(":")
+        slots = read_numbers(listed) if colon else ()
+        if not HOST_NAME.fullmatch(name) or slots is None or name in chosen:
             raise HostsError(
                 f"{option} {text!r} has {part!r}: expected hosts separated by '@', each once, with its slots after a "
-                "':' if not all are meant, as in 'host1:0,2-3@host2' or '[fd00::3]:0'"
+                "':' if not all are meant, as in 'host1:0,2-3@host2'"
             )
         if name not in slots_of:
             known = ", ".join(slots_of)
             raise HostsError(f"{option} {text!r} names the host {name!r}, which is not among the known ones: {known}")
-        chosen[name] = tuple(range(slots_of[name])) if slots is None else tuple(sorted(slots))
+        chosen[name] = tuple(sorted(slots)) or tuple(range(slots_of[name]))
         unknown = [slot for slot in chosen[name] if slot >= slots_of[name]]
         if unknown:
             raise HostsError(

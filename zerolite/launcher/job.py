@@ -39,12 +39,11 @@ class JobSpec:
         target: `["script.py"]` or `["-m", "module"]` for Python; a command if ``python`` is False.
         script_args: arguments of the script, unchanged.
         python: ``target`` is run by this Python.
-        max_restarts: number of times that all ranks are started again after a failure.
+        max_restarts: number of times that all ranks are started again after a failure; 0 with several nodes.
         log_dir: absolute path of the directory for the ranks' output; None for a temporary one, which is removed if the
             job succeeds.
         tee: ranks, besides rank 0, whose lines also go to the terminal, each with its rank in front; None for all.
         env: variables to set in the ranks' environment.
-        bind_cores: each rank is bound to cores of its own.
     """
 
     target: list[str]
@@ -54,7 +53,6 @@ class JobSpec:
     log_dir: str | None = None
     tee: list[int] | None = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
-    bind_cores: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ class NodeJob(JobSpec):
         master_port: TCP port on the first node; 0 for a free one, possible with one node.
         join_s: seconds within which all nodes must come.
         devices: indices of the CUDA devices to use on this node; None for all visible ones.
-        cwd: the working directory; None if the node was started by a command of its own.
+        cwd: the working directory; None on one machine.
         versions: versions of Python, torch and zerolite, which must be the same on all hosts.
     """
 
@@ -126,14 +124,6 @@ class NodeJob(JobSpec):
 
             variables["CUDA_VISIBLE_DEVICES"] = visible_devices({**environ, **self.env}, self.devices)
         return variables
-
-    def bound_cpus(self) -> dict[int, str]:
-        """Return the logical CPUs of each local rank, such as `0,1,8`; nothing without core binding."""
-        if not self.bind_cores:
-            return {}
-        from zerolite.launcher.resources import core_sets
-
-        return {rank: ",".join(map(str, cpus)) for rank, cpus in enumerate(core_sets(self.nproc))}
 
 
 def find_target_problem(target: Sequence[str], python: bool) -> str | None:

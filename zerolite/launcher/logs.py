@@ -28,12 +28,10 @@ class RankLogs(LogsSpecs):
         directory: an existing directory, which the nodes of a job may share.
         keep_all: rank 0 writes to files too, from which its lines are copied to the terminal.
         tee: ranks whose lines also go to the terminal, with `[rank 3] ` in front; None for all.
-        extra: additional environment variables of each local rank.
+        extra: additional environment variables of each rank.
     """
 
-    def __init__(
-        self, directory: str, keep_all: bool, tee: Collection[int] | None, extra: dict[int, dict[str, str]]
-    ) -> None:
+    def __init__(self, directory: str, keep_all: bool, tee: Collection[int] | None, extra: dict[str, str]) -> None:
         super().__init__()
         self._directory = directory
         self._keep_all = keep_all
@@ -62,7 +60,7 @@ class RankLogs(LogsSpecs):
                 os.remove(paths[2])
             destination.stdouts[local_rank], destination.stderrs[local_rank] = self.outputs[rank] or ["", ""]
             destination.error_files[local_rank] = paths[2]
-            env.update(TORCHELASTIC_ERROR_FILE=paths[2], **self._extra[local_rank])
+            env.update(TORCHELASTIC_ERROR_FILE=paths[2], **self._extra)
         return destination
 
     def start_tee(self) -> None:

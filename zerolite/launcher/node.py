@@ -1,12 +1,12 @@
 """Entry point of another host's part of a job, started through ssh: check this host and run its part.
 
-The job is the first line of the standard input, which then carries signals, as bytes with their numbers. This host
-first reports on stderr whether it can take part, and waits for the byte `GO`.
+The job is the first line of the standard input. This host reports on stderr whether it can take part, and waits for
+the byte `GO`. Then come signals, as bytes with their numbers, and signs of life.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 import os
 import select
@@ -17,16 +17,29 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob, find_target_problem
 from zerolite.launcher.plan import own_versions
 from zerolite.launcher.resources import count_cuda_devices
-from zerolite.launcher.supervisor import SIGNALS, WAIT_S, record_signals, run_node, say
+from zerolite.launcher.supervisor import SIGNALS, WAIT_S, LocalPart, make_log_dir, record_signals, say, wait_for
 
 MARK = b"zerolite-node "
-"""Start of the lines on stderr that are for the launcher: whether this host can take part, and that its part has ended.
-If the connection ends without the second, it was lost."""
+"""Start of the lines on stderr that are for the launcher: whether this host can take part, why its part ends, and that
+it has ended. If the connection ends without the last, it was lost. One more byte follows."""
 
-GO = b"g"
+MORE, LAST = b"+", b"."
+"""The byte after MARK: another piece of the message follows, or none."""
+
+_PIECE = 2048  # bytes
+
+GO, ALIVE = b"g", b"\0"
+"""What the launcher sends besides signals: that all hosts start, and signs of life."""
+
+GO_S = 120.0
+"""Seconds after which the launcher, which waits for less time for all hosts, must have gone."""
+
+SILENCE_S = 20.0
+"""Seconds without a sign of life after which the launcher, or the network to it, has gone."""
 
 
 def check(job: NodeJob) -> dict[str, Any]:
@@ -74,10 +87,16 @@ def is_here(directory: str) -> bool:
 
 
 def send_to_launcher(**content: Any) -> None:
-    """Write a line for the launcher; do nothing if it has gone."""
+    """Write a message for the launcher; do nothing if it has gone.
+
+    Each piece is a short line, which a pipe does not mix with what the ranks write.
+    """
+    text = json.dumps(content).encode()
     with suppress(OSError):
         sys.stderr.flush()
-        os.write(2, MARK + json.dumps(content).encode() + b"\n")
+        while text:
+            piece, text = text[:_PIECE], text[_PIECE:]
+            os.write(2, MARK + (MORE if text else LAST) + piece + b"\n")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,29 +110,59 @@ def main(argv: Sequence[str]) -> int:
             say(f"this part of the job cannot be read ({error}): install the same version of zerolite on all hosts")
             return 2
     send_to_launcher(**check(job))
-    if os.read(control, 1) != GO:
+    if not select.select([control], [], [], GO_S)[0] or os.read(control, 1) != GO:
         return 2
     signals = record_signals()
     try:
-        return run_node(job, signals, functools.partial(wait_for_signals, control, signals))
+        log_dir = make_log_dir(job)
+        if log_dir is None:
+            return 2
+        part = LocalPart(job, log_dir)
+        connection = Connection(control, part, signals)
+        part.start()
+        status = wait_for([part], signals, connection.pause, connection.tell)
+        connection.tell(part.failures)
+        part.finish(signals)
+        return status
     finally:
         send_to_launcher(ended=True)
 
 
-def wait_for_signals(control: int, signals: list[int]) -> None:
-    """Wait a moment for signals. The end of the connection counts as SIGHUP.
+class Connection:
+    """The connection to the launcher. Its end, or its silence, counts as SIGHUP.
 
     Args:
-        control: file descriptor from which they come.
-        signals: they are appended to it.
+        control: file descriptor from which the launcher's signals and signs of life come.
+        part: its failures are told to the launcher as soon as they are known.
+        signals: the launcher's are appended to them.
     """
-    if signals[-1:] == [signal.SIGHUP]:
-        time.sleep(WAIT_S)
-    elif select.select([control], [], [], WAIT_S)[0]:
+
+    def __init__(self, control: int, part: LocalPart, signals: list[int]) -> None:
+        self._control, self._part, self._signals = control, part, signals
+        self._silent_s = 0.0
+        self._open, self._told = True, False
+
+    def pause(self) -> None:
+        """Wait a moment for signals."""
+        self.tell(self._part.failures)
+        if not self._open:
+            time.sleep(WAIT_S)
+            return
+        self._silent_s += WAIT_S  # no clock, which goes on while this process is suspended
         numbers = b""
-        with suppress(OSError):
-            numbers = os.read(control, 4096)
-        signals.extend(number for number in numbers if number in SIGNALS)
-        if not numbers:
-            say(f"host {os.uname().nodename}: the connection to the launcher has closed; the ranks here are ended")
-            signals.append(signal.SIGHUP)
+        if is_ready := bool(select.select([self._control], [], [], WAIT_S)[0]):
+            self._silent_s = 0.0
+            with suppress(OSError):
+                numbers = os.read(self._control, 4096)
+            self._signals.extend(number for number in numbers if number in SIGNALS)
+        if self._silent_s > SILENCE_S or (is_ready and not numbers):
+            how = "has closed" if is_ready else f"has been silent for {SILENCE_S:.0f} s"
+            say(f"host {os.uname().nodename}: the connection to the launcher {how}; the ranks here are ended")
+            self._open = False
+            self._signals.append(signal.SIGHUP)
+
+    def tell(self, failures: Sequence[Failure]) -> None:
+        """Tell the launcher why this part ends, once."""
+        if failures and not self._told:
+            self._told = True
+            send_to_launcher(failures=[dataclasses.asdict(failure) for failure in failures])

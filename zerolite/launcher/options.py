@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,12 +23,10 @@ class LaunchRequest(JobSpec):
         include: filter such as `host1:0,2@host2`, as given.
         exclude: filter likewise; not both.
         launcher_args: further arguments of ssh, split as a shell does.
-        no_ssh: every node is started by a command of its own.
     """
 
     nproc: int | None = None
     num_nodes: int | None = None
-    node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
     hostfile: str | None = None
@@ -37,7 +34,6 @@ class LaunchRequest(JobSpec):
     exclude: str | None = None
     launcher_args: list[str] = field(default_factory=list)
     ssh_port: int | None = None
-    no_ssh: bool = False
     dry_run: bool = False
 
 
@@ -51,7 +47,6 @@ examples:
   zerolite train.py --config zero2.json
   zerolite --nproc 2 -m mypackage.train --config zero2.json
   zerolite --hostfile hosts --exclude node3 train.py
-  zerolite --no-ssh --num-nodes 2 --node-rank 1 --master-addr node0 train.py
   zerolite plan --model my.model:build --config zero3.json --world-size 64
   zerolite report
   zerolite inspect runs/gpt/checkpoints --verify
@@ -67,7 +62,7 @@ A file in the working directory that is called like one of them is run instead, 
 script.
 
 Options come before the script; what follows it belongs to the script. DeepSpeed's names
-(--num_gpus, --no_ssh, ...) and torchrun's (--nproc-per-node, --nnodes) are understood.
+(--num_gpus, --num_nodes, ...) and torchrun's (--nproc-per-node, --nnodes) are understood.
 OMP_NUM_THREADS is set to the cores divided by the processes, unless it is set already.
 The exit status is that of the rank that failed first (128 + n if signal n ended it), 0 if
 none failed, 130 after Ctrl-C, and 2 if the command line is wrong."""
@@ -78,17 +73,21 @@ ENV_FILE = ".zerolite_env"
 DEEPSPEED_ENV_FILE = ".deepspeed_env"
 """DeepSpeed's, which ``--deepspeed-compat`` reads too."""
 
-OF_EACH_RANK = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
-    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
-"""Variables of a rank that an env file cannot set."""
-
 _ELASTIC = "for hosts that come and go start the script by `torchrun --nnodes 2:4 --max-restarts 3` on each host"
 
+_EACH_HOST = (
+    "to start each host by a command of its own, use `torchrun --nnodes 2 --node-rank 0 --master-addr HOST`; on one "
+    "machine leave it out"
+)
+_BINDING = "start the job under `numactl` or `taskset`, or the script by `torchrun --numa-binding node`"
+
 _REFUSED = {
+    "--no-ssh": _EACH_HOST,
+    "--node-rank": _EACH_HOST,
+    "--bind-cores": _BINDING,
+    "--bind-cores-to-rank": _BINDING,
+    "--bind-core-list": _BINDING,
     "--save-pid": "the launcher writes no file with process ids; its own id is `$!` in a shell",
-    "--bind-core-list": "cores are shared out evenly among the ranks: use --bind-cores, under taskset to restrict them",
     "--autotuning": "there is no autotuner",
     "--launcher": "other hosts are reached by ssh (leave it out); in a SLURM or MPI job let `srun` or `mpirun` start "
     "the script, one process per device: `srun --ntasks-per-node 8 python train.py`",
@@ -143,10 +142,9 @@ def build_parser() -> _Parser:
 def _add_processes(parser: _Parser) -> None:
     add = parser.add_argument
     add("--nproc", "--num-gpus", "--num-accelerators", "--nproc-per-node", type=int, metavar="N", dest="nproc",
-        help="processes on each node (default: one per visible CUDA device; where there is none, one per group of "
-        "physical cores that shares memory)")  # fmt: skip
+        help="processes on each node (default: one per visible CUDA device, or one)")  # fmt: skip
     add("--max-restarts", type=int, default=0, metavar="N",
-        help="start all ranks again, at most N times, after one has failed (default: 0)")  # fmt: skip
+        help="on one machine: start all ranks again, at most N times, after one has failed (default: 0)")  # fmt: skip
     add("--log-dir", "--enable-each-rank-log", metavar="DIR",
         help="keep each rank's output in files below DIR (default: a temporary directory, kept if the job fails, "
         "without the output of rank 0, which goes to the terminal)")  # fmt: skip
@@ -157,7 +155,6 @@ def _add_processes(parser: _Parser) -> None:
         f"is there; with --deepspeed-compat {DEEPSPEED_ENV_FILE} too)")  # fmt: skip
     add("--deepspeed-compat", action="store_true",
         help="let `import deepspeed` in the script find zerolite.compat.deepspeed")  # fmt: skip
-    add("--bind-cores", "--bind-cores-to-rank", action="store_true", help="bind each rank to cores of its own")
     add("--dry-run", action="store_true", help="print the commands and their environment, and start nothing")
     add("-m", dest="module_name", metavar="MODULE", help="run a module, as in `python -m MODULE`")
     add("--module", action="store_true", help=argparse.SUPPRESS)
@@ -173,12 +170,9 @@ def _add_nodes(group: argparse._ArgumentGroup) -> None:
     add("--num-nodes", "--nnodes", metavar="N", help="number of nodes; with a hostfile, its first N (default: all)")
     add("--launcher-args", metavar="ARGS", default="", help="further arguments of ssh, as in '-F my_ssh_config'")
     add("--ssh-port", type=int, metavar="PORT", help="port of the other nodes' ssh servers")
-    add("--no-ssh", action="store_true", help="start this node's part alone; every node gets a command of its own")
-    add("--node-rank", type=int, metavar="N", help="this node's number, with --no-ssh; 0 for the node at --master-addr")
     add("--master-addr", metavar="HOST", help="the first node, as the others reach it")
     add("--master-port", type=int, metavar="PORT",
-        help="TCP port at which the processes meet (default: a free one, so that jobs do not collide; 29500 with "
-        "--no-ssh on several nodes)")  # fmt: skip
+        help="TCP port at which the processes meet (default: a free one, so that jobs do not collide)")  # fmt: skip
 
 
 def split_command_line(argv: Sequence[str], parser: _Parser) -> tuple[list[str], list[str]]:
@@ -270,23 +264,6 @@ def find_env_files(asked: str | None, environ: Mapping[str, str], deepspeed: boo
     return [*deepspeed_files, *[path for path in own_files if os.path.isfile(path)][:1]]
 
 
-def read_environment(files: Sequence[str]) -> dict[str, str]:
-    """Return the variables of env files. A line on stderr names those that the launcher sets for each rank."""
-    variables: dict[str, str] = {}
-    for path in files:
-        read = read_env_file(path)
-        set_by_launcher = [name for name in OF_EACH_RANK if read.pop(name, None) is not None]
-        if set_by_launcher:
-            print(
-                f"zerolite: {path} sets {', '.join(set_by_launcher)}, which the launcher sets for each process: "
-                f"ignored; remove {'it' if len(set_by_launcher) == 1 else 'them'}, and see --nproc, --num-nodes, "
-                "--master-addr and --master-port",
-                file=sys.stderr,
-            )
-        variables |= read
-    return variables
-
-
 def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
     """Parse a command line and check each option by itself. A mistake prints a sentence and exits with status 2."""
     words, rest = split_command_line(argv, parser)
@@ -308,7 +285,9 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
         fields = {
             one.name: getattr(options, one.name) for one in dataclasses.fields(LaunchRequest) if one.name in options
         }
-        env = read_environment(find_env_files(options.env_file, os.environ, options.deepspeed_compat))
+        env: dict[str, str] = {}
+        for path in find_env_files(options.env_file, os.environ, options.deepspeed_compat):
+            env |= read_env_file(path)
         if options.deepspeed_compat:
             from zerolite.compat.as_deepspeed import variables
 
@@ -318,7 +297,6 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
             num_nodes=parse_num_nodes(options.num_nodes),
             master_addr=None if options.master_addr is None else options.master_addr.strip("[]"),
             launcher_args=shlex.split(options.launcher_args),
-            no_ssh=options.no_ssh or options.node_rank is not None,
             log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
             tee=parse_ranks(options.tee),
             env=env,

@@ -13,8 +13,7 @@ from typing import Any
 from zerolite.launcher.hosts import Host, HostsError, limit_hosts, read_hostfile, select_hosts
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
 from zerolite.launcher.options import LaunchRequest
-from zerolite.launcher.rank import BIND_VARIABLE
-from zerolite.launcher.resources import default_nproc
+from zerolite.launcher.resources import count_cuda_devices
 from zerolite.utils import network
 from zerolite.utils.network import SECRET_VARIABLE, is_loopback
 from zerolite.version import __version__
@@ -22,13 +21,8 @@ from zerolite.version import __version__
 JOIN_S = 120.0
 """Seconds within which nodes that one command starts must meet."""
 
-DEFAULT_PORT = 29500
-"""Default port if every node has a command of its own: all nodes must use the same one."""
-
 EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "ZEROLITE_")
 """The ranks of all hosts get the variables with these prefixes from the host where the job is started."""
-
-NOT_EXPORTED = (JOB_ID_VARIABLE, BIND_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class JobPlan:
         hosts: hosts in the order of the nodes.
         nodes: the nodes' parts.
         local_node: number of the node that runs on this host; None if none does.
-        by_ssh: this command starts the parts of all hosts; otherwise only this host's.
+        by_ssh: there are parts on other hosts.
     """
 
     hosts: list[Host]
@@ -60,74 +54,45 @@ def own_versions() -> dict[str, str]:
 def make_plan(request: LaunchRequest) -> JobPlan:
     """Assign a job to its hosts. Raises HostsError."""
     hosts = find_hosts(request)
-    local_node = request.node_rank
-    if local_node is None and (request.hostfile is not None or not request.no_ssh):
-        local_node = next((i for i, host in enumerate(hosts) if network.is_this_host(host.name)), None)
-    if request.no_ssh:
-        local_node = check_own_number(request, local_node, hosts)
-    port, first = request.master_port, hosts[0].name
+    local_node = next((i for i, host in enumerate(hosts) if network.is_this_host(host.name)), None)
+    port = request.master_port
     fields: dict[str, Any] = {"job_id": secrets.token_hex(8), "num_nodes": len(hosts)}
-    by_ssh = not request.no_ssh and (len(hosts) > 1 or local_node != 0)
-    if not by_ssh and len(hosts) == 1:
+    by_ssh = len(hosts) > 1 or local_node is None
+    if not by_ssh:
         fields["master_port"] = port or 0
-    elif not by_ssh:
-        fields.update(master_addr=request.master_addr or first, master_port=port or DEFAULT_PORT)
+    elif request.max_restarts:
+        raise HostsError(
+            f"--max-restarts {request.max_restarts} is for one machine; on several, start the script by `torchrun "
+            "--nnodes N --max-restarts M --rdzv-backend c10d --rdzv-endpoint HOST` on each"
+        )
     else:
-        address = request.master_addr or first_address(first, local_node == 0)
+        address = request.master_addr or first_address(hosts[0].name, local_node == 0)
         fields.update(master_addr=address, master_port=port or network.free_port())
         fields.update(env=job_variables(request, os.environ), versions=own_versions())
         fields.update(join_s=JOIN_S, cwd=os.getcwd())
-    devices = [None if host.devices is None else list(host.devices) for host in hosts]
     nodes = [
-        NodeJob.of(request, **{"node_rank": i, "nproc": host.slots, "devices": devices[i], **fields})
+        NodeJob.of(request, node_rank=i, nproc=host.slots, devices=host.devices and list(host.devices), **fields)
         for i, host in enumerate(hosts)
     ]
     return JobPlan(hosts, nodes, local_node, by_ssh)
 
 
 def find_hosts(request: LaunchRequest) -> list[Host]:
-    """Find the hosts: those of the hostfile, this one, or as many without names as have commands of their own.
-
-    Raises:
-        HostsError: they cannot be found, or a filter or limit does not fit.
-    """
-    asked, filters = request.num_nodes or 1, (request.include, request.exclude)
+    """Find the hosts: those of the hostfile, or this one. Raises HostsError if a filter or limit does not fit."""
+    filters = (request.include, request.exclude)
     if request.hostfile is not None:
         hosts = read_hostfile(request.hostfile)
-    elif request.no_ssh and filters != (None, None):
-        raise HostsError("with --no-ssh, --include and --exclude need --hostfile")
-    elif asked > 1 and not request.no_ssh:
+    elif (request.num_nodes or 1) > 1:
         raise HostsError(
-            f"--num-nodes asks for {asked} hosts and nothing says which: give a --hostfile with lines such as "
-            f"'worker-1 slots=8', or start each node by a command of its own, with --no-ssh, --node-rank and "
-            f"--master-addr"
+            f"--num-nodes asks for {request.num_nodes} hosts and nothing says which: give a --hostfile with lines such "
+            f"as 'worker-1 slots=8', or start the script by `torchrun --nnodes {request.num_nodes}` on each host"
         )
     else:
         slots = request.nproc or 0
         if not slots or filters != (None, None):
-            slots = max(slots, default_nproc({**os.environ, **request.env}))
-        hosts = [Host("localhost", slots)] * asked
+            slots = max(slots, count_cuda_devices({**os.environ, **request.env}) or 1)
+        hosts = [Host("localhost", slots)]
     return limit_hosts(select_hosts(hosts, *filters), request.num_nodes, request.nproc)
-
-
-def check_own_number(request: LaunchRequest, node_rank: int | None, hosts: list[Host]) -> int:
-    """Return this node's number in a job whose nodes have commands of their own. Raises HostsError without one."""
-    names = ", ".join(host.name for host in hosts)
-    if node_rank is None and request.hostfile is not None:
-        raise HostsError(f"this host is none of {names}: say with --node-rank which of them it is to be")
-    if node_rank is None and len(hosts) > 1:
-        raise HostsError(
-            "--no-ssh with several nodes needs --node-rank: 0 on the node at --master-addr, then 1, 2, ..."
-        )
-    if node_rank and len(hosts) == 1:
-        raise HostsError(f"--node-rank {node_rank} needs --num-nodes too, the number of nodes of the job")
-    if request.hostfile is None and request.master_addr is None and len(hosts) > 1:
-        raise HostsError(
-            "--no-ssh with several nodes needs --master-addr: the first node's name or address, the same everywhere"
-        )
-    if not 0 <= (node_rank or 0) < len(hosts):
-        raise HostsError(f"--node-rank expects 0 to {len(hosts) - 1}, and got {node_rank}: there are the hosts {names}")
-    return node_rank or 0
 
 
 def first_address(name: str, is_local: bool) -> str:
@@ -143,7 +108,7 @@ def first_address(name: str, is_local: bool) -> str:
 
 def job_variables(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the ranks of all hosts get: those exported here, of the env file, and the secret."""
-    exported = {key: value for key, value in environ.items() if key.startswith(EXPORTED) and key not in NOT_EXPORTED}
+    exported = {key: value for key, value in environ.items() if key.startswith(EXPORTED) and key != JOB_ID_VARIABLE}
     variables = {**exported, **request.env}
     if request.dry_run:  # it prints them, and a secret must not be printed
         variables.pop(SECRET_VARIABLE, None)

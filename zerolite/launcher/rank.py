@@ -23,9 +23,6 @@ from typing import Any, NoReturn
 from zerolite.launcher.processes import die_with_parent
 from zerolite.utils import failure_record
 
-BIND_VARIABLE = "ZEROLITE_BIND_CPUS"
-"""Variable with the logical CPUs to which the rank is bound, such as `0,1,8`; unset without binding."""
-
 PARENT_VARIABLE = "ZEROLITE_AGENT_PID"
 """Variable with the process id of the agent, which a rank must not outlive."""
 
@@ -153,13 +150,10 @@ def run_command(name: str, arguments: list[str]) -> NoReturn:
 
 
 def prepare() -> None:
-    """Prepare the process for any script: its end with the agent, its cores, its input and output."""
+    """Prepare the process for any script: its end with the agent, its input and output."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         die_with_parent(int(parent))
-    cpus = os.environ.pop(BIND_VARIABLE, None)
-    if cpus is not None:
-        os.sched_setaffinity(0, set(map(int, cpus.split(","))))
     if os.environ.get("RANK", "0") != "0":  # typed input is for rank 0
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

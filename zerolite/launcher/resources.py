@@ -7,9 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -77,75 +75,16 @@ def visible_devices(environ: Mapping[str, str], chosen: Sequence[int]) -> str:
     return ",".join(entries[slot] for slot in chosen)
 
 
-@dataclass(frozen=True, order=True)
-class Core:
-    """A physical core. Sorted, cores of a NUMA node are together, in the order of their CPUs.
-
-    Attributes:
-        node: number of the NUMA node.
-        package: number of the socket.
-        cpus: its logical CPUs (hardware threads) that this process may use, at least one, ascending.
-    """
-
-    node: int
-    package: int
-    cpus: tuple[int, ...]
-
-
-def read_cores(root: Path = ROOT) -> list[Core]:
-    """Return the physical cores that this process may use, sorted. Without more information every CPU counts as one."""
-    try:
-        usable = os.sched_getaffinity(0)
-    except AttributeError:  # not on macOS
-        usable = set(range(os.cpu_count() or 1))
-    nodes: dict[int, int] = {}
-    for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
-        nodes |= dict.fromkeys(_read_cpu_list(path), int(path.parent.name.removeprefix("node")))
-    cores = set()
-    for cpu in usable:
-        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings = _read_cpu_list(topology / "thread_siblings_list") & usable
-        package = _read_text(topology / "physical_package_id")
-        number = int(package) if package.isdecimal() else 0
-        cores.add(Core(nodes.get(cpu, 0), number, tuple(sorted(siblings | {cpu}))))
-    return sorted(cores)
-
-
 def count_cores(root: Path = ROOT) -> int:
     """Return the number of physical cores this process may use, at least 1.
 
     Processor affinity and the container's CPU quota are respected; two hardware threads of a core count once.
     """
-    cores = len(read_cores(root))
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = len({min(_read_cpu_list(root / topology.format(cpu)) & usable | {cpu}) for cpu in usable})
     quota = read_cpu_quota(root)
     return cores if quota is None else min(cores, max(1, math.ceil(quota)))
-
-
-def count_core_groups(root: Path = ROOT) -> int:
-    """Return the number of NUMA nodes, or sockets, whose cores this process may use, at least 1.
-
-    A group with less than half as many usable cores as the largest is not counted, nor groups beyond the container's
-    CPU quota.
-    """
-    sizes = Counter((core.node, core.package) for core in read_cores(root))
-    largest = max(sizes.values())
-    groups = sum(2 * size >= largest for size in sizes.values())
-    return min(groups, -(-count_cores(root) // largest))
-
-
-def core_sets(nproc: int, root: Path = ROOT) -> list[list[int]]:
-    """Return the logical CPUs for each of `nproc` local ranks, ascending: equally many whole cores, side by side.
-
-    Remaining cores go to some of the ranks. With more ranks than cores, ranks share a core.
-    """
-    cores = read_cores(root)
-    if nproc > len(cores):
-        return [list(cores[rank * len(cores) // nproc].cpus) for rank in range(nproc)]
-    starts = [rank * len(cores) // nproc for rank in range(nproc + 1)]
-    return [
-        sorted(cpu for core in cores[start:end] for cpu in core.cpus)
-        for start, end in zip(starts[:-1], starts[1:], strict=True)
-    ]
 
 
 def control_groups(controller: str, root: Path = ROOT) -> list[Path]:
@@ -204,12 +143,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError:
         return ""
-
-
-def default_nproc(environ: Mapping[str, str], root: Path = ROOT) -> int:
-    """Return one process per visible CUDA device; without any, one per NUMA node or socket, whose cores its threads
-    use."""
-    return count_cuda_devices(environ) or count_core_groups(root)
 
 
 def find_nproc_problem(nproc: int) -> str | None:

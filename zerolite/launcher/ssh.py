@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import module_arguments
-from zerolite.launcher.node import GO, MARK, check, find_device_problems
+from zerolite.launcher.node import ALIVE, GO, LAST, MARK, check, find_device_problems
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import JobPlan
 from zerolite.launcher.processes import exit_code
-from zerolite.launcher.supervisor import WAIT_S, LocalPart, Part, make_log_dir, pause, record_signals, say, wait_for
+from zerolite.launcher.supervisor import WAIT_S, LocalPart, Part, make_log_dir, record_signals, say, wait_for
 
 NODE = module_arguments("zerolite.launcher.node")
 
@@ -33,6 +34,9 @@ SSH_OPTIONS = {
     "ServerAliveCountMax": "4",
 }
 
+ALIVE_S = 1.0
+"""Seconds between two signs of life, without which the hosts end their parts."""
+
 _terminal = threading.Lock()
 
 
@@ -40,7 +44,7 @@ class CannotStart(Exception):
     """Some hosts cannot take part; the message names them and says what to do."""
 
 
-def node_command(request: LaunchRequest, login: str, environ: Mapping[str, str]) -> list[str]:
+def node_command(request: LaunchRequest, host: str, environ: Mapping[str, str]) -> list[str]:
     """Return the command that starts the part of another host.
 
     It starts in this working directory, by the same Python, with this process's ``PYTHON*`` variables.
@@ -52,11 +56,11 @@ def node_command(request: LaunchRequest, login: str, environ: Mapping[str, str])
     if request.ssh_port is not None:
         options += ["-p", str(request.ssh_port)]
     line = f"cd {shlex.quote(os.getcwd())}; exec {shlex.join(words)}"
-    return ["ssh", *request.launcher_args, *options, login, line]
+    return ["ssh", *request.launcher_args, *options, host, line]
 
 
 class SshPart(Part):
-    """The part of another host: a client of ssh, whose input carries the job, a byte to start, and signals.
+    """The part of another host: a client of ssh, whose input carries the job, a byte to start, signals, signs of life.
 
     Attributes:
         answer: report of the host before the start; None until it has come.
@@ -74,7 +78,9 @@ class SshPart(Part):
         super().__init__(name)
         self.answer: dict[str, Any] | None = None
         self.errors = b""
-        self._ended_by_itself = False
+        self._message = b""  # pieces of a message that has not come whole
+        self._ended_by_itself = self._asked_to_end = False
+        self._alive_at = float("inf")
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self.pid = self._process.pid
@@ -92,25 +98,33 @@ class SshPart(Part):
             for thread in self._forwarders:
                 thread.join(2)
             self.status = code if code >= 0 else 128 - code
-            self.lost = self.status != 0 and not self._ended_by_itself
+            if self.status and not self._ended_by_itself and not self._asked_to_end:
+                how = f"ssh ended with status {self.status}"
+                sentence = f"the connection to {self.name} is lost ({how}); the job ends on all hosts"
+                self.failures.append(Failure(host=self.name, seen=time.time(), node_failure=sentence))
+        elif (now := time.monotonic()) > self._alive_at:
+            self._alive_at = now + ALIVE_S
+            self._write(ALIVE)
         return self.status is not None
 
     def start(self) -> None:
         """Tell the host to start its ranks."""
         self._write(GO)
+        self._alive_at = time.monotonic()
 
     def send_signal(self, number: int) -> None:
         self._write(bytes([number]))
 
     def end(self) -> None:
-        """End the part by closing its input."""
-        self.ended_from_here = True
+        """Close the input of the part, upon which it ends."""
+        self._asked_to_end = True
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
 
     def kill(self) -> None:
         """Kill the client of ssh; the host then notices that its connection has closed."""
+        self._asked_to_end = True
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -122,24 +136,33 @@ class SshPart(Part):
 
     def _forward(self, source: BinaryIO, target: BinaryIO) -> None:
         for line in iter(source.readline, b""):
-            if line.startswith(MARK):
-                message = json.loads(line[len(MARK) :])
-                if "ended" in message:
-                    self._ended_by_itself = True
-                else:
-                    self.answer = message
-            elif self.answer is None:
+            # Rank 0 may have left its cursor in the middle of the line, as progress bars do.
+            line, mark, piece = line.partition(MARK)
+            if mark:
+                self._read_piece(piece)
+            if self.answer is None:
                 self.errors += line  # a greeting of the login shell, or the reason why no answer comes
-            elif not (self.ended_from_here and line.startswith(b"zerolite: ")):  # reports of an end from here
+            elif line and not (self._asked_to_end and line.startswith(b"zerolite: ")):  # reports of an end from here
                 with _terminal, suppress(OSError, ValueError):
                     target.write(line)
                     target.flush()
         source.close()
 
+    def _read_piece(self, piece: bytes) -> None:
+        self._message += piece[1:].rstrip(b"\n")
+        if piece.startswith(LAST):
+            message, self._message = json.loads(self._message), b""
+            if "ended" in message:
+                self._ended_by_itself = True
+            elif "failures" not in message:
+                self.answer = message
+            elif self.status is None:  # otherwise the connection was lost before
+                self.failures = [Failure.from_json(fields) for fields in message["failures"]]
+
 
 def run(request: LaunchRequest, job: JobPlan) -> int:
     """Run a job on several hosts and return its exit status, 2 if it cannot be started."""
-    commands = [node_command(request, host.login, os.environ) for host in job.hosts]
+    commands = [node_command(request, host.name, os.environ) for host in job.hosts]
     if request.dry_run:
         print_commands(job, commands)
         return 0
@@ -152,6 +175,7 @@ def run(request: LaunchRequest, job: JobPlan) -> int:
         if log_dir is None:
             return 2
         local = LocalPart(job.nodes[job.local_node], log_dir, ssh_clients)
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop the signs of life
     try:
         for i, command in enumerate(commands):
             if local is not None and i == job.local_node:
@@ -164,7 +188,7 @@ def run(request: LaunchRequest, job: JobPlan) -> int:
             check_answers(request, job, parts)
             for part in parts:
                 part.start()
-        return wait_for(parts, signals, pause)
+        return wait_for(parts, signals)
     except CannotStart as error:
         say(str(error))
     finally:
@@ -182,8 +206,8 @@ def start_ssh(name: str, command: Sequence[str], job_line: str) -> SshPart:
         return SshPart(name, command, job_line)
     except OSError as error:
         raise CannotStart(
-            f"nothing was started: 'ssh' cannot be run ({error.strerror}): install it, or start each node by a "
-            "command of its own, with --no-ssh"
+            f"nothing was started: 'ssh' cannot be run ({error.strerror}): install it, or start each host by a command "
+            "of its own: `torchrun --nnodes`"
         ) from None
 
 
@@ -204,7 +228,7 @@ def check_answers(request: LaunchRequest, job: JobPlan, parts: Sequence[LocalPar
     for host, node, part, answer in zip(job.hosts, job.nodes, parts, answers, strict=True):
         if answer is None:
             assert isinstance(part, SshPart)
-            of_host = [describe_no_answer(request, part, host.login)]
+            of_host = [describe_no_answer(request, part)]
         else:
             of_host = list(answer["problems"])
             if devices_found and not answer["devices"]:  # a host without devices is wrong only if others have some
@@ -220,14 +244,14 @@ def check_answers(request: LaunchRequest, job: JobPlan, parts: Sequence[LocalPar
     raise CannotStart("\nzerolite: ".join(lines))
 
 
-def describe_no_answer(request: LaunchRequest, part: SshPart, login: str) -> str:
+def describe_no_answer(request: LaunchRequest, part: SshPart) -> str:
     """Say why a host has not answered."""
     if part.status is None:
         return f"has not answered within {CHECK_S:.0f} s: check that it is up, and what its login shell does"
     errors = part.errors.decode(errors="replace").strip()
     last = errors.splitlines()[-1] if errors else "no message"
     if part.status == 255:
-        by_hand = shlex.join(["ssh", *request.launcher_args, login])
+        by_hand = shlex.join(["ssh", *request.launcher_args, part.name])
         return (
             f"cannot be reached by ssh ({last}): check its name and the network, and that {by_hand!r} works without a "
             "password"

@@ -6,6 +6,7 @@ It does not import torch, so it starts at once, stays small, and outlives any fa
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shlex
@@ -15,13 +16,13 @@ import sys
 import tempfile
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from zerolite.launcher.failures import count, signal_name
+from zerolite.launcher.failures import Failure, count, describe, exit_status, signal_name
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
 from zerolite.launcher.processes import JobProcesses, adopt_orphans, die_with_parent, exit_code, send
-from zerolite.launcher.rank import BIND_VARIABLE
 from zerolite.utils.network import SECRET_VARIABLE
 
 INTERRUPT_GRACE_S = 20.0
@@ -36,14 +37,11 @@ LATE_GRACE_S = 2.0
 LEFTOVER_TIMEOUT_S = 10.0
 """Seconds that processes left behind by the ranks get to end after success."""
 
-OWN_END_S = 7.0
-"""After a signal or a failure parts end by themselves; after so many seconds they are ended."""
+TELL_S = 3.0
+"""The reason for a job's end is told below the last output of its ranks, but at the latest after so many seconds."""
 
-LOST_END_S = 1.0
-"""The same after a lost connection, which the other hosts do not notice so soon."""
-
-CLOSED_END_S = 8.0
-"""A part that still runs so many seconds after it was ended is killed."""
+KILL_S = 8.0
+"""A part that still runs so many seconds after a signal or a failure is killed. By itself it needs less."""
 
 CPP_LOG_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 """The variable silences torch's warnings about lost connections in the agent, which reads it when it imports torch."""
@@ -51,38 +49,40 @@ CPP_LOG_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Part:
+class Part(ABC):
     """One host's part of a job: a :class:`LocalPart`, or an :class:`~zerolite.launcher.ssh.SshPart`.
 
     Attributes:
         name: name of the host.
         status: exit status, 128 + n if signal n ended it; None while it runs.
-        ended_from_here: it did not end by itself, so its status does not say why.
-        lost: it has failed because the connection to its host was lost.
+        failures: why it ends, of ranks and of itself, as soon as it is known. Ranks with status 0 may be among them.
     """
-
-    lost = False
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.status: int | None = None
-        self.ended_from_here = False
+        self.failures: list[Failure] = []
 
+    @property
+    def failed(self) -> bool:
+        """True if it is about to end with an error, or has."""
+        return bool(self.status) or exit_status(self.failures) != 0
+
+    @abstractmethod
     def poll(self) -> bool:
-        """Return True if the part has ended, and set its status."""
-        raise NotImplementedError
+        """Read what the part reports, set its status if it has ended, and return True then."""
 
+    @abstractmethod
     def send_signal(self, number: int) -> None:
         """Pass a signal on: the first one asks for the end, another one brings it at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> None:
-        """End the part, which may take a few seconds."""
-        raise NotImplementedError
+        """Ask for the end, because another part has failed."""
 
+    @abstractmethod
     def kill(self) -> None:
         """End the part at once."""
-        raise NotImplementedError
 
 
 class LocalPart(Part):
@@ -105,15 +105,20 @@ class LocalPart(Part):
         self._processes = JobProcesses(self._marker, spare)
         adopt_orphans()
         go, self._go = os.pipe()
+        self._report, report = os.pipe()
+        self._report_text = b""
+        os.set_blocking(self._report, False)
         sys.stdout.flush()
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._go)
-            self._become_agent(parent, go)
+            os.close(self._report)
+            self._become_agent(parent, go, report)
         os.close(go)
+        os.close(report)
 
-    def _become_agent(self, parent: int, go: int) -> NoReturn:
+    def _become_agent(self, parent: int, go: int, report: int) -> NoReturn:
         """Run the agent in this process, the fork, and end it with the agent's exit status."""
         status = 1
         try:
@@ -132,7 +137,7 @@ class LocalPart(Part):
 
                 if quiet:  # the ranks are not to inherit it
                     del os.environ[CPP_LOG_VARIABLE]
-                status = run_agent(self._job, self._log_dir)
+                status = run_agent(self._job, self._log_dir, report)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -145,14 +150,25 @@ class LocalPart(Part):
             os.write(self._go, b"g")
 
     def poll(self) -> bool:
-        if self.status is None and (code := exit_code(self.pid)) is not None:
+        code = exit_code(self.pid)
+        self._read_report()
+        if self.status is None and code is not None:
             self.status = code if code >= 0 else 128 - code
-            if code < 0 and not self._signals:
-                how = f"by signal {-code} ({signal_name(-code)})"
-                say(f"the agent (process {self.pid}), which runs the ranks, ended {how}; the ranks are ended too")
+            if code and not self.failures and not self._signals:
+                how = f"by signal {-code} ({signal_name(-code)})" if code < 0 else f"with status {code}"
+                sentence = f"the agent (process {self.pid}), which ran the ranks of host {self.name}, ended {how}"
+                self.failures = [Failure(host=self.name, exitcode=code, node_failure=sentence)]
             if self.status or self._signals:
                 self._end_processes(LATE_GRACE_S)
         return self.status is not None
+
+    def _read_report(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._report, 1 << 16):
+                self._report_text += data
+        if self._report_text.endswith(b"\n"):
+            self.failures = [Failure.from_json(fields) for fields in json.loads(self._report_text)]
+            self._report_text = b""
 
     def send_signal(self, number: int) -> None:
         self._signals.append(number)
@@ -162,11 +178,12 @@ class LocalPart(Part):
             send([self.pid], signal.Signals(number))
 
     def end(self) -> None:
-        self.ended_from_here = True
-        self._end_processes(0.0)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self._end_processes(0.0)
+        if self.status is None and exit_code(self.pid) is None:
+            self.status = 128 + signal.SIGKILL  # the agent itself is stuck
 
     def _end_processes(self, grace_s: float) -> None:
         for pid, name in self._processes.end(grace_s).items():
@@ -211,58 +228,70 @@ def record_signals() -> list[int]:
     return signals
 
 
-def wait_for(parts: Sequence[Part], signals: Sequence[int], pause: Callable[[], None]) -> int:
+def pause() -> None:
+    time.sleep(WAIT_S)
+
+
+def tell_failures(failures: Sequence[Failure]) -> None:
+    for line in describe(failures, os.uname().nodename):
+        write(line)
+
+
+def wait_for(
+    parts: Sequence[Part],
+    signals: Sequence[int],
+    pause: Callable[[], None] = pause,
+    tell: Callable[[Sequence[Failure]], None] = tell_failures,
+) -> int:
     """Wait for all parts, end all if one fails or a signal comes, and return the job's exit status.
 
-    Parts first get time to end by themselves. Then they are ended, and at last they are killed.
+    Parts first get time to end by themselves. At last they are killed.
 
     Args:
         parts: they have been started.
         signals: those that have come; more may be appended by handlers and by ``pause``.
         pause: waits a moment.
+        tell: tells, once, why the job fails.
 
     Returns:
-        128 + the number of the first signal; else the status of the first part that failed by itself, 1 if others
-        failed, 0 if none did.
+        The status of the rank, or the part, that failed first; 128 + the number of a signal that came before; else 0.
     """
     passed = 0
-    end_at = kill_at = float("inf")
-    failed: set[str] = set()
-    while sum(part.poll() for part in parts) < len(parts):  # all() would not poll every one
+    tell_at = kill_at = float("inf")
+    is_failed = is_told = False
+    while True:
+        ended = [part.poll() for part in parts]  # all of them, so that no part waits for another
         now = time.monotonic()
+        if not is_failed and not signals and any(part.failed for part in parts):
+            is_failed, tell_at, kill_at = True, now + TELL_S, now + KILL_S
+            for part in parts:
+                if not part.failed and part.status is None:
+                    part.end()
         for number in signals[passed:]:
             passed += 1
             for part in parts:
                 part.send_signal(number)
             gently = number == signal.SIGINT and passed == 1
-            end_at = min(end_at, now + OWN_END_S + (INTERRUPT_GRACE_S if gently else 0.0))
-        for part in parts:
-            if part.status and part.name not in failed and not signals:
-                failed.add(part.name)
-                end_at = min(end_at, now + (LOST_END_S if part.lost else OWN_END_S))
-                if part.lost:
-                    how = f"ssh ended with status {part.status}"
-                    say(f"the connection to {part.name} is lost ({how}); the job ends on all hosts")
-        for limit, how_to_end in ((end_at, "end"), (kill_at, "kill")):
-            if now >= limit:
-                for part in parts:
-                    if part.status is None:
-                        getattr(part, how_to_end)()
-        if now >= end_at:
-            end_at, kill_at = float("inf"), min(kill_at, now + CLOSED_END_S)
+            kill_at = min(kill_at, now + KILL_S + (INTERRUPT_GRACE_S if gently else 0.0))
+        if is_failed and not is_told and (all(ended) or now >= tell_at):
+            is_told = True
+            if failures := [failure for part in parts for failure in part.failures]:
+                tell(failures)
+        if all(ended):
+            break
+        if now >= kill_at:
+            for part in parts:
+                if part.status is None:
+                    part.kill()
         pause()
-    if signals:
-        return 128 + signals[0]
-    own = [part.status for part in parts if part.status and not part.lost and not part.ended_from_here]
-    return own[0] if own else int(any(part.status for part in parts))
+    if not is_failed:
+        return 128 + signals[0] if signals else 0
+    failures = [failure for part in parts for failure in part.failures]
+    return exit_status(failures) or next(part.status for part in parts if part.status)
 
 
-def pause() -> None:
-    time.sleep(WAIT_S)
-
-
-def run_node(job: NodeJob, signals: list[int], pause: Callable[[], None] = pause) -> int:
-    """Run one node's part of a job and return its exit status, 2 if the directory for the output cannot be made.
+def run_node(job: NodeJob, signals: list[int]) -> int:
+    """Run a job of this host alone and return its exit status, 2 if the directory for the output cannot be made.
 
     Call it once, in the main thread of a process without other children.
     """
@@ -271,7 +300,7 @@ def run_node(job: NodeJob, signals: list[int], pause: Callable[[], None] = pause
         return 2
     part = LocalPart(job, log_dir)
     part.start()
-    status = wait_for([part], signals, pause)
+    status = wait_for([part], signals)
     part.finish(signals)
     return status
 
@@ -320,18 +349,19 @@ def print_threads_per_rank(job: NodeJob) -> None:
 def print_dry_run(job: NodeJob) -> None:
     """Print one shell line for each rank of the node: its variables and its command.
 
-    Two things are decided at the start only, and left out: a free port, and the ranks' numbers on several nodes.
+    A free port is chosen at the start only, and left out.
     """
     print(f"cd {shlex.quote(os.getcwd())}")
-    cpus = job.bound_cpus()
     for local_rank in range(job.nproc):
-        rank = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": job.nproc, "MASTER_ADDR": job.master_addr}
-        if job.num_nodes == 1:
-            rank |= {"RANK": local_rank, "WORLD_SIZE": job.nproc}
+        rank: dict[str, Any] = {
+            "RANK": local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": job.nproc,
+            "LOCAL_WORLD_SIZE": job.nproc,
+        }
+        rank["MASTER_ADDR"] = job.master_addr
         if job.master_port:
             rank["MASTER_PORT"] = job.master_port
-        if local_rank in cpus:
-            rank[BIND_VARIABLE] = cpus[local_rank]
         variables = {**job.environment(os.environ), **rank}
         variables.pop(SECRET_VARIABLE, None)  # a secret must not be printed
         settings = [f"{name}={value}" for name, value in sorted(variables.items())]

@@ -9,10 +9,9 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from zerolite.monitor import Monitor, StepLog, open_monitor
-from zerolite.monitor.flops import FlopCount
-from zerolite.monitor.flops_profiler import FlopsProfiler
+from zerolite.monitor.flops import FlopCount, FlopsProfiler
 from zerolite.monitor.memory_report import memory_report
-from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, PhaseObserver, describe, watch_forward
+from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, describe, watch_forward
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.step_state import StepState
 
@@ -56,7 +55,7 @@ class Monitoring:
             self.log.write(step, {f"elapsed_time_ms_{phase}": mean for phase, mean in means.items()})
 
         clock = PhaseClock(self._parts.device, self._every, report)
-        self._parts.observers.add(PhaseObserver(clock))
+        self._parts.observers.add(clock)
         return watch_forward(clock, module)
 
     def end_with(self, engine: object) -> list[weakref.finalize[..., Any]]:

@@ -26,8 +26,8 @@ Report = Callable[[int, Mapping[str, float]], None]
 """Function (step, mean milliseconds per step by phase), called with the means since the last report."""
 
 
-class PhaseClock:
-    """Sums of the time in each phase. Phases nest: time in an inner phase does not count for the outer one.
+class PhaseClock(StepObserver):
+    """Observer that sums the time in each phase. Phases nest: time in an inner phase does not count for the outer one.
 
     On CUDA, times are events on the stream. They are read at the end of a step, if the device has passed them, so a
     report can be a step late.
@@ -48,21 +48,25 @@ class PhaseClock:
         self._steps = 0  # since the last report
         self._ended = 0  # number of the step that ended last
 
-    def is_open(self, phase: str) -> bool:
-        return phase in self._phases
-
-    def enter(self, phase: str) -> None:
+    def on_phase_begin(self, phase: str) -> None:
         self._add_elapsed()
         self._phases.append(phase)
 
-    def leave(self, phase: str) -> None:
+    def on_phase_end(self, phase: str) -> None:
         """End ``phase``, and inner phases that an exception has left open. Do nothing if ``phase`` is not open."""
-        if self.is_open(phase):
+        if phase in self._phases:
             self._add_elapsed()
             while self._phases.pop() != phase:
                 pass
 
-    def end_step(self, step: int) -> None:
+    def on_backward_begin(self) -> None:
+        if BACKWARD not in self._phases:  # a backward that raised has not ended its phase
+            self.on_phase_begin(BACKWARD)
+
+    def on_backward_end(self) -> None:
+        self.on_phase_end(BACKWARD)
+
+    def on_step_end(self, step: int) -> None:
         """Note the end of step number ``step``, and make the reports whose times are known by now.
 
         A second call with the same number does nothing.
@@ -93,30 +97,6 @@ class PhaseClock:
         self._report(step, means)
 
 
-class PhaseObserver(StepObserver):
-    """Observer that passes the phases of an engine's steps to a clock."""
-
-    def __init__(self, clock: PhaseClock) -> None:
-        self._clock = clock
-
-    def on_backward_begin(self) -> None:
-        # A backward that raised has not ended its phase.
-        if not self._clock.is_open(BACKWARD):
-            self._clock.enter(BACKWARD)
-
-    def on_backward_end(self) -> None:
-        self._clock.leave(BACKWARD)
-
-    def on_phase_begin(self, phase: str) -> None:
-        self._clock.enter(phase)
-
-    def on_phase_end(self, phase: str) -> None:
-        self._clock.leave(phase)
-
-    def on_step_end(self, step: int) -> None:
-        self._clock.end_step(step)
-
-
 def watch_forward(clock: PhaseClock, module: torch.nn.Module) -> list[RemovableHandle]:
     """Hook ``module`` so that ``clock`` measures its forwards in training mode. Returns the handles of the hooks."""
     return [
@@ -129,14 +109,14 @@ class _BeforeForward(WeakHook[PhaseClock]):
     def __call__(self, module: torch.nn.Module, args: object) -> None:
         clock = self.owner()
         if clock is not None and module.training:
-            clock.enter(FORWARD)
+            clock.on_phase_begin(FORWARD)
 
 
 class _AfterForward(WeakHook[PhaseClock]):
     def __call__(self, module: torch.nn.Module, args: object, output: object) -> None:
         clock = self.owner()
         if clock is not None:
-            clock.leave(FORWARD)
+            clock.on_phase_end(FORWARD)
 
 
 def describe(step: int, means: Mapping[str, float]) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
 from zerolite.planning.result import Machine, PlanError
-from zerolite.utils.text import parse_size
+from zerolite.utils.text import size_argument
 
 if TYPE_CHECKING:
     from zerolite.config import ZeroliteConfig
@@ -83,13 +83,6 @@ def _speed(text: str) -> float:
     return value
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 _FILE_OF_MODEL = "package.module:function that makes the model, or a Hugging Face config.json or its directory"
 _BATCH = (
     "package.module:function that makes the arguments of forward, a tuple or a dict; it may take the micro-batch size"
@@ -115,8 +108,8 @@ def build_parser(prog: str) -> _Parser:
     job("--nodes", type=_count, metavar="N", help="number of nodes; needed for the traffic between nodes")
     job("--rank", type=_rank, metavar="N", help="the rank to plan (default: 0, or of a pipeline one that needs most)")
     job("--device", choices=("cuda", "cpu"), default="cuda", help="the kind of device of the ranks (default: cuda)")
-    job("--device-memory", type=_size, metavar="SIZE", help="memory of each rank's device, as in 80GB or 80GiB")
-    job("--host-memory", type=_size, metavar="SIZE", help="memory of each host, which its ranks share (--nodes)")
+    job("--device-memory", type=size_argument, metavar="SIZE", help="memory of each rank's device, as in 80GB or 80GiB")
+    job("--host-memory", type=size_argument, metavar="SIZE", help="memory of each host, shared by its ranks (--nodes)")
     step = parser.add_argument_group("a step", "Without a batch, no forward is run and activations are not counted.")
     batch = step.add_mutually_exclusive_group().add_argument
     batch("--batch", metavar="FUNCTION", help=_BATCH)

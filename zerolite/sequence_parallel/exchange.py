@@ -56,30 +56,40 @@ def _exchanged(tensor: Tensor, comm: Communicator, split: int, join: int) -> Ten
     return parts.movedim(0, join).flatten(join, join + 1)
 
 
-def swap(tensor: Tensor, comm: Communicator, dimension: int) -> Tensor:
+def swap(tensor: Tensor, comm: Communicator, dimension: int, back: bool = False) -> Tensor:
     """Swap the second half of ``tensor`` along ``dimension`` with the rank's mirror image, ``size - 1 - rank``.
 
-    Called on all ranks of ``comm`` with tensors of equal shapes. The gradient takes the way back.
+    What comes from an earlier part of the sequence is put first. Called on all ranks of ``comm`` with tensors of equal
+    shapes. The gradient takes the way back.
+
+    Args:
+        back: swap what has been swapped.
     """
-    result: Tensor = _Swap.apply(tensor, comm, dimension)
+    result: Tensor = _Swap.apply(tensor, comm, dimension, back)
     return result
 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, comm: Communicator, dimension: int) -> Tensor:
-        ctx.comm, ctx.dimension = comm, dimension
-        return _swapped(tensor.detach(), comm, dimension)
+    def forward(ctx: Any, tensor: Tensor, comm: Communicator, dimension: int, back: bool) -> Tensor:
+        ctx.comm, ctx.dimension, ctx.back = comm, dimension, back
+        return _swapped(tensor.detach(), comm, dimension, back)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> object:
-        return _swapped(gradient, ctx.comm, ctx.dimension), None, None
+        return _swapped(gradient, ctx.comm, ctx.dimension, not ctx.back), None, None, None
 
 
-def _swapped(tensor: Tensor, comm: Communicator, dimension: int) -> Tensor:
+def _swapped(tensor: Tensor, comm: Communicator, dimension: int, back: bool) -> Tensor:
     length, mirror = tensor.shape[dimension], comm.world_size - 1 - comm.rank
-    first, second = tensor.split([length - length // 2, length // 2], dimension)
-    if second.numel():
-        second = comm.permute(second.reshape(-1), mirror, mirror, TAG).wait().view(second.shape)
-    return torch.cat([first, second], dimension)
+    turned = comm.rank > mirror  # its own first half comes after what it receives
+    half = length // 2
+    if back and turned:
+        sent, kept = tensor.split([half, length - half], dimension)
+    else:
+        kept, sent = tensor.split([length - half, half], dimension)
+    received = sent
+    if sent.numel():
+        received = comm.permute(sent.reshape(-1), mirror, mirror, TAG).wait().view(sent.shape)
+    return torch.cat([received, kept] if turned and not back else [kept, received], dimension)

@@ -15,13 +15,15 @@ tokens to its mirror image, P - 1 - rank, and takes that one's second half::
 
     halves    0 1    2 3    4 5    6 7
     rank      0      1      2      3
-    swapped   0 7    2 5    4 3    6 1            with any other block: two of four pairs of halves are computed
+    swapped   0 7    2 5    3 4    1 6            with any other block: two of four pairs of halves are computed,
+                                                  all queries with the first half, or the second with all keys
 
 A causal window needs no balance. Its keys and values go only as far as some query sees them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,10 +55,10 @@ class Run:
     start: int
     places: range
 
-    def of(self, tensor: Tensor, tokens: range | None = None) -> Tensor:
-        """Return the part of ``tensor`` for these tokens, or for those at the places ``tokens``."""
-        tokens = self.places if tokens is None else tokens
-        return tensor.narrow(_TOKENS, self.start + tokens.start - self.places.start, len(tokens))
+    def local(self, places: range) -> range:
+        """Return where among the tokens of a rank the ones at these places in the whole sequence are."""
+        first = self.start + places.start - self.places.start
+        return range(first, first + len(places))
 
 
 @dataclass(frozen=True)
@@ -95,32 +97,51 @@ class Ring:
         start, part = rank * self.part, self.part
         if not self.swaps:
             return [Run(0, range(start, start + part))]
-        first, mirror = part - part // 2, (self.comm.world_size - 1 - rank) * part
-        runs = [Run(0, range(start, start + first)), Run(first, range(mirror + first, mirror + part))]
-        return [run for run in runs if run.places]
+        return [run for run in self.halves(rank) if run.places]
 
-    def blocks(self, source: int, query: Tensor, value: Tensor) -> Iterator[tuple[Run, range, Run, Block, type[Plain]]]:
+    def halves(self, rank: int) -> tuple[Run, Run]:
+        """Return the two runs that rank ``rank`` has after the swap, the earlier one first."""
+        part, mirror = self.part, self.comm.world_size - 1 - rank
+        kept = range(rank * part, rank * part + part - part // 2)
+        received = range(mirror * part + part - part // 2, (mirror + 1) * part)
+        first, second = (kept, received) if rank <= mirror else (received, kept)
+        return Run(0, first), Run(len(first), second)
+
+    def blocks(self, source: int, query: Tensor, value: Tensor) -> Iterator[tuple[range, range, Block, type[Plain]]]:
         """Yield the blocks of this rank's queries and the keys that began at rank ``source``.
 
         Yields:
-            The run of queries, the places of those in this block, the run of keys, the block, and its kernel.
+            The queries and the keys, both among the tokens of a rank, the block, and its kernel.
         """
-        for rows in self.runs(self.comm.rank):
-            for columns in self.runs(source):
-                sight = self.visible.sight(rows.places, columns.places)
-                if sight is Sight.NOTHING:
-                    continue
-                kernel = kernel_of(query, value, sight is Sight.SOME, self.dropout)
-                if kernel is not Plain and sight is not Sight.SOME:
-                    yield rows, rows.places, columns, Block(sight is Sight.BEFORE, None, self.scale), kernel
-                    continue
-                heads = query.shape[1] if kernel is Plain else 1
-                step = max(1, _MASK_NUMEL // (len(columns.places) * query.shape[0] * heads))
-                for start in range(rows.places.start, rows.places.stop, step):
-                    tile = range(start, min(start + step, rows.places.stop))
-                    mask = None if sight is Sight.ALL else self.visible.mask(tile, columns.places, query.device)
-                    seed = (self.seed + start * 1_000_003 + columns.places.start) % (1 << 62)
-                    yield rows, tile, columns, Block(False, mask, self.scale, self.dropout, seed), kernel
+        rank, tokens, scale = self.comm.rank, range(self.part), self.scale
+        kernel = kernel_of(query, value, False, self.dropout)
+        if self.swaps and not self.visible.masked and kernel is not Plain:
+            # Halves that see the same, or are seen by the same, are one block.
+            (first, second), (first_of_keys, _) = self.halves(rank), self.halves(source)
+            rows, columns = tokens, tokens
+            if source != rank and first_of_keys.places.start < first.places.start:
+                columns = first_of_keys.local(first_of_keys.places)
+            elif source != rank:
+                rows = second.local(second.places)
+            if rows and columns:
+                yield rows, columns, Block(source == rank, None, scale), kernel
+            return
+        for own, others in itertools.product(self.runs(rank), self.runs(source)):
+            sight = self.visible.sight(own.places, others.places)
+            if sight is Sight.NOTHING:
+                continue
+            keys = others.local(others.places)
+            kernel = kernel_of(query, value, sight is Sight.SOME, self.dropout)
+            if kernel is not Plain and sight is not Sight.SOME:
+                yield own.local(own.places), keys, Block(sight is Sight.BEFORE, None, scale), kernel
+                continue
+            heads = query.shape[1] if kernel is Plain else 1
+            step = max(1, _MASK_NUMEL // (len(keys) * query.shape[0] * heads))
+            for start in range(own.places.start, own.places.stop, step):
+                tile = range(start, min(start + step, own.places.stop))
+                mask = None if sight is Sight.ALL else self.visible.mask(tile, others.places, query.device)
+                seed = (self.seed + start * 1_000_003 + others.places.start) % (1 << 62)
+                yield own.local(tile), keys, Block(False, mask, scale, self.dropout, seed), kernel
 
     def pass_on(self, tensor: Tensor, moves: int = 1) -> Pending:
         """Send a flat tensor ``moves`` ranks on, and receive the one from as many ranks before."""
@@ -140,7 +161,7 @@ def attend_over_ring(ring: Ring, states: tuple[Tensor, Tensor, Tensor]) -> Tenso
         alone: Tensor = _RingAttention.apply(ring, *states)
         return alone
     out: Tensor = _RingAttention.apply(ring, *(swap(state, ring.comm, _TOKENS) for state in states))
-    return swap(out, ring.comm, _TOKENS)
+    return swap(out, ring.comm, _TOKENS, back=True)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -182,6 +203,10 @@ class _Shared(NamedTuple):
         return self.packed[self.key_shape.numel() :].view(self.value_shape)
 
 
+def _of(tensor: Tensor, tokens: range) -> Tensor:
+    return tensor.narrow(_TOKENS, tokens.start, len(tokens))
+
+
 def _forward(ring: Ring, query: Tensor, shared: _Shared) -> Output:
     """Return the output, and the log-sum-exp, which is 0 where a query sees nothing."""
     exact, size = exact_dtype(query.dtype), ring.comm.world_size
@@ -190,10 +215,10 @@ def _forward(ring: Ring, query: Tensor, shared: _Shared) -> Output:
     state: tuple[Tensor, ...] = ()
     for move in range(ring.moves + 1):
         pending = ring.pass_on(shared.packed) if move < ring.moves else None
-        for rows, tile, columns, block, kernel in ring.blocks((ring.comm.rank - move) % size, query, shared.value):
-            key, value = columns.of(shared.key), columns.of(shared.value)
-            output = kernel.forward(rows.of(query, tile), key, value, block)
-            _merge(rows.of(out, tile), rows.of(lse, tile), output)
+        for rows, columns, block, kernel in ring.blocks((ring.comm.rank - move) % size, query, shared.value):
+            key, value = _of(shared.key, columns), _of(shared.value, columns)
+            output = kernel.forward(_of(query, rows), key, value, block)
+            _merge(_of(out, rows), _of(lse, rows), output)
             state = output.state or state
         if pending is not None:
             shared = shared._replace(packed=pending.wait())
@@ -216,11 +241,11 @@ def _backward(ring: Ring, gradient: Tensor, query: Tensor, shared: _Shared, outp
     for move in range(ring.moves + 1):
         pending = ring.pass_on(shared.packed) if move < ring.moves else None
         added = shared._replace(packed=torch.zeros_like(shared.packed, dtype=exact))
-        for rows, tile, columns, block, kernel in ring.blocks((ring.comm.rank - move) % size, query, shared.value):
-            own = Output(rows.of(output.out, tile), rows.of(output.lse, tile), output.state)
-            key, value = columns.of(shared.key), columns.of(shared.value)
-            parts = kernel.backward(rows.of(gradient, tile), rows.of(query, tile), key, value, own, block)
-            totals = rows.of(of_query, tile), columns.of(added.key), columns.of(added.value)
+        for rows, columns, block, kernel in ring.blocks((ring.comm.rank - move) % size, query, shared.value):
+            own = Output(_of(output.out, rows), _of(output.lse, rows), output.state)
+            key, value = _of(shared.key, columns), _of(shared.value, columns)
+            parts = kernel.backward(_of(gradient, rows), _of(query, rows), key, value, own, block)
+            totals = _of(of_query, rows), _of(added.key, columns), _of(added.value, columns)
             for total, part in zip(totals, parts, strict=True):
                 total.add_(part)
         if arriving is not None:

@@ -38,13 +38,18 @@ class Visibility:
     documents: Tensor | None = None
     dense: Tensor | None = None
 
+    @property
+    def masked(self) -> bool:
+        """True if more than places decides what a query sees."""
+        return not (self.keys is None and self.documents is None and self.dense is None)
+
     def sight(self, rows: range, columns: range) -> Sight:
         """Return how much of the keys at the places ``columns`` queries at ``rows`` see."""
         if self.causal and columns.start >= rows.stop:
             return Sight.NOTHING
         if self.window is not None and rows.start - (columns.stop - 1) >= self.window:
             return Sight.NOTHING
-        if not (self.keys is None and self.documents is None and self.dense is None):
+        if self.masked:
             return Sight.SOME
         reaches = self.window is None or rows.stop - 1 - columns.start < self.window
         if reaches and (not self.causal or columns.stop - 1 <= rows.start):

@@ -24,6 +24,14 @@ def parse_size(text: str | int) -> int:
     return nbytes
 
 
+def size_argument(text: str) -> int:
+    """Return the bytes that an option of a command names, as :func:`parse_size` does. argparse prints the error."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def format_size(nbytes: int) -> str:
     """Format a size for people: "5.00 GB", of 10**9 bytes each."""
     for letter, power in reversed(_POWERS.items()):

@@ -134,15 +134,17 @@ class Backward:
         """End the backward, when it has launched everything. Return ``waiting``, which the caller runs last."""
         self.open, self.takes_plain, self.outer = False, False, None
         _open.discard(self)
+        if self.reducing:
+            self.unreduced = 0
+            self.early.clear()
         waiting, self.waiting = self.waiting, []
         return waiting
 
-    def on_all_reduced(self, consumed: bool = False) -> None:
-        """Note that no bucket has unreduced gradients. consumed: a step has also used them, or they were dropped."""
-        self.unreduced = 0
+    def on_consumed(self) -> None:
+        """Note that a step has used all gradients, or that they were dropped."""
+        self.unreduced = self.accumulated = 0
+        self.lost_gradient = False
         self.early.clear()
-        if consumed:
-            self.accumulated, self.lost_gradient = 0, False
 
 
 _open: weakref.WeakSet[Backward] = weakref.WeakSet()  # backwards that have begun and not ended, of all engines
@@ -221,8 +223,8 @@ class GradientHooks:
     def _examine(self, slot: Slot, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient in ``parameter.grad`` that goes to the bucket; None if there is none.
 
-        The first gradient may be the first sign of a backward. ``torch.autograd.backward`` on another tensor than the
-        model's outputs passes no earlier hook of the engine. Then it begins the backward.
+        The first one is checked, and may be the first sign of a backward: ``torch.autograd.backward`` on another tensor
+        than the model's outputs passes no earlier hook of the engine. Then it begins the backward.
         """
         gradient, current = parameter.grad, self._current
         first = not (current.open and current.seen_gradient)
@@ -235,7 +237,13 @@ class GradientHooks:
             # gradient comes first.
             parameter.grad = None
         if first:
-            self._on_first(slot)
+            if not current.open:
+                self._begin()
+            if len(self.early) != len(self._came_first) or slot.index not in self._came_first:
+                self._look_early_at(slot.index)
+            if self._check_first is not None:
+                self._check_first(slot.name)
+            current.on_first_gradient()
         if gradient is None:
             return None
         if current.discards_gradients:
@@ -252,17 +260,6 @@ class GradientHooks:
                 "sparse gradients are not supported: build the embedding with sparse=False"
             )
         return gradient.detach()  # backward(create_graph=True) brings gradients with a graph
-
-    def _on_first(self, slot: Slot) -> None:
-        """Begin the backward if nothing else has, and run the checks of a first gradient."""
-        current, index = self._current, slot.index
-        if not current.open:
-            self._begin()
-        if len(self.early) != len(self._came_first) or index not in self._came_first:
-            self._look_early_at(index)
-        if self._check_first is not None:
-            self._check_first(slot.name)
-        current.on_first_gradient()
 
 
 def _make_hook(hooks_ref: weakref.ref[GradientHooks], slot: Slot) -> Callable[[torch.Tensor], None]:

@@ -131,30 +131,26 @@ class Bucket:
     # ---------------------------------------------------------------- the mean gradient
 
     def finish(self) -> None:
-        """Wait for the reduction, and add its result to ``reduced``."""
-        total = self.local.wait()
-        dtype = self.dtypes.mean[self.local.adds_to_mean]
-        mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
-        self.store(mean)
-        self.local.release_sent(mean)
-
-    def store(self, mean: torch.Tensor) -> None:
-        """Replace the mean gradient by ``mean``, which is on the device; write it back if it is offloaded."""
+        """Wait for the reduction, and add its result to ``reduced``. May be called again after an error."""
+        if self.local.pending is not None:
+            self.reduced = self.local.finish(None if self.reduced is None else self.fetch())
+        assert self.reduced is not None
         if self._offloaded is None:
-            self.reduced = tag_memory(mean, GRADIENTS)
+            tag_memory(self.reduced, GRADIENTS)
         else:
-            self.reduced = self._offloaded.write_back(mean)
+            self.reduced = self._offloaded.write_back(self.reduced)
 
-    def round_mean(self) -> None:
-        """Round the mean gradient, the sum of two reductions, to the dtype of a single contribution."""
-        mean = self.fetch()
-        if mean.dtype != self.compute.dtype:
-            self.store(mean.to(self.compute.dtype))
+    def replace_mean(self, pending: Pending) -> None:
+        """Replace the mean gradient by the result of ``pending``, into which it has been sent."""
+        self.release()
+        self.local.use_pending(pending)
+        self.finish()
 
     def fetch(self) -> torch.Tensor:
         """Return the mean gradient on the device, a copy if it is offloaded."""
         assert self.reduced is not None
-        return self.reduced if self._offloaded is None else self._offloaded.stage_in()
+        offloaded = self._offloaded
+        return self.reduced if offloaded is None or self.reduced is not offloaded.stored else offloaded.stage_in()
 
     def mean(self) -> torch.Tensor:
         """Return the mean gradient as it is stored, after waiting for its write-back."""

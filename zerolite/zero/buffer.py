@@ -164,9 +164,6 @@ class PartitionedParameterBuffer(ParameterBuffer):
     """Buckets of partitioned parameters: ``compute`` is this rank's row of a sliced bucket, and ``ds_tensor`` of every
     parameter is a view of it."""
 
-    def collect_assigned_data(self) -> None:
-        """Do nothing: parameters are no views of the buckets."""
-
     @torch.no_grad()
     def fill_from_shards(
         self,

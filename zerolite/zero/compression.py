@@ -51,6 +51,7 @@ class Compression:
         # By the key of the collective, which is a bucket's: what this rank has lost, and the number of reductions.
         self._errors: dict[int, tuple[torch.Tensor, int]] = {}
         self._scale = 1.0  # of the gradients whose errors these are
+        self._half: Chained | None = None  # an all-reduce whose second half could not be launched
 
     def memory(self) -> Sequence[torch.Tensor]:
         """Return the errors that are kept between steps."""
@@ -106,7 +107,10 @@ class Compression:
     @collective
     def all_reduce(self, full: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
         """Sum ``full`` over ranks, divided by ``divisor``: 4 bits an element to the rank that adds, 8 bits from there.
-        ``wait()`` returns the sum, of the length of ``full``."""
+        ``wait()`` returns the sum, of the length of ``full``.
+
+        Without memory for its second half it raises, and is then called again before any other collective.
+        """
         numel, padded = full.numel(), full
         unit = self.comm.world_size * QUANT_BLOCK  # no block has elements of two parts, nor of two aligned parameters
         if numel % unit:
@@ -118,9 +122,11 @@ class Compression:
             self.comm.shard(padded).copy_(part)
             return Chained(self.all_gather(padded, tag, key), lambda total: done(total[:numel]))
 
-        summed = Chained(self.reduce_scatter(padded, tag, divisor, key), gather, keep=(padded,))
+        summed = self._half or Chained(self.reduce_scatter(padded, tag, divisor, key), gather, keep=(padded,))
         if current_platform().queues(full):  # the current stream launches the gather behind the sum
+            self._half = summed
             summed.advance()
+            self._half = None
         return summed
 
     def as_sent(self, values: torch.Tensor) -> torch.Tensor:

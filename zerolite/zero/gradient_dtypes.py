@@ -58,6 +58,7 @@ class GradientDtypes:
     contributions) must not decide the dtype of a collective.
 
     Attributes:
+        own: dtype of the bucket's parameters.
         communication: dtype in which the config wants gradients to be sent; None for the dtype of ``local``.
         accumulate: dtype of ``local``, if it keeps a sum between backwards; None for the gradients' own dtype.
         multiple_backwards: the next launch sends the sum of more than one.
@@ -69,8 +70,7 @@ class GradientDtypes:
     def __init__(self, own: torch.dtype, communication: torch.dtype | None, options: ReductionOptions) -> None:
         """
         Args:
-            own: dtype of the bucket's parameters.
-            communication: see the class.
+            own, communication: see the class.
             options: of all buckets.
         """
         accumulate = options.accumulate_dtype
@@ -78,7 +78,7 @@ class GradientDtypes:
             accumulate = torch.promote_types(accumulate, own)
         several = accumulate or own
         sums_locally = options.several_expected and not options.reduce_each_backward
-        self.communication = communication
+        self.own, self.communication = own, communication
         self.accumulate = accumulate if sums_locally else None
         self._reduce = (communication or (several if sums_locally else own), communication or several)
         offloaded = several if sums_locally else own

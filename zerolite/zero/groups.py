@@ -18,7 +18,6 @@ Replicas, experts and split sequences are other memberships of these groups, and
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 
 import torch
@@ -53,8 +52,7 @@ class RankGroups:
         rounds_values: gathers after an update round what they send, so the owner of a value keeps it elsewhere.
         reduce_scatter: sums a bucket over ``shard`` and ``replicate``, with the arguments and the result of
             :meth:`Communicator.reduce_scatter`. All ranks wait for their results in the order of the launches.
-        second_hop: sums this rank's part between the sets, with the arguments of :meth:`Communicator.all_reduce`; None
-            without other sets.
+        two_hops: sums over ``shard`` and between the sets; None without other sets.
         partial: buckets whose gradients are not summed over ``replicate`` yet (replica_sums.py).
     """
 
@@ -78,7 +76,7 @@ class RankGroups:
         self.partial: Collection[int] = ()
         # Without replicas nothing stands between a bucket and its communicator.
         self.reduce_scatter: Callable[[torch.Tensor, str, float, torch.dtype, int], Pending] = shard.reduce_scatter
-        self.second_hop: Callable[..., Pending] | None = None
+        self.two_hops: TwoHops | None = None
         if replicate is not None:
             self._use_second_hop(replicate.all_reduce if self.has_replicas else replicate.reduce_scatter)
 
@@ -141,7 +139,8 @@ class RankGroups:
             self.updated, self.rounds_values = self.compression, True
 
     def _use_second_hop(self, hop: Callable[..., Pending]) -> None:
-        self.second_hop, self.reduce_scatter = hop, functools.partial(reduce_in_two_hops, self.shard, hop)
+        self.two_hops = TwoHops(self.shard, hop)
+        self.reduce_scatter = self.two_hops.reduce_scatter
 
     @classmethod
     def over(cls, comm: Communicator) -> RankGroups:
@@ -162,47 +161,74 @@ class RankGroups:
         return groups
 
 
-def reduce_in_two_hops(
-    shard: Communicator,
-    second: Callable[..., Pending],
-    full: torch.Tensor,
-    tag: str,
-    divisor: float,
-    dtype: torch.dtype,
-    key: int,
-    earlier: torch.Tensor | None = None,
-) -> Pending:
-    """Sum ``full`` over ``shard``, and this rank's part of the sum between the sets.
+class TwoHops:
+    """Sums over the ranks of a set, and of this rank's part of each between the sets.
 
-    Args:
-        second: :attr:`RankGroups.second_hop`.
-        full, tag, divisor, dtype, key: as of :meth:`Communicator.reduce_scatter`.
-        earlier: a result of :func:`reduce_in_set`, which the second hop sums too.
+    Attributes:
+        second: sums a part between the sets, with the arguments of :meth:`Communicator.all_reduce`.
     """
-    # Before the second hop 16-bit values become fp32, so that they are rounded once, to ``dtype``, at the end.
-    exact = exact_dtype(full.dtype)
 
-    def sum_between(part: torch.Tensor) -> Pending:
-        if earlier is not None:
-            part.add_(earlier, alpha=divisor)
-        return second(part, tag, divisor=divisor, key=key)
+    def __init__(self, shard: Communicator, second: Callable[..., Pending]) -> None:
+        self._shard, self.second = shard, second
+        self._behind: Chained | None = None  # a sum whose second hop could not be launched
 
-    keep = () if earlier is None else (earlier,)
-    platform = current_platform()
-    if not platform.queues(full):
-        # The host would have to wait between the two sums, so the wait for the result launches the second one. All
-        # ranks wait in the order of the launches.
-        summed = Chained(shard.reduce_scatter(full, tag, dtype=exact, key=key), sum_between, keep)
-        return Chained(summed, lambda total: done(total.to(dtype)))
-    # NCCL sums 16-bit values in 16 bits within a set. A side stream waits for that, widens the result and issues the
-    # second sum, directly behind the first in the order of launches, which is the same on all ranks. The compute stream
-    # waits for neither before the result is used. All memory that is sent belongs to it, and is kept until then.
-    wide = empty(full.numel() // shard.world_size, exact, full)
-    scattered = shard.reduce_scatter(full, tag, key=key)
-    summed = Chained(scattered, lambda part: sum_between(wide.copy_(part)), (*scattered.memory(), wide, *keep))
-    with platform.side_stream(full.device):
-        summed.advance()
-    return Chained(summed, lambda total: done(_on_this_stream(total, dtype)))
+    @collective
+    def reduce_scatter(
+        self,
+        full: torch.Tensor,
+        tag: str,
+        divisor: float,
+        dtype: torch.dtype,
+        key: int,
+        earlier: torch.Tensor | None = None,
+    ) -> Pending:
+        """Sum ``full`` over both groups.
+
+        Args:
+            full, tag, divisor, dtype, key: as of :meth:`Communicator.reduce_scatter`.
+            earlier: a result of :func:`reduce_in_set`, which the second hop sums too.
+        """
+        # Before the second hop 16-bit values become fp32, so that they are rounded once, to ``dtype``, at the end.
+        exact, keep = exact_dtype(full.dtype), () if earlier is None else (earlier,)
+
+        def add_earlier(part: torch.Tensor) -> torch.Tensor:
+            return part if earlier is None else part.add_(earlier, alpha=divisor)
+
+        def sum_between(part: torch.Tensor) -> Pending:
+            return self.second(part, tag, divisor=divisor, key=key)
+
+        if not current_platform().queues(full):
+            # The host would have to wait between the two sums, so the wait for the result launches the second one. All
+            # ranks wait in the order of the launches.
+            part = self._shard.reduce_scatter(full, tag, dtype=exact, key=key)
+            if earlier is not None:
+                part = Chained(part, lambda part: done(add_earlier(part)), keep)
+            return Chained(Chained(part, sum_between), lambda total: done(total.to(dtype)))
+        # NCCL sums 16-bit values in 16 bits within a set. A side stream waits for that, widens the result and issues
+        # the second sum, directly behind the first in the order of launches, which is the same on all ranks. The
+        # compute stream waits for neither before the result is used. All memory that is sent belongs to it, and is kept
+        # until then.
+        if self._behind is not None:
+            self._behind.advance()  # first: if it still cannot be launched, neither is this one
+            self._behind = None
+        wide = empty(full.numel() // self._shard.world_size, exact, full)
+        scattered = self._shard.reduce_scatter(full, tag, key=key)
+        memory = (*scattered.memory(), wide, *keep)
+        summed = _Beside(scattered, lambda part: sum_between(add_earlier(wide.copy_(part))), memory)
+        try:
+            summed.advance()
+        except RuntimeError:  # such as no memory. The next launch or the wait for the result tries again, and raises
+            self._behind = summed
+        return Chained(summed, lambda total: done(_on_this_stream(total, dtype)))
+
+
+class _Beside(Chained):
+    """Two collectives, of which a side stream waits for the first and launches the second."""
+
+    def advance(self) -> None:
+        if self._second is None:
+            with current_platform().side_stream(self._keep[0].device):
+                super().advance()
 
 
 def reduce_in_set(shard: Communicator, full: torch.Tensor, tag: str, divisor: float, key: int) -> Pending:

@@ -84,6 +84,7 @@ class KernelUpdate(UpdateMethod):
         self._not_counted: list[int] = []  # parameters that missed the last update
         self._maybe_unused: frozenset[int] = frozenset()
         self._group_values: list[object] = []  # of the param groups, when they were last checked
+        self._group_lists: list[tuple[list[Any], list[Any]]] = []  # those of them that are lists, and copies
         self._is_shown = False  # `inner.state` has all states, with their counts of steps
         self._has_fresh = False  # it has none of shards that the next update counts for the first time
         self._entries: dict[int, State] = {}  # what `inner.state` was given, by index of the parameter
@@ -112,9 +113,13 @@ class KernelUpdate(UpdateMethod):
         groups = self._inner.param_groups
         values = list(chain.from_iterable(map(dict.values, groups)))
         is_known = len(values) == len(self._group_values) and all(map(is_, values, self._group_values))
+        if any(now != before for now, before in self._group_lists):  # such as betas, changed in place
+            is_known = False
         if not is_known or [len(group["params"]) for group in groups] != self._group_sizes:
             self._take_over_groups()
             self._group_values = values
+            lists = [value for group in groups for key, value in group.items() if key != "params"]
+            self._group_lists = [(value, list(value)) for value in lists if isinstance(value, list)]
         values = list(chain.from_iterable(map(dict.values, self._inner.state.values())))
         versions = [counter._version for counter in self._counters]
         if versions != self._versions or len(values) != len(self._values) or not all(map(is_, values, self._values)):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.comm import Pending, done
-from zerolite.utils.accelerator import address
+from zerolite.utils.accelerator import addresses
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, listeners, tag_memory
 from zerolite.zero.flat import Segment, destinations, gaps_to_clear, plan_rows, plan_segments, zero_gap, zero_slot
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class BucketState(enum.Enum):
     """State of a bucket's gradients. :meth:`LocalSum.open` begins a new round.
 
-        FILL -- launch --> REDUCE -- mark_late --> LATE
+        FILL -- launch --> REDUCE -- mark_late --> LATE -- launch --> REDUCE
 
     A late bucket is reduced once more at the end of the backward.
     """
@@ -59,9 +59,11 @@ class LocalSum:
         pending: the reduction in flight.
         groups: parameter groups of stage 3. The bucket is launched when no backward of theirs is to come.
         ends_last: it has a persistent parameter, whose gradient may come at any time.
-        ended_again: a group's backward has ended after the launch, and may have brought gradients; equal on all ranks.
+        again: the bucket is launched once more at the end of the backward, because a late gradient may have come on
+            some rank; equal on all ranks.
         late_name: parameter whose gradient has come late, in a late bucket.
         adds_to_mean: the reduction in flight is one of several of this step, whose sum may need a wider dtype.
+        rounds: that sum is rounded to the dtype of a single contribution: it has the late gradients of one backward.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class LocalSum:
         self.groups: list[ParamGroup] = []
         self.ends_last, self.late_name = False, ""
         self.pending: Pending | None = None
-        self.adds_to_mean = False
+        self.adds_to_mean = self.rounds = False
         self._sent: torch.Tensor | None = None  # input of `pending`
         self._sent_category = BUCKETS
         self.open(multiple_backwards=False)
@@ -119,7 +121,7 @@ class LocalSum:
             multiple_backwards: the sum contains more than one backward when it is sent, so it may be sent in a wider
                 dtype.
         """
-        self.state, self.ended_again, self.missing = BucketState.FILL, False, self._expected
+        self.state, self.again, self.missing = BucketState.FILL, False, self._expected
         if multiple_backwards != self._dtypes.multiple_backwards:
             self._dtypes.open(multiple_backwards)
         self._came.clear()
@@ -168,6 +170,8 @@ class LocalSum:
 
         It has zeros where no gradient came: every rank sends every bucket, whatever its own graph has used.
         """
+        if self._sent is not None and self.pending is None:  # its launch has raised, and is made again
+            return self._sent
         if self.flat is None and self.held:
             self._allocate(next(iter(self.held.values())).dtype, launching=True)
         self.copy_in_held()
@@ -305,7 +309,7 @@ class LocalSum:
     def on_group_end(self) -> bool:
         """Note that a group's backward has ended. Return True if the bucket is to be launched now."""
         if self.state is not BucketState.FILL:
-            self.ended_again = True
+            self.again = True
             return False
         return not (self.ends_last or any(group.unfinished for group in self.groups))
 
@@ -313,6 +317,15 @@ class LocalSum:
         """Note that a gradient of parameter ``name`` has come after the launch in this backward."""
         assert self.state is not BucketState.FILL
         self.state, self.late_name = BucketState.LATE, name
+
+    def expect_again(self) -> None:
+        """Note that the bucket is launched once more, as all ranks have agreed."""
+        self.again = True
+
+    def use_pending(self, pending: Pending) -> None:
+        """Wait for ``pending`` next, which goes on from the last reduction."""
+        assert self.pending is None, "a bucket has one reduction under way"
+        self.pending = pending
 
     def launch(self, full: torch.Tensor, has_mean: bool) -> None:
         """Launch the reduction.
@@ -322,44 +335,52 @@ class LocalSum:
             has_mean: the result will be added to the mean of earlier gradients.
         """
         assert self.pending is None, "a bucket has one reduction under way"
-        self.adds_to_mean = has_mean
         options, groups, dtypes = self._memory.options, self._groups, self._dtypes
         key, sent = self.layout.index + 1, full.to(dtypes.sent)  # first: without memory for it nothing changes
-        self.flat = None
-        self._written.clear()
-        if sent is not full:
-            self._memory.release(full)
-        if options.predivide_factor != 1.0:
-            sent.div_(options.predivide_factor)
-        # Kept, so that its memory can be reused after the reduction. Set before it is tagged and launched, so that no
-        # report of the memory misses it.
-        self._sent_category = GRADIENTS if dtypes.reduces_in_place else BUCKETS
-        self._sent = sent
-        tag_memory(sent, self._sent_category)
+        if full is not self._sent:  # otherwise a launch that has raised is made again
+            self.flat = None
+            self._written.clear()
+            if sent is not full:
+                self._memory.release(full)
+            if options.predivide_factor != 1.0:
+                sent.div_(options.predivide_factor)
+            # Kept, so that its memory can be reused after the reduction. Set before it is tagged and launched, so that
+            # no report of the memory misses it.
+            self._sent_category = GRADIENTS if dtypes.reduces_in_place else BUCKETS
+            self._sent = sent
+            tag_memory(sent, self._sent_category)
         divisor = groups.divisor * options.copy_factor / options.predivide_factor
+        self.adds_to_mean = has_mean
+        self.rounds = self.again and self._memory.current.accumulated <= 1 and not options.several_expected
         if options.shard and options.use_reduce_scatter:
             self.pending = groups.reduce_scatter(sent, "gradients", divisor, dtypes.mean[has_mean], key)
         else:
             self.pending = groups.mean.all_reduce(sent, "gradients", divisor, key)
-        if self.state is BucketState.FILL:  # the second launch of a late bucket leaves it late
-            self.state = BucketState.REDUCE
+        self.state, self.again = BucketState.REDUCE, False
 
-    def wait(self) -> torch.Tensor:
-        """Wait for the reduction and return its result, which may lie in the memory that was sent. May be called again
-        until :meth:`release_sent`."""
+    def finish(self, earlier: torch.Tensor | None) -> torch.Tensor:
+        """Wait for the reduction, and release the memory that was sent. May be called again after an error.
+
+        Args:
+            earlier: the mean gradient so far, on the device, which may be written to.
+
+        Returns:
+            The mean gradient: the result of the reduction, or the sum. At stage 0 an all-reduce leaves it in the memory
+            that was sent.
+        """
         assert self.pending is not None
         total, options = self.pending.wait(), self._memory.options
         self.pending = done(total)  # what the collective has kept is freed
         if options.shard and not options.use_reduce_scatter:
             total = self._groups.shard.shard(total).clone()
-        return total
-
-    def release_sent(self, mean: torch.Tensor) -> None:
-        """End the reduction, and release the memory that was sent, unless ``mean`` lies in it: at stage 0 an all-reduce
-        leaves it there."""
+        dtype = self._dtypes.mean[self.adds_to_mean]
+        mean = total.to(dtype) if earlier is None else earlier.to(dtype).add_(total)
+        if self.rounds:
+            mean = mean.to(self._dtypes.own)
         sent, self._sent, self.pending = self._sent, None, None
-        if sent is not None and address(mean) != address(sent):
+        if sent is not None and len(set(addresses((mean, sent)))) > 1:
             self._memory.release(sent)
+        return mean
 
 
 class GradientMemory:

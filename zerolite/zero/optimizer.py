@@ -377,8 +377,7 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(
                 f"engine.optimizer.load_state_dict: expected a state of this rank's partition {expected}, got one "
                 f"of {got}; each rank loads the state that it has saved itself, at the same stage, world "
-                "size and bucket size. engine.save_checkpoint, or engine.full_optimizer_state_dict() loaded into a "
-                "plain optimizer before zerolite.initialize, fits any"
+                "size and bucket size. A checkpoint of engine.save_checkpoint fits any"
             )
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         expected_sizes = [len(group["params"]) for group in self.param_groups]

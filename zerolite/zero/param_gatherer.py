@@ -240,6 +240,16 @@ def _before_forward(module: nn.Module, args: object) -> None:
     functions."""
     if "_orig_mod" in module._modules:  # what is compiled in this call must meet neither such parameters nor this hook
         _end_all_gathers()
-    reads_children = isinstance(module, _READ_CHILDREN)
-    for parameter in module.parameters() if reads_children else module._parameters.values():
+    for parameter in module.parameters() if _reads_children(module) else module._parameters.values():
         _wait_for(parameter)
+
+
+def _reads_children(module: nn.Module) -> bool:
+    """Return True if the forward may give parameters of other modules to code that goes past torch's functions.
+
+    A fused kernel takes those of all layers of a block, which are its children and have none themselves (the mixer of
+    Mamba, fused MLPs). A block that calls such children waits for all of them together, which hides little less.
+    """
+    children = [child for child in module._modules.values() if child is not None]
+    is_block = bool(children) and type(module) is not nn.Sequential and not any(child._modules for child in children)
+    return is_block or isinstance(module, _READ_CHILDREN)

@@ -80,7 +80,7 @@ class Reducer:
         self._in_flight: list[Bucket] = []
         self._learning = False  # the order is replaced at the end of the next backward that reduces
         self._completed: dict[Bucket, None] = {}  # an ordered set: buckets by their latest gradient in this backward
-        self._new_buckets = False  # there are buckets that no backward has reduced yet; equal on all ranks
+        self._new_buckets = False  # below stage 3: no backward has reduced some buckets yet; equal on all ranks
         # A complete backward has shown how many contributions each parameter gets. Until then stage 0 reduces at the
         # end of backward only. The other stages take one to be all, so that no rank needs memory for all gradients and
         # reduce late ones once more. Known to this rank alone: it may decide when a bucket is launched, and never if.
@@ -104,7 +104,7 @@ class Reducer:
         follows_gradients = not self.by_group and self._options.overlap and self.groups.mean.world_size > 1
         self._learning = follows_gradients and len(self.order) > 1
         self._contributions_known = False  # not those of new parameters
-        self._new_buckets = self.keeps_shards
+        self._new_buckets = self.keeps_shards and not self.by_group
 
     def _set_order(self, order: list[Bucket]) -> None:
         self.order = order
@@ -166,7 +166,8 @@ class Reducer:
     def end_backward(self, complete: bool = True) -> None:
         """End a backward: launch the remaining buckets, so that all ranks have launched the same collectives.
 
-        It stays open if a launch raises (no memory): the call that ends it launches what this rank owes the others.
+        It stays open if a launch or a wait raises (no memory): the call that ends it launches what this rank owes the
+        others.
 
         Args:
             complete: False if an exception has cut the backward short.
@@ -182,6 +183,8 @@ class Reducer:
         reducing = current.reducing  # decided before the backward, from counters that all ranks share
         if reducing:
             self._launch_all()
+            if self.program_communicates and self.keeps_shards:  # nothing in the backward has waited for them
+                self._wait_for_all(but=IN_FLIGHT)
         else:  # a later backward may have another factor
             for bucket in self.order:
                 bucket.local.copy_in_held()
@@ -190,10 +193,8 @@ class Reducer:
             some_hidden = len(self.used) < len(self.parameters) or current.accumulated > 1
             if some_hidden and (complete or not self.shown.all_dropped()):  # else the user has dropped all gradients
                 self._show()
-            if reducing:
-                if self.by_group or self._learning or self._new_buckets:
-                    self._reduce_late(complete)
-                current.on_all_reduced()
+            if reducing and self.by_group:  # last, because the other ranks may have had no late gradient
+                self._check_late(complete)
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
@@ -275,27 +276,20 @@ class Reducer:
             )
         bucket.local.mark_late(slot.name)
 
-    @torch.no_grad()
-    def _reduce_late(self, complete: bool) -> None:
-        """Reduce the buckets again that had late gradients on any rank. Below stage 3 the ranks agree on them, and take
-        over when to launch buckets from now on. Called at the end of a backward that may have some, on all ranks.
+    def _check_late(self, complete: bool) -> None:
+        """Check at the end of a backward of stage 3 that every gradient has been reduced, and had its values.
 
         Args:
             complete: False if an exception has cut the backward short: then its values may be gone.
 
         Raises:
-            RuntimeError: at stage 3, a gradient has come late, and no backward of its group has ended after that; or
-                one has come, and no backward of a group has gathered the values.
+            RuntimeError: a gradient has come late, and no backward of its group has ended after that; or one has come,
+                and no backward of a group has gathered the values.
         """
-        if not self.by_group:
-            self._agree_on_late()
-            return
-        if again := [bucket for bucket in self.order if bucket.local.ended_again]:
-            self._reduce_again(again)
-        for bucket in self.order:  # last, because the other ranks may have had no late gradient
+        for bucket in self.order:
             local = bucket.local
-            if local.state is BucketState.LATE and not local.ended_again:
-                self._on_all_reduced_but_one()
+            if local.state is BucketState.LATE:
+                self.current.on_gradient_lost()
                 raise _late_error(
                     local.late_name,
                     "A parameter that is used where no hook sees it, outside the module that owns it, does this: put "
@@ -311,7 +305,7 @@ class Reducer:
         for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
             sharded_param = sharded_param_of(parameter)
             if slot.index in self.used and id(sharded_param) not in entered:
-                self._on_all_reduced_but_one()
+                self.current.on_gradient_lost()
                 name = next((group.name for group in groups if sharded_param in group.parameters), groups[0].name)
                 raise RuntimeError(
                     f"module '{name}': expected the tensors that it computes in what its "
@@ -320,11 +314,8 @@ class Reducer:
                     "one parameter group (zero_optimization.leaf_modules)"
                 )
 
-    def _on_all_reduced_but_one(self) -> None:
-        self.current.on_all_reduced()
-        self.current.on_gradient_lost()
-
     def _agree_on_late(self) -> None:
+        """Let all ranks know which buckets had late gradients on any of them, and take over rank 0's order."""
         mean, buckets = self.groups.mean, self.buffer.buckets
         # A rank without late gradients takes part all the same: it cannot know if another rank had some.
         numbers = [int(bucket.local.state is BucketState.LATE) for bucket in buckets]
@@ -337,29 +328,24 @@ class Reducer:
         self._wait_for_all()
         mean.all_reduce_max(agreed, "stats")
         values = numbers if mean.is_dry else [int(value) for value in host_values(agreed)]
-        self._reduce_again([bucket for bucket in buckets if values[bucket.index]])
+        for bucket in buckets:
+            if values[bucket.index]:
+                bucket.local.expect_again()
         if self._learning:
             self._set_order(sorted(self.order, key=lambda bucket: values[len(buckets) + bucket.index]))
         self._new_buckets = self._learning = False
-
-    def _reduce_again(self, late: Sequence[Bucket]) -> None:
-        """Reduce late gradients, and round their sum with the earlier mean to the dtype of a single contribution."""
-        for bucket in late:
-            self._launch(bucket)
-        self._wait_for_all()
-        if self.current.accumulated <= 1 and not self._options.several_expected:
-            for bucket in late:
-                bucket.round_mean()
 
     # ---------------------------------------------------------------- reduction
 
     @torch.no_grad()
     def _launch_all(self, only_complete: bool = False) -> None:
-        """Launch the remaining buckets in their order.
+        """Launch the remaining buckets in their order, and at the end of a backward once more those that had late
+        gradients on any rank. Below stage 3 the ranks agree on them before. After an error another call goes on where
+        this one has stopped.
 
         Args:
-            only_complete: stop at the first bucket that still waits for gradients. Buckets behind it wait too, because
-                all ranks launch in one order.
+            only_complete: it is not the end. Stop at the first bucket that still waits for gradients. Buckets behind it
+                wait too, because all ranks launch in one order.
         """
         for place in range(self.current.launched, len(self.order)):
             bucket = self.order[place]
@@ -368,6 +354,14 @@ class Reducer:
             if bucket.local.state is BucketState.FILL:
                 self._launch(bucket, waits=not (only_complete and self.current.peers_may_wait))
             self.current.launched = place + 1
+        if only_complete:
+            return
+        if self._learning or self._new_buckets:
+            self._agree_on_late()
+        if again := [bucket for bucket in self.buffer.buckets if bucket.local.again]:
+            for bucket in again:
+                self._launch(bucket)
+            self._wait_for_all()
 
     def _launch(self, bucket: Bucket, waits: bool = True) -> None:
         """Launch the reduction of one bucket.
@@ -417,12 +411,8 @@ class Reducer:
             for bucket in self.order:
                 bucket.local.open(multiple_backwards=self.current.unreduced > 1)
             self.current.reopen()  # as in a backward: if a launch raises, the rest is launched later
-            self._launch_all()
+            self._launch_all()  # another rank may have reduced in its backward, and then agrees there on late gradients
             self.current.end()
-            # Another rank may have reduced in its backward, whose end exchanges late gradients with all ranks.
-            if not self.by_group and (self._learning or self._new_buckets):
-                self._agree_on_late()
-            self.current.on_all_reduced()
         self._wait_for_all()
 
     def wait(self) -> None:
@@ -482,7 +472,7 @@ class Reducer:
                 bucket.clear()
         if self.keeps_shards:
             self._memory.clear()  # stages 1 to 3 promise that no rank holds more than its shard between steps
-        self.current.on_all_reduced(consumed=True)
+        self.current.on_consumed()
         self._engine_began = False
         self.shown.close()
         self.used = set()  # the statistics of the last step still have this one

@@ -19,7 +19,7 @@ import torch
 
 from zerolite.comm import Pending, collective
 from zerolite.zero.accumulation import GradAccumulation
-from zerolite.zero.groups import RankGroups, exact_dtype, reduce_in_set, reduce_in_two_hops
+from zerolite.zero.groups import RankGroups, exact_dtype, reduce_in_set
 from zerolite.zero.observers import StepObserver
 
 if TYPE_CHECKING:
@@ -30,9 +30,11 @@ class ReplicaSums(StepObserver):
     """The sums of an engine's buckets. It takes the place of ``RankGroups.reduce_scatter``."""
 
     def __init__(self, groups: RankGroups, buffer: ParameterBuffer, accumulation: GradAccumulation) -> None:
-        self._groups, self._buffer, self._accumulation = groups, buffer, accumulation
-        self._two_hops, self._waits = groups.reduce_scatter, False  # True in a backward that does not close its step
-        self._partial: dict[int, float] = {}  # divisors of the buckets that are sums of this set alone, by their keys
+        assert groups.two_hops is not None
+        self._shard, self._two_hops = groups.shard, groups.two_hops
+        self._buffer, self._accumulation = buffer, accumulation
+        self._waits = False  # True in a backward that does not close its step
+        self._partial: set[int] = set()  # keys of the buckets that are sums of this set alone
         groups.reduce_scatter, groups.partial = self.reduce_scatter, self._partial
 
     def before_backward(self) -> None:
@@ -49,25 +51,22 @@ class ReplicaSums(StepObserver):
     def reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype, key: int) -> Pending:
         """Sum a bucket over ``shard``, or with what has waited over both groups; ``wait()`` returns what is added to
         its ``reduced``."""
-        bucket, shard = self._buffer.buckets[key - 1], self._groups.shard
+        bucket = self._buffer.buckets[key - 1]
         if self._waits and (key in self._partial or bucket.reduced is None):
-            self._partial[key] = divisor
-            return reduce_in_set(shard, full, tag, divisor, key)
+            self._partial.add(key)
+            return reduce_in_set(self._shard, full, tag, divisor, key)
         if key not in self._partial:
-            return self._two_hops(full, tag, divisor, dtype, key)
-        del self._partial[key]
-        earlier, second = bucket.fetch(), self._groups.second_hop
+            return self._two_hops.reduce_scatter(full, tag, divisor, dtype, key)
+        pending = self._two_hops.reduce_scatter(full, tag, divisor, dtype, key, bucket.fetch())
+        self._partial.remove(key)  # not before: a launch that raises is made again
         bucket.release()
-        assert second is not None
-        return reduce_in_two_hops(shard, second, full, tag, divisor, dtype, key, earlier)
+        return pending
 
     @torch.no_grad()
     def on_reduced(self) -> None:
         """Complete the sums that no backward has completed."""
         for key in sorted(self._partial):
-            bucket, divisor, second = self._buffer.buckets[key - 1], self._partial[key], self._groups.second_hop
-            assert second is not None
+            bucket = self._buffer.buckets[key - 1]
             part = bucket.fetch()
-            total = second(part.to(exact_dtype(part.dtype)).mul_(divisor), "gradients", divisor=divisor, key=key).wait()
-            bucket.store(total.to(part.dtype))
-        self._partial.clear()
+            bucket.replace_mean(self._two_hops.second(part.to(exact_dtype(part.dtype)), "gradients", key=key))
+            self._partial.remove(key)

@@ -214,8 +214,9 @@ class WrittenValues:
         if not self._update.params_outdated:
             if self._param_gatherer.pending:
                 self._param_gatherer.wait_all()
-            self._buffer.collect_assigned_data()
-            if self._coordinator is not None:
+            if self._coordinator is None:
+                self._buffer.collect_assigned_data()
+            else:
                 self._coordinator.collect_writes()
         if self._loaded:
             self._buffer.placements.drop_reads(self._buffer.copy_to_masters(self._loaded))

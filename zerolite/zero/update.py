@@ -155,6 +155,8 @@ class UpdateMethod(ABC):
     def __init__(self, inner: Optimizer, buffer: ParameterBuffer) -> None:
         self._inner, self._buffer = inner, buffer
         self._group_sizes: list[int] = []  # of the param groups, when they were last checked
+        # Of new param groups. Lists are copied, because torch gives the same one to all groups, and users change it.
+        self._defaults = {k: tuple(v) if isinstance(v, list) else v for k, v in inner.defaults.items()}
         self.broken: dict[torch.device, torch.Tensor] | None = None
 
     def broken_on(self, device: torch.device) -> torch.Tensor:
@@ -189,9 +191,9 @@ class UpdateMethod(ABC):
             RuntimeError: the user has taken a parameter out of its param group since the last call.
         """
         for number, group in enumerate(self._inner.param_groups):
-            for key, default in self._inner.defaults.items():
+            for key, default in self._defaults.items():
                 value = group.get(key, _GONE)
-                if type(value) is not type(default) and not _fits(key, value, default):
+                if (type(value) is not type(default) or type(value) is tuple) and not _fits(key, value, default):
                     raise ValueError(
                         f"optimizer.param_groups[{number}]: expected '{key}' as a value like {default!r}, got "
                         f"{'none at all' if value is _GONE else repr(value)}"
@@ -279,7 +281,11 @@ def _fits(key: str, value: object, default: object) -> bool:
         return value is not _GONE
     if isinstance(default, (Real, torch.Tensor)):
         return isinstance(value, (Real, torch.Tensor)) or (value is None and key != "lr")
-    return not isinstance(default, (tuple, list)) or isinstance(value, (tuple, list))
+    if not isinstance(default, (tuple, list)):
+        return True
+    if not isinstance(value, (tuple, list)) or len(value) != len(default):
+        return False
+    return all(type(one) is type(of) or _fits("lr", one, of) for one, of in zip(value, default, strict=True))
 
 
 # -------------------------------------------------------------------- spans

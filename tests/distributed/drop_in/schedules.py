@@ -96,7 +96,7 @@ def optimizer_state_dict(run: Run, whose: str) -> None:
 @case(
     "rank 0's `optimizer.state_dict()`, loaded on all ranks",
     ["after", "before", "before, unmarked"],
-    words=["rank", "engine.full_optimizer_state_dict()", "engine.save_checkpoint"],
+    words=["rank", "engine.save_checkpoint"],
     error=ValueError,
     close=KERNELS,
 )
@@ -158,24 +158,6 @@ def states_read(run: Run, whose: str) -> None:
         run.see(shards)
         counts = {float(copy.deepcopy(state)["step"]) for state in optimizer.state.values()}
         run.see(sorted(counts) or [step + 1.0])
-
-
-@case("`engine.full_optimizer_state_dict()`", ["AdamW", "SGD", "Lion"], close=KERNELS)
-def whole_states(run: Run, name: str) -> None:
-    arguments = {"lr": 0.01, "momentum": 0.5} if name == "SGD" else {"lr": 0.01}
-    kind: Any = zerolite.ops.Lion if name == "Lion" else getattr(torch.optim, name)
-    run.start(own=lambda model: kind(model.parameters(), **arguments))
-    run.train()
-    state = run.optimizer.state_dict() if run.plain else run.engine.full_optimizer_state_dict()
-    run.see(state["state"])
-    other = models.build(models.Mlp)
-    other.load_state_dict(run.module.state_dict() if run.plain else run.engine.full_state_dict())
-    optimizer = kind(other.parameters(), **arguments)
-    optimizer.load_state_dict(state)
-    for parameter in other.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    run.see([parameter.detach() for parameter in other.parameters()])
 
 
 def halve(optimizer: Any, parameter: Any, in_place: bool) -> None:

@@ -109,6 +109,19 @@ def test_traffic_is_that_of_the_papers() -> None:
         assert len(forward) == moves + 4 * bool(swapped) and len(backward) == 2 * moves + 1 + 4 * bool(swapped)
 
 
+@on_ranks(4)
+def test_keys_of_a_rank_are_one_block_under_a_causal_mask() -> None:
+    comm = create_communicator(CPU)
+    call, query = Ring(comm, Visibility(causal=True), 8, 1.0, 0.0, 0), torch.ones(1, 1, 8, WIDTH)
+    pairs = [
+        len(rows) * len(columns) / (1 + block.causal)
+        for source in range(4)
+        for rows, columns, block, _ in call.blocks(source, query, query)
+    ]
+    assert len(pairs) == 4
+    assert sum(pairs) == 4 * 8 * 8 / 2  # on every rank a fourth of what all of them compute
+
+
 @on_ranks(2)
 def test_dropout_draws_the_same_numbers_in_the_backward() -> None:
     comm, part = create_communicator(CPU), 6

@@ -57,8 +57,7 @@ def initialize(
     settings = read_config(_config_of(args, config, config_params))
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    values = _with_deepspeeds_defaults(settings.zerolite, model)
-    _share_sequences(values, mpu)
+    values = _with_deepspeeds_defaults(settings.zerolite, model, mpu)
     model_parameters, lr_scheduler = _resolve_conflicts(values, optimizer, model_parameters, lr_scheduler)
     engine = zerolite.initialize(
         model,
@@ -71,14 +70,7 @@ def initialize(
     )
     wrapped = DeepSpeedEngine(engine, settings)
     log_dist(f"DeepSpeed info: provided by zerolite {zerolite.__version__}, {engine!r}", ranks=[0])
-    returned_optimizer = None if engine.optimizer is None else wrapped.optimizer
-    return wrapped, returned_optimizer, wrapped.training_dataloader, wrapped.lr_scheduler
-
-
-def _share_sequences(values: dict[str, Any], mpu: object) -> None:
-    if isinstance(mpu, SequenceGroups):
-        block = values.get("sequence_parallel") or {}
-        values["sequence_parallel"] = {**block, "size": mpu.size, "inputs": mpu.inputs}
+    return wrapped, wrapped.optimizer if engine.optimizer else None, wrapped.training_dataloader, wrapped.lr_scheduler
 
 
 def _resolve_conflicts(values: dict[str, object], optimizer: object, parameters: Any, schedule: Any) -> tuple[Any, Any]:
@@ -119,8 +111,8 @@ def _check_arguments(model: object, mpu: object, mesh_param: object) -> None:
             )
 
 
-def _with_deepspeeds_defaults(settings: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Return the config with keys for DeepSpeed's implicit behaviour.
+def _with_deepspeeds_defaults(settings: dict[str, Any], model: torch.nn.Module, mpu: object) -> dict[str, Any]:
+    """Return the config with keys for DeepSpeed's implicit behaviour, and for groups that share sequences.
 
     A plain ``loss.backward()`` is divided by gradient_accumulation_steps. A save replaces a checkpoint of another run
     with the same tag. A PipelineModule sets the number of stages. At stage 3, modules marked by ``set_z3_leaf_modules``
@@ -128,6 +120,9 @@ def _with_deepspeeds_defaults(settings: dict[str, Any], model: torch.nn.Module) 
     """
     values = {"divide_plain_backward": True, **settings}
     values["checkpoint"] = {"overwrite": True, **(values.get("checkpoint") or {})}
+    if isinstance(mpu, SequenceGroups):
+        block = values.get("sequence_parallel") or {}
+        values["sequence_parallel"] = {**block, "size": mpu.size, "inputs": mpu.inputs}
     if isinstance(model, PipelineModule) and model.num_stages is not None:
         values["pipeline"] = {"stages": model.num_stages, **(values.get("pipeline") or {})}
     names = [name for name, module in model.named_modules() if z3_leaf_module(module)] if is_stage3(values) else []

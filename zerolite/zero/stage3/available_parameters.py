@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerolite.comm import Communicator, collective
+from zerolite.comm import collective
 from zerolite.utils.accelerator import addresses
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, tag_memory
 from zerolite.utils.torch_private import undispatched
@@ -44,7 +44,7 @@ class AvailableParameters:
 
     def _plan(self) -> None:
         """Collect the tensors of all sharded_params, and join adjacent shards to rows."""
-        self._allocations = self._context.allocations
+        self._allocations = self._context.shared.allocations
         self._parameters = [sharded_param.parameter for sharded_param in self._sharded_params]
         self._views = [sharded_param.view for sharded_param in self._sharded_params]
         sharded = [sharded_param for sharded_param in self._sharded_params if sharded_param.storage is not None]
@@ -68,7 +68,7 @@ class AvailableParameters:
 
     def copy_writes_to_shards(self) -> None:
         """Copy the user's writes into full values, the same on all ranks, into the shards."""
-        if self._allocations != self._context.allocations:
+        if self._allocations != self._context.shared.allocations:
             self._plan()
         data, expected = addresses(self._parameters), addresses(self._views)
         if data != expected:  # a user has set p.data = values
@@ -85,30 +85,29 @@ class AvailableParameters:
     def refresh(self) -> None:
         """Gather the values of an update into the parameters' memory. One launch is for shards on the device, and
         one for offloaded shards."""
-        if self._allocations != self._context.allocations:
+        if self._allocations != self._context.shared.allocations:
             self._plan()
         if self._offloaded:
             for sharded_param in self._offloaded:
                 sharded_param.mark_stale()
             self._context.gather(self._offloaded)
-        if self._rows:
-            self._context.note_gather(self._on_device)
-            with undispatched():
-                self._gather_rows(self._context.groups.shard)
-
-    def _gather_rows(self, comm: Communicator) -> None:
-        """Gather each row as one tensor and copy it into the full values of its parameters; a row of one directly."""
-        gathered_rows = []
-        for shard, _, fulls in self._rows:
-            full = fulls[0]
-            if len(fulls) > 1:
-                full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS)
-            gathered_rows.append(full)
-        shards = [row.shard for row in self._rows]
-        comm.gather_shards(gathered_rows, shards, "parameters", self._on_device[0].index + 1, shards).wait()
-        for full, (_, parts, fulls) in zip(gathered_rows, self._rows, strict=True):
-            if len(fulls) > 1:
-                torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=fulls)
+        if not self._rows:
+            return
+        self._context.note_gather(self._on_device)
+        comm, shards = self._context.groups.shard, [row.shard for row in self._rows]
+        with undispatched():
+            # Each row is gathered as one tensor and copied into the full values of its parameters; a row of one
+            # directly.
+            gathered_rows = []
+            for shard, _, fulls in self._rows:
+                full = fulls[0]
+                if len(fulls) > 1:
+                    full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS)
+                gathered_rows.append(full)
+            comm.gather_shards(gathered_rows, shards, "parameters", self._on_device[0].index + 1, shards).wait()
+            for full, (_, parts, fulls) in zip(gathered_rows, self._rows, strict=True):
+                if len(fulls) > 1:
+                    torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=fulls)
 
 
 @collective

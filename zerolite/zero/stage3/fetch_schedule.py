@@ -43,6 +43,10 @@ class FetchSchedule:
         numels: elements of each parameter, by parameter id.
         persistent: ids of the persistent parameters.
         limits: limits of the plans.
+
+    Attributes:
+        state: parameters that are live, in flight, needed or pinned in a step without a plan; empty while a plan is in
+            use.
     """
 
     def __init__(
@@ -59,8 +63,7 @@ class FetchSchedule:
         self._mode = StepMode.ON_DEMAND
         self._plan = NO_PLAN  # the plan in use
         self._position = 0  # of the next event in the plan
-        # State of a step without a plan; empty while a plan is in use.
-        self._state = FetchState(self.groups, self._numels, limits.max_live_numel)
+        self.state = FetchState(self.groups, self._numels, limits.max_live_numel)
         self._step_kind: str | None = None  # kind of this step; None outside a step
         self._order: list[int] = []  # events of this step, while no plan is in use
         self._dropped = 0  # number of events before those, in a step that is too long
@@ -83,7 +86,7 @@ class FetchSchedule:
             return plan.fetches[position]
         self._depart()
         self._note(group)
-        return self._state.enter(group)
+        return self.state.enter(group)
 
     def leave(self, group: int) -> tuple[int, ...]:
         """End the latest open execution of `group`, if there is one. Return the parameters to release."""
@@ -93,7 +96,7 @@ class FetchSchedule:
             return plan.releases[position]
         self._depart()
         self._note(~group)
-        return self._state.release(self._state.end_execution(group))
+        return self.state.release(self.state.end_execution(group))
 
     def _note(self, event: int) -> None:
         if len(self._order) == _LONGEST:
@@ -133,7 +136,7 @@ class FetchSchedule:
             if known is None or known.order != order:
                 self._candidates[self._step_kind] = order
         self._reset(None)
-        return self._state.end_all()
+        return self.state.end_all()
 
     def forget(self) -> tuple[int, ...]:
         """End all executions, because values have changed or an exception has ended the step. Return the parameters to
@@ -141,7 +144,7 @@ class FetchSchedule:
         self._depart()
         if self._step_kind is not None:
             self._mode = StepMode.ON_DEMAND
-        return self._state.end_all()
+        return self.state.end_all()
 
     def _reset(self, step_kind: str | None) -> None:
         self._step_kind, self._order, self._dropped = step_kind, [], 0
@@ -150,7 +153,7 @@ class FetchSchedule:
 
     def _choose_mode(self) -> None:
         """Begin the plan of this kind of step, or record the step, if nothing has happened in it so far."""
-        state = self._state
+        state = self.state
         if self._step_kind is None or self._order or self._plan is not NO_PLAN:
             return
         # Inside the user's gather context a forward may run on one rank alone, so its order cannot become a plan.
@@ -167,7 +170,7 @@ class FetchSchedule:
         plan, position = self._plan, self._position
         if plan is NO_PLAN:
             return
-        self._state = self._replay(plan, position)
+        self.state = self._replay(plan, position)
         self._plan, self._position = NO_PLAN, 0
         self._mode = StepMode.RECORDED
         self._order = list(plan.order[:position])
@@ -193,12 +196,12 @@ class FetchSchedule:
         if parameters:
             self._depart()
         for p in parameters:
-            self._state.pinned.add(p)
-            self._state.add_live(p)
+            self.state.pinned.add(p)
+            self.state.add_live(p)
 
     def unpin(self, parameters: Sequence[int]) -> tuple[int, ...]:
         """End pins. Return the parameters to release: those that no open execution needs."""
-        state = self._state
+        state = self.state
         state.pinned.difference_update(parameters)
         released = state.release([p for p in parameters if not state.needs[p]])
         self._choose_mode()
@@ -215,20 +218,15 @@ class FetchSchedule:
         self._plans.clear()
         self._candidates.clear()
         self.groups[group] = (*self.groups[group], parameter)
-        open_executions = self._state.open.count(group)
+        open_executions = self.state.open.count(group)
         if open_executions:
-            self._state.needs[parameter] += open_executions
-            self._state.add_live(parameter)
+            self.state.needs[parameter] += open_executions
+            self.state.add_live(parameter)
 
     @property
     def following(self) -> bool:
         """True if all events of this step agree with its plan; between steps, those of the last step."""
         return self._mode is StepMode.PLANNED
-
-    @property
-    def pinned(self) -> Collection[int]:
-        """Parameters between :meth:`pin` and :meth:`unpin`."""
-        return self._state.pinned
 
     @property
     def candidate_hash(self) -> int:

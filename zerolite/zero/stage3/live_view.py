@@ -260,7 +260,7 @@ def _copied_out(function: Function, view: LiveView, args: Arguments, kwargs: Key
 def _stays(function: Function, args: Arguments, kwargs: Keywords, sharded_param: PartitionedParameter) -> bool:
     """Return True if ``function`` moves a parameter that operations do not gather: its shard stays where it is.
     Lightning ends with ``module.cpu()``."""
-    if sharded_param.context.gathers_for_operations:
+    if sharded_param.context.shared.gathers_for_operations:
         return False
     probe = sharded_param.shard.new_empty(0, device=sharded_param.context.device)
     result = function(probe, *args[1:], **kwargs)
@@ -390,7 +390,7 @@ def _values_of(sharded_params: Sequence[PartitionedParameter]) -> list[torch.Ten
 def _check_gather(sharded_param: PartitionedParameter) -> None:
     """Raise RuntimeError where an operation must not gather: on one rank alone, or on another thread."""
     coordinator = sharded_param.coordinator
-    if not sharded_param.context.gathers_for_operations and (coordinator is None or not coordinator.busy):
+    if not sharded_param.context.shared.gathers_for_operations and (coordinator is None or not coordinator.busy):
         raise no_gather_error(sharded_param.name)
     if transform_level() is not None:
         raise no_values_error(
@@ -427,7 +427,7 @@ class GatheredStateDict(WeakHook[Any]):
 
     def __call__(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         coordinator: PartitionedParameterCoordinator | None = self.owner()
-        if coordinator is None or not coordinator.context.gathers_for_operations:
+        if coordinator is None or not coordinator.context.shared.gathers_for_operations:
             return
         views = {key: view for key, view in state.items() if isinstance(view, LiveView)}
         sharded_params = list(dict.fromkeys(view.sharded_param for view in views.values()))

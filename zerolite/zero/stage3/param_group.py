@@ -268,20 +268,39 @@ class AllGather:
             sharded_param.set_available()
 
 
-class CommContext:
-    """Groups of ranks, device and shard reader of some partitioned parameters.
-
-    All parameters of an engine share one context. Before there is an engine, those of a ``zero.Init`` share one.
+class SharedState:
+    """State that the contexts of one engine have in common.
 
     Attributes:
-        groups: the ranks that shard these parameters, with the communicators of their gathers.
-        device: device of the full values.
-        reader: stages offloaded shards in; None if all shards are on the device.
         updates: number of updates that the engine has made.
         allocations: number of times that a parameter has got another tensor for its full values.
         gathered_by_user: parameters on which a user has called ``all_gather()``.
         gathers_for_operations: True if an operation on a released parameter, outside of forward and backward, gathers
             it. False if it raises on the rank that calls it, for programs that read parameters on one rank alone.
+        suspended: why nothing can be gathered now, with the remedy; "" if all can.
+        coordinator: returns the coordinator of the engine; None without an engine.
+    """
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self.allocations = 0
+        self.gathered_by_user: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
+        self.gathers_for_operations = True
+        self.suspended = ""
+        self.coordinator: Callable[[], PartitionedParameterCoordinator | None] = _no_coordinator
+
+
+class CommContext:
+    """Groups of ranks, device and shard reader of some partitioned parameters.
+
+    All parameters of an engine have one context, but experts on several ranks have one of their own. Before there is an
+    engine, those of a ``zero.Init`` have one.
+
+    Attributes:
+        groups: the ranks that shard these parameters, with the communicators of their gathers.
+        device: device of the full values.
+        reader: stages offloaded shards in; None if all shards are on the device.
+        shared: what it has in common with the other contexts of the engine.
     """
 
     def __init__(
@@ -290,6 +309,7 @@ class CommContext:
         device: torch.device,
         reader: ShardReader | None = None,
         placement_for: Callable[[int], Placement] | None = None,
+        shared: SharedState | None = None,
     ) -> None:
         """
         Args:
@@ -297,21 +317,17 @@ class CommContext:
             device: device of the full values.
             reader: reader of offloaded shards; None if all shards are on ``device``.
             placement_for: chooses the placement of a shard from its number of elements; None: on ``device``.
+            shared: that of the engine's other context; None: a new one.
         """
         self.groups = groups
         self.device = device
         self.reader = reader
-        self.updates = 0
-        self.allocations = 0
-        self._suspended = ""  # why nothing can be gathered now, with the remedy
-        self.gathers_for_operations = True
-        self.gathered_by_user: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
+        self.shared = shared or SharedState()
         self._placement_for = placement_for
-        self._coordinator: Callable[[], PartitionedParameterCoordinator | None] = _no_coordinator
 
     def set_gathers_for_operations(self, gathers: bool) -> None:
         """Let operations on released parameters gather them, or raise on the rank that calls them."""
-        self.gathers_for_operations = gathers
+        self.shared.gathers_for_operations = gathers
 
     def placement_of(self, numel: int) -> Placement:
         """Return the placement of a shard of ``numel`` elements."""
@@ -322,16 +338,16 @@ class CommContext:
     @property
     def coordinator(self) -> PartitionedParameterCoordinator | None:
         """The coordinator of the engine that has these parameters; None without an engine."""
-        return self._coordinator()
+        return self.shared.coordinator()
 
     @property
     def initialising(self) -> Initialising | None:
         """The context in which these parameters, without an engine, are being initialised; None outside of one."""
-        return initialisations[-1] if initialisations and self._coordinator() is None else None
+        return initialisations[-1] if initialisations and self.shared.coordinator() is None else None
 
     def set_coordinator(self, coordinator: PartitionedParameterCoordinator) -> None:
         """Set the coordinator that gathers these parameters from now on. Called by its constructor."""
-        self._coordinator = weakref.ref(coordinator)  # parameters may outlive their engine
+        self.shared.coordinator = weakref.ref(coordinator)  # parameters may outlive their engine
 
     def set_reader(self, reader: ShardReader | None) -> None:
         """Set the reader of offloaded shards; None if all shards are on the device."""
@@ -339,18 +355,18 @@ class CommContext:
 
     def suspend(self, why: str) -> None:
         """Refuse all gathers with the reason ``why`` from now on; "" ends it."""
-        self._suspended = why
+        self.shared.suspended = why
 
     def on_update(self) -> None:
         """Count an update, in which the engine has given shards new values."""
-        self.updates += 1
-        for sharded_param in list(self.gathered_by_user):
+        self.shared.updates += 1
+        for sharded_param in list(self.shared.gathered_by_user):
             if sharded_param.status is not AVAILABLE:  # the engine has released it since
-                self.gathered_by_user.discard(sharded_param)
+                self.shared.gathered_by_user.discard(sharded_param)
 
     def on_allocation(self) -> None:
         """Count that a parameter has got another tensor for its full values."""
-        self.allocations += 1
+        self.shared.allocations += 1
 
     # ---------------------------------------------------------------- gathers
 
@@ -422,13 +438,13 @@ class CommContext:
     def note_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
         """Report a launch to the schedule, which hashes all gathers, and wait for what an update still sends to the
         shards. Raises RuntimeError while gathers are suspended."""
-        coordinator = self._coordinator()
+        coordinator = self.shared.coordinator()
         if coordinator is not None:
             coordinator.schedule.note_gather(sharded_params[0].index + 1, len(sharded_params))
             if coordinator.param_gatherer.pending:
                 coordinator.wait_for_shards(sharded_params)
-        if self._suspended:
-            raise RuntimeError(self._suspended)
+        if self.shared.suspended:
+            raise RuntimeError(self.shared.suspended)
 
     # ---------------------------------------------------------------- gather contexts
 
@@ -437,7 +453,7 @@ class CommContext:
         """Gather ``sharded_params`` and keep them available until :meth:`unpin`; calls nest."""
         self.gather(sharded_params)
         new = [sharded_param for sharded_param in sharded_params if sharded_param.pin()]
-        coordinator = self._coordinator()
+        coordinator = self.shared.coordinator()
         if coordinator is not None:
             coordinator.schedule.pin([sharded_param.index for sharded_param in new])
         for sharded_param in sharded_params:
@@ -449,7 +465,7 @@ class CommContext:
         ended = [sharded_param for sharded_param in sharded_params if sharded_param.unpin()]
         for sharded_param in ended:
             sharded_param.mark_seen()  # the context has written or dropped what was changed in it
-        coordinator = self._coordinator()
+        coordinator = self.shared.coordinator()
         if coordinator is not None:  # an open execution may still need some
             coordinator.release(coordinator.schedule.unpin([sharded_param.index for sharded_param in ended]))
         else:

@@ -83,8 +83,8 @@ class PartitionedModel:
         self.context = CommContext(gathers, device, reader)
         experts = self.context
         if gathers.experts is not None:
-            experts = CommContext(gathers.experts, device)
-            self.context = _WithExperts(gathers, experts, device)
+            self.context = _WithExperts(gathers, device)
+            experts = CommContext(gathers.experts, device, shared=self.context.shared)
         self.parameters = list(model.parameters())
         self.sharded_params: list[PartitionedParameter] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -157,31 +157,10 @@ class PartitionedModel:
 class _WithExperts(CommContext):
     """Context of parameters that all data-parallel ranks shard. What it launches for experts goes over their ranks."""
 
-    def __init__(self, groups: RankGroups, experts: CommContext, device: torch.device) -> None:
-        super().__init__(groups, device)
-        self._experts = experts
-        experts.gathered_by_user = self.gathered_by_user  # one update brings new values to all of them
-
     @collective
     def issue_all_gather(self, sharded_params: Sequence[PartitionedParameter]) -> None:
         for context, members in group_by_context(sharded_params):
             CommContext.issue_all_gather(context, members)
-
-    def set_coordinator(self, coordinator: PartitionedParameterCoordinator) -> None:
-        super().set_coordinator(coordinator)
-        self._experts.set_coordinator(coordinator)
-
-    def set_gathers_for_operations(self, gathers: bool) -> None:
-        super().set_gathers_for_operations(gathers)
-        self._experts.set_gathers_for_operations(gathers)
-
-    def suspend(self, why: str) -> None:
-        super().suspend(why)
-        self._experts.suspend(why)
-
-    def on_update(self) -> None:
-        super().on_update()
-        self._experts.on_update()
 
 
 @collective

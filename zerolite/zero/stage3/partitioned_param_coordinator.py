@@ -407,11 +407,16 @@ class PartitionedParameterCoordinator:
             for sharded_param in self.sharded_params:  # their full values are older than the shards now
                 sharded_param.mark_seen()
             self.reset()
-        with self._observers.phase(GATHER):
-            if self.schedule.pinned or self.context.gathered_by_user:  # more than the persistent ones are available
+        for begins in self._observers.on_phase_begin:
+            begins(GATHER)
+        try:
+            if self.schedule.state.pinned or self.context.shared.gathered_by_user:  # more than persistent ones
                 refresh([p for p in self.sharded_params if p.status is AVAILABLE and p.index in self._trained])
             else:
                 self._trained_persistent.refresh()
+        finally:
+            for ended in self._observers.on_phase_end:
+                ended(GATHER)
 
     def collect_writes(self) -> None:
         """Copy the user's writes into trained available parameters, the same on all ranks, into their shards."""

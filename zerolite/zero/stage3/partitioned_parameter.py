@@ -258,7 +258,7 @@ class PartitionedParameter:
     @property
     def version(self) -> tuple[int, int]:
         """Numbers of updates by the engine and of writes by the user so far; the same on all ranks."""
-        return self.context.updates, self.writes
+        return self.context.shared.updates, self.writes
 
     def local_shard(self, full: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's part of ``full``, without padding.
@@ -327,7 +327,7 @@ class PartitionedParameter:
         with without_functions():  # otherwise the function mode of zero.Init would gather, too
             self.context.gather([self])
         if not self.persistent:
-            self.context.gathered_by_user.add(self)
+            self.context.shared.gathered_by_user.add(self)
 
     def partition(self) -> None:
         """Release the full values, unless the parameter is persistent or held by an open gather context.
@@ -352,7 +352,7 @@ class PartitionedParameter:
         values = torch.empty_strided(self.shape, self.strides, dtype=self.full.dtype, device=self.full.device)
         if self.status is AVAILABLE:
             values.copy_(parameter.data)  # not `view`: after `p.data = values` it has the newer values
-        elif not self.context.gathers_for_operations:
+        elif not self.context.shared.gathers_for_operations:
             raise no_gather_error(self.name)
         else:
             values.copy_(self.context.gather_copies([self])[0].as_strided(self.shape, self.strides))
