@@ -40,7 +40,6 @@ THIRD_PARTY = {
     "zerolite.launcher.processes": {"psutil"},
     "zerolite.sequence_parallel.huggingface": {"transformers"},
     "zerolite.utils.network": {"psutil"},
-    "zerolite.diagnostics.report": {"cpuinfo"},
     "zerolite.monitor.memory_report": {"psutil"},
     "zerolite.offload.from_config": {"psutil"},
     "zerolite.planning.result": {"pydantic"},

@@ -5,11 +5,13 @@ It is meant for users and bug reports, so it works on broken installations too: 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -89,16 +91,14 @@ def cuda_kernels(ops: list[dict[str, object]]) -> str:
 
 def processor() -> Section:
     """Describe the name, cores and features of the processor."""
-    try:
-        from cpuinfo import get_cpu_info
-
-        about = get_cpu_info()
-    except Exception as error:  # it parses the output of several programs, which may have any form
-        about = {"brand_raw": f"unknown ({type(error).__name__}: {error})"}
+    about: dict[str, str] = {}
+    with contextlib.suppress(OSError):  # only Linux has it
+        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+        about = {key.strip(): value.strip() for key, _, value in lines}
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    has = set(about.get("flags", ()))
+    has = set((about.get("flags") or about.get("Features", "")).split())
     return {
-        "name": about.get("brand_raw", "unknown"),
+        "name": about.get("model name") or platform.processor() or "unknown",
         "machine": platform.machine(),
         "logical processors": f"{os.cpu_count()}, of which this process may use {usable}",
         "features": " ".join(name for name in FEATURES if name in has),

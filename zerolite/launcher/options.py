@@ -96,11 +96,10 @@ _REFUSED = {
     "--max-elastic-nodes": _ELASTIC,
     "--num-nodes MIN:MAX": _ELASTIC,
     "--venv-script": "the other nodes run the same Python interpreter by its path; a script for it is not needed",
-    "--standalone": "this is the default on one machine: leave it out",
 }
 """Options of DeepSpeed's launcher and of torchrun that are not supported, and what to do instead."""
 
-_IGNORED = ("--no-local-rank", "--force-multi")  # zerolite always does what these ask for
+_IGNORED = ("--no-local-rank", "--force-multi", "--standalone")  # zerolite always does what these ask for
 
 
 class _Parser(argparse.ArgumentParser):

@@ -150,8 +150,11 @@ class SshPart(Part):
 
     def _read_piece(self, piece: bytes) -> None:
         self._message += piece[1:].rstrip(b"\n")
-        if piece.startswith(LAST):
-            message, self._message = json.loads(self._message), b""
+        if not piece.startswith(LAST):
+            return
+        text, self._message = self._message, b""
+        with suppress(ValueError):  # what the ranks wrote has got into it
+            message = json.loads(text)
             if "ended" in message:
                 self._ended_by_itself = True
             elif "failures" not in message:
