@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests.toolkit.compare import assert_same, assert_same_on_ranks
+from tests.toolkit.compare import assert_same, assert_same_on_ranks, states_of_all
 from tests.toolkit.configs import at, dynamic_fp16
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
@@ -108,7 +108,7 @@ def engine_at(stage: int | str, *arguments: Any, init: bool = False, optimizer: 
 def full(engine: Any) -> dict[str, Any]:
     return {
         "weights": engine.full_state_dict(dtype=torch.float32),
-        "states": engine.full_optimizer_state_dict()["state"],
+        "states": states_of_all(engine),
     }
 
 

@@ -11,7 +11,7 @@ import torch
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits, from_all_ranks
+from tests.toolkit.compare import assert_same_bits, states_of_all
 from tests.toolkit.configs import at, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
@@ -66,21 +66,6 @@ def train(stage: int, model: str, optimizer: Any = None, **more: Any) -> dict[st
     found["states"] = states_of_all(engine)
     found["bytes"] = engine.memory_report().items["optimizer_states"]
     return found
-
-
-def states_of_all(engine: Any) -> dict[str, Any]:
-    """Return the states by the parameter's name: flat parts put together, others from the first rank that has them."""
-    shapes = {name: p.shape for name, p in engine.module.named_parameters()}
-    own = {name: dict(engine.optimizer.state.get(p, {})) for name, p in engine.module.named_parameters()}
-    rows, states = from_all_ranks(own), {}
-    for name, shape in shapes.items():
-        of_ranks = [row[name] for row in rows if row[name]]
-        states[name] = dict(of_ranks[0]) if of_ranks else {}
-        for key, value in states[name].items():
-            parts = [state[key] for state in of_ranks] if torch.is_tensor(value) and value.shape != shape else []
-            if parts and sum(part.numel() for part in parts) == shape.numel():
-                states[name][key] = torch.cat([part.flatten() for part in parts]).view(shape)
-    return states
 
 
 def held(engine: Any) -> dict[str, Any]:

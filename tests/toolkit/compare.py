@@ -42,6 +42,21 @@ def from_all_ranks(value: Any) -> list[Any]:
     return values
 
 
+def states_of_all(engine: Any) -> dict[str, Any]:
+    """Return the states by the parameter's name: flat parts put together, others from the first rank that has them."""
+    shapes = {name: p.shape for name, p in engine.module.named_parameters()}
+    own = {name: dict(engine.optimizer.state.get(p, {})) for name, p in engine.module.named_parameters()}
+    rows, states = from_all_ranks(own), {}
+    for name, shape in shapes.items():
+        of_ranks = [row[name] for row in rows if row[name]]
+        states[name] = dict(of_ranks[0]) if of_ranks else {}
+        for key, value in states[name].items():
+            parts = [state[key] for state in of_ranks] if torch.is_tensor(value) and value.shape != shape else []
+            if parts and sum(part.numel() for part in parts) == shape.numel():
+                states[name][key] = torch.cat([part.flatten() for part in parts]).view(shape)
+    return states
+
+
 def assert_same_on_ranks(values: dict[str, Any], what: str = "") -> None:
     """Compare tensors, numbers and texts by name between all ranks, to the bit. Called on all ranks."""
     rows = from_all_ranks({name: _bits(value) for name, value in values.items()})
