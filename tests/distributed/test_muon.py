@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests.toolkit.compare import assert_same, assert_same_on_ranks, states_of_all
+from tests.toolkit.compare import assert_same, assert_same_on_ranks
 from tests.toolkit.configs import at, dynamic_fp16
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
@@ -106,10 +106,14 @@ def engine_at(stage: int | str, *arguments: Any, init: bool = False, optimizer: 
 
 
 def full(engine: Any) -> dict[str, Any]:
-    return {
-        "weights": engine.full_state_dict(dtype=torch.float32),
-        "states": states_of_all(engine),
-    }
+    """The weights, and a state of each parameter: Muon's or AdamW's."""
+    states = {}
+    for name, parameter in engine.module.named_parameters():
+        matrix = parameter.dim() == 2 and name != "embedding"
+        if parameter.requires_grad:
+            state = "momentum_buffer" if matrix else "exp_avg"
+            states[name] = zerolite.get_full_optimizer_state(parameter, state)
+    return {"weights": engine.full_state_dict(dtype=torch.float32), "states": states}
 
 
 @pytest.mark.fast("3")
