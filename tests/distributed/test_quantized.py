@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,91 @@ def test_a_parameter_that_consists_of_other_tensors(stage: int) -> None:
     ):
         with raises(ValueError, "'1.weight'", "TwoTensor", "consists of other tensors"):
             start()
+
+
+def installed(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+
+def losses(model: Any, steps: int, step: Any) -> list[float]:
+    """step: function of a loss."""
+    found = []
+    for number in range(steps):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+        loss = model(x.bfloat16()).float().square().mean()
+        step(loss)
+        found.append(loss.item())
+    return found
+
+
+def train_engine(model: nn.Module, stage: int) -> tuple[Any, list[float]]:
+    engine: Any = zerolite.initialize(model, at(stage, "bf16", optimizer=("SGD", {"lr": 0.5})))
+
+    def step(loss: Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return engine, losses(engine, 3, step)
+
+
+@installed("torchao")
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_linear_layers_of_torchao_in_fp8() -> None:
+    """Every stage has the bits of plain PyTorch with fp32 master weights."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+    def converted() -> Any:
+        return convert_to_float8_training(mlp(), config=Float8LinearConfig(emulate=True))
+
+    masters, model = converted(), converted().bfloat16()
+    pairs = list(zip(masters.parameters(), model.parameters(), strict=True))
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.5)
+
+    def step(loss: Tensor) -> None:
+        loss.backward()
+        for master, parameter in pairs:
+            master.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        for master, parameter in pairs:
+            parameter.data.copy_(master.data)
+
+    wanted = losses(model, 3, step)
+    for stage in (0, 1, 2, 3):
+        engine, found = train_engine(converted(), stage)
+        assert type(engine.module[0]).__name__ == "Float8Linear"
+        assert found == wanted, f"stage {stage}: {found}, and plain PyTorch {wanted}"
+    plain = mlp().bfloat16()
+    assert losses(plain, 3, lambda loss: None)[0] != wanted[0]
+
+
+@installed("bitsandbytes")
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_a_frozen_layer_of_bitsandbytes_in_4_bits(tmp_path: Path) -> None:
+    import bitsandbytes  # type: ignore[import-not-found]
+
+    def packed() -> Any:
+        model = mlp().bfloat16()
+        layer = bitsandbytes.nn.Linear4bit(64, 256, compute_dtype=torch.bfloat16, quant_type="nf4")
+        layer.load_state_dict(model[0].state_dict())
+        model[0] = layer.to("cpu").requires_grad_(False)
+        return model
+
+    start = packed()[0].weight.detach().clone()
+    wanted = None
+    for stage in (0, 2, 3):
+        engine, found = train_engine(packed(), stage)
+        wanted = wanted or found
+        assert found == wanted and found[0] != found[-1]
+        engine.save_checkpoint(str(tmp_path), tag=str(stage))
+        engine.load_checkpoint(str(tmp_path), tag=str(stage))
+        weight = engine.module[0].weight
+        with zerolite.zero.GatheredParameters(weight):
+            assert type(weight) is bitsandbytes.nn.Params4bit and torch.equal(weight.data, start)
+            assert weight.quant_state.quant_type == "nf4"
