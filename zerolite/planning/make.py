@@ -62,7 +62,7 @@ def plan(
         ValueError: for the other arguments.
     """
     _check_arguments(world_size, nodes, rank, device, machine)
-    memory = {
+    memory: dict[str, Any] = {
         name: None if size is None else parse_size(size)
         for name, size in (("device_memory", device_memory), ("host_memory", host_memory))
     }
@@ -119,7 +119,7 @@ def batch_maker(batch: Callable[..., Any] | None, size: int | None) -> Callable[
     return lambda: batch(size)
 
 
-def _plan_of(made: DryRun, machine: Machine | None, memory: dict[str, int | None]) -> Plan:
+def _plan_of(made: DryRun, machine: Machine | None, memory: dict[str, Any]) -> Plan:
     job, config, grid = made.job, made.job.config, made.grid
     untimed = _why_untimed(job)
     time: StepTime | None = None

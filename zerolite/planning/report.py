@@ -322,8 +322,9 @@ def draw(result: Plan | Comparison, path: Path) -> None:
         right.axvline(begin, color="grey", linewidth=0.8, linestyle=":")
         right.text(begin, 1.0, phase, transform=right.get_xaxis_transform(), va="top", color="grey", rotation=90)
         begin += len(list(points))
-    for axes in (left, right) if plan.device_memory is not None else ():
-        axes.axhline(plan.device_memory / _GIGA, color="black", linestyle="--")
+    if plan.device_memory is not None:
+        for axes in (left, right):
+            axes.axhline(plan.device_memory / _GIGA, color="black", linestyle="--")
     figure.legend(loc="outside right center", frameon=False)
     figure.suptitle(f"{plan.model}: {plan.parameters:,} parameters, {counted(plan.world_size, 'rank')}")
     figure.savefig(path, format="png")
