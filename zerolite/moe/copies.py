@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -55,6 +54,14 @@ def sum_copies(tensor: Tensor, copies: Copies) -> Tensor:
     return summed
 
 
+def added(tensor: Tensor, copies: Copies) -> Tensor:
+    """Return the sums of :func:`sum_copies`, for tensors without a graph."""
+    if not len(copies.source) or not len(copies.starts):
+        return tensor.new_zeros(len(copies.starts), tensor.shape[1])
+    # One kernel gathers and adds: a bag are the copies of a row.
+    return torch.embedding_bag(tensor.contiguous(), copies.by_row, copies.starts)[0]
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, by_row: Tensor, starts: Tensor) -> Tensor:
@@ -70,10 +77,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, source: Tensor, by_row: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(source, by_row, starts)
-        if not len(source) or not len(starts):
-            return tensor.new_zeros(len(starts), tensor.shape[1])
-        # One kernel gathers and adds: a bag are the copies of a row.
-        return F.embedding_bag(by_row, tensor.detach().contiguous(), starts, mode="sum")
+        return added(tensor.detach(), Copies(source, by_row, starts))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

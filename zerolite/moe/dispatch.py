@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zerolite.comm import Communicator, collective
-from zerolite.moe.copies import Copies, copy_rows, histogram, sum_copies
+from zerolite.moe.copies import Copies, added, copy_rows, histogram, sum_copies
 from zerolite.moe.loads import equal_rows, read_numbers
 
 TAG = "experts"
@@ -82,16 +82,13 @@ def over_ranks(comm: Communicator, share: int, forward: Forward, trains: bool, t
         tokens: hidden states [n, width], the experts of each token [n, k], and their weights [n, k].
     """
     hidden, index, weights = tokens
-    route = _route(comm, share, index)
-    rows = copy_rows(hidden, route.rows), copy_rows(weights, route.rows)
-    received = _Exchange.apply(comm, route.traffic, 3, *rows, route.experts)
-    results = _own_experts(forward, route.pairs, *received)
-    # These tie the results to their graphs on a rank without tokens too, whose experts have computed nothing.
+    journey = Journey(comm, _route(comm, share, index))
+    # This ties the result to a graph on a rank without tokens too, whose experts have computed nothing.
     anchor = torch.zeros((), device=hidden.device, requires_grad=trains and torch.is_grad_enabled())
-    (returned,) = _Exchange.apply(comm, route.traffic.back, 1, results, anchor, *received[:2])
-    # The sum saves tensors. So a checkpoint that recomputes this layer ends behind the last all-to-all on every rank,
-    # also on one that had nothing to save before.
-    return sum_copies(returned, route.rows)
+    pairs, pair_weights = _ToExperts.apply(journey, hidden, weights)
+    found = forward(pairs, journey.experts, pair_weights) if len(pairs) else pairs
+    output: Tensor = _FromExperts.apply(journey, found, hidden.dtype, anchor)
+    return output
 
 
 @collective
@@ -110,12 +107,12 @@ def with_capacity(comm: Communicator, share: int, capacity: int, forward: Forwar
     own_weights = F.pad(weights.reshape(-1), (0, 1)).index_select(0, taken)[:, None]
     equal = [share * capacity] * size
     traffic = Traffic(equal, equal, share * capacity)
-    received = _Exchange.apply(comm, traffic, 2, rows, own_weights)
+    received = _Exchange.apply(comm, traffic, rows, own_weights)
     by_expert = [one.unflatten(0, (size, share, capacity)).transpose(0, 1).flatten(0, 2) for one in received]
     experts = torch.arange(share, device=index.device).repeat_interleave(size * capacity)[:, None]
     found = forward(by_expert[0], experts, by_expert[1]).to(hidden.dtype)
     by_rank = found.unflatten(0, (share, size, capacity)).transpose(0, 1).flatten(0, 2)
-    (returned,) = _Exchange.apply(comm, traffic, 1, by_rank)
+    (returned,) = _Exchange.apply(comm, traffic, by_rank)
     return sum_copies(returned, copies)[:count]
 
 
@@ -163,37 +160,90 @@ def _agree(comm: Communicator, rows: Tensor, pairs: Tensor, in_plan: tuple[int, 
     return Traffic(numbers[:size], numbers[size : 2 * size], numbers[-2]), numbers[-1]
 
 
-def _own_experts(forward: Forward, pairs: int, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Return the weighted sum of this rank's experts for each of ``rows``."""
-    if not pairs:  # no collective is in the experts' own forward
-        return torch.zeros_like(rows, requires_grad=False)
-    flat = experts.reshape(-1)
-    order = flat.argsort(stable=True)[:pairs]  # those of other ranks have the largest number
-    copies = Copies.of(order // experts.shape[1], len(rows))
-    own_weights = weights.reshape(-1).index_select(0, order)[:, None]
-    found = forward(copy_rows(rows, copies), flat[order].long()[:, None], own_weights)
-    return sum_copies(found, copies).to(rows.dtype)
+class Journey:
+    """One call's tokens on their way to the experts and back.
+
+    Attributes:
+        experts: this rank's expert of each pair, sorted [pairs, 1]; known when the tokens have arrived.
+        pairs: the pairs as copies of the rows that have come; likewise.
+    """
+
+    experts: Tensor
+    pairs: Copies
+
+    def __init__(self, comm: Communicator, route: Route) -> None:
+        self.comm, self.route = comm, route
+
+    def arrive(self, experts: Tensor) -> Tensor:
+        """Sort the pairs of the rows that have come by ``experts`` [rows, k]. Return their places in it."""
+        flat = experts.reshape(-1)
+        order = flat.argsort(stable=True)[: self.route.pairs]  # those of other ranks have the largest number
+        self.experts = flat[order].long()[:, None]
+        self.pairs = Copies.of(order // experts.shape[1], len(experts))
+        return order
+
+
+# Two functions for a layer, and not one for each step of the way: calls of autograd's functions cost the host more than
+# the small operations in them.
+
+
+class _ToExperts(torch.autograd.Function):
+    """Tokens and weights to the ranks of their experts: pairs [pairs, width] and their weights [pairs, 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, journey: Journey, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        route = journey.route
+        own = [tensor.detach().index_select(0, route.rows.source) for tensor in (hidden, weights)]
+        rows, row_weights, experts = _exchanged(journey.comm, route.traffic, (*own, route.experts))
+        order = journey.arrive(experts)
+        ctx.comm, ctx.traffic, ctx.chosen = journey.comm, route.traffic, weights.shape[1]
+        ctx.save_for_backward(*route.rows, *journey.pairs, order)
+        return rows.index_select(0, journey.pairs.source), row_weights.reshape(-1).index_select(0, order)[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, of_weights: Tensor) -> object:
+        *places, order = ctx.saved_tensors
+        rows, pairs = Copies(*places[:3]), Copies(*places[3:])
+        back = of_weights.new_zeros(len(pairs.starts) * ctx.chosen).index_copy_(0, order, of_weights.reshape(-1))
+        parts = added(gradient, pairs), back.view(-1, ctx.chosen)
+        returned = _exchanged(ctx.comm, ctx.traffic.back, parts)
+        return None, *(added(part, rows) for part in returned)
+
+
+class _FromExperts(torch.autograd.Function):
+    """Results of the pairs back to the ranks of their tokens, and added there [n, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, journey: Journey, found: Tensor, dtype: torch.dtype, anchor: Tensor) -> Tensor:
+        # A checkpoint that computes this layer again ends behind the last tensor that is saved: on every rank, also on
+        # one without tokens, behind the last all-to-all.
+        rows, ctx.comm, ctx.traffic = journey.route.rows, journey.comm, journey.route.traffic
+        ctx.dtype = found.dtype
+        ctx.save_for_backward(*rows, journey.pairs.source)
+        (returned,) = _exchanged(ctx.comm, ctx.traffic.back, (added(found.detach(), journey.pairs).to(dtype),))
+        return added(returned, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> object:
+        source, _, _, pairs = ctx.saved_tensors
+        (arrived,) = _exchanged(ctx.comm, ctx.traffic, (gradient.index_select(0, source),))
+        return None, arrived.index_select(0, pairs).to(ctx.dtype), None, None
 
 
 class _Exchange(torch.autograd.Function):
-    """One all-to-all of several tensors with a row for each token. Others tie the results to their graphs."""
+    """One all-to-all of several tensors with a row for each token."""
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, traffic: Traffic, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """count: number of tensors that travel, the first ones."""
-        ctx.comm, ctx.traffic, ctx.others = comm, traffic, len(tensors) - count
-        results = _exchanged(comm, traffic, tensors[:count])
-        ctx.travels = [result.is_floating_point() for result in results]
-        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
-        return results
+    def forward(ctx: Any, comm: Communicator, traffic: Traffic, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.traffic = comm, traffic
+        return _exchanged(comm, traffic, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> object:
-        travel = [gradient for gradient, travels in zip(gradients, ctx.travels, strict=True) if travels]
-        back = iter(_exchanged(ctx.comm, ctx.traffic.back, travel))
-        returned = [next(back) if travels else None for travels in ctx.travels]
-        return None, None, None, *returned, *[None] * ctx.others
+        return None, None, *_exchanged(ctx.comm, ctx.traffic.back, gradients)
 
 
 def _exchanged(comm: Communicator, traffic: Traffic, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
