@@ -33,7 +33,9 @@ class NullCommunicator(Communicator):
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         return done(divide(self.shard(full), divisor / self.world_size).to(dtype, copy=True))
 
-    def _all_to_all_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], tag: str) -> Pending:
+    def _all_to_all_rows(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
+    ) -> Pending:
         return done(rows.new_zeros(sum(received), rows.shape[1]))
 
     def _gather_shards(

@@ -63,6 +63,9 @@ class OwnerExchange:
         # The parts of all ranks as they arrive, those of rank 0 first.
         self._ranges = [[layout.param_range(slot, rank) for slot in self.owned] for rank in ranks]
         self._received = [sum(part.numel for part in of_rank) for of_rank in self._ranges]
+        self._largest = max(
+            sum(layout.param_range(slot, rank).numel for slot in of_owner) for of_owner in by_owner for rank in ranks
+        )
         # Of each owned parameter the numbers of its parts as they arrive, in the order of its elements.
         self._order = [
             [len(self.owned) * rank + place for rank in sorted(ranks, key=lambda r: self._ranges[r][place])]
@@ -106,7 +109,7 @@ class OwnerExchange:
         self, parts: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._device)
-        return self._comm.all_to_all_rows(flat.view(-1, 1), sent, received, _TAG).wait().view(-1)
+        return self._comm.all_to_all_rows(flat.view(-1, 1), sent, received, self._largest, _TAG).wait().view(-1)
 
 
 def balanced_owners(costs: Sequence[float], world_size: int) -> list[int]:
