@@ -102,6 +102,7 @@ setup(
         "pydantic>=2.7",
         "hjson",
         "psutil",
+        "py-cpuinfo",
         "ninja",
         "tqdm",
     ],

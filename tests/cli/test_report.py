@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from zerolite.diagnostics import report
 from zerolite.version import __version__
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+ask_processor = functools.cache(report.processor)  # takes a second
 
 
 @pytest.fixture
@@ -25,6 +27,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     for variable in ("ZEROLITE_KERNELS", "CXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("ZEROLITE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(report, "processor", ask_processor)
 
     def ask(*options: str) -> str:
         sys.modules["zerolite.op_builder.load"]._load.cache_clear()

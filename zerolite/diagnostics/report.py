@@ -5,13 +5,11 @@ It is meant for users and bug reports, so it works on broken installations too: 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -91,14 +89,16 @@ def cuda_kernels(ops: list[dict[str, object]]) -> str:
 
 def processor() -> Section:
     """Describe the name, cores and features of the processor."""
-    about: dict[str, str] = {}
-    with contextlib.suppress(OSError):  # only Linux has it
-        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
-        about = {key.strip(): value.strip() for key, _, value in lines}
+    try:
+        from cpuinfo import get_cpu_info
+
+        about = get_cpu_info()
+    except Exception as error:  # it parses the output of several programs, which may have any form
+        about = {"brand_raw": f"unknown ({type(error).__name__}: {error})"}
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    has = set((about.get("flags") or about.get("Features", "")).split())
+    has = set(about.get("flags", ()))
     return {
-        "name": about.get("model name") or platform.processor() or "unknown",
+        "name": about.get("brand_raw", "unknown"),
         "machine": platform.machine(),
         "logical processors": f"{os.cpu_count()}, of which this process may use {usable}",
         "features": " ".join(name for name in FEATURES if name in has),
