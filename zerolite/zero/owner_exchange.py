@@ -13,7 +13,6 @@ ranks: little beside the reduce-scatter of the gradients.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -57,9 +56,10 @@ class OwnerExchange:
         self._comm, self._device = comm, device
         # This rank's parts as they are sent, those of rank 0's parameters first.
         by_owner = [[slot for slot, owner in zip(slots, self.owners, strict=True) if owner == rank] for rank in ranks]
-        sizes = [[layout.param_range(slot, comm.rank).numel for slot in of_owner] for of_owner in by_owner]
-        self._parts = list(zip((s.index for s in itertools.chain(*by_owner)), itertools.chain(*sizes), strict=True))
-        self._sent = [sum(of_owner) for of_owner in sizes]
+        in_order = [slot for of_owner in by_owner for slot in of_owner]
+        self._parts = [(slot.index, layout.param_range(slot, comm.rank).numel) for slot in in_order]
+        sent = [[sum(layout.param_range(s, rank).numel for s in slots) for slots in by_owner] for rank in ranks]
+        self._sent, self._largest = sent[comm.rank], max(map(max, sent))
         # The parts of all ranks as they arrive, those of rank 0 first.
         self._ranges = [[layout.param_range(slot, rank) for slot in self.owned] for rank in ranks]
         self._received = [sum(part.numel for part in of_rank) for of_rank in self._ranges]
