@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -242,6 +243,13 @@ def _expert_parallel(config: ZeroliteConfig) -> Found:
             f"expected the value of its other name, expert_parallel.size = {block.size}, got {block.autoep_size}; "
             "leave one of the two out",
         )
+    for key, value in (("capacity", block.capacity), ("log_load", block.log_load)):
+        if value and block.ranks == 1:
+            yield (
+                f"expert_parallel.{key} expert_parallel.size",
+                f"expected no {key} where the ranks do not share experts (expert_parallel.size 1), got "
+                f"{json.dumps(value)}; leave it out: it would have no effect",
+            )
     others = {
         "pipeline.stages": config.pipeline.stages > 1,
         "tensor_parallel.size": config.tensor_parallel.ranks > 1,

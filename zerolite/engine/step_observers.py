@@ -80,7 +80,7 @@ class ExpertLoads(StepObserver):
         self.slice_size = sum(call.experts for call in calls.values())
         for call in calls.values():
             call.load = torch.zeros(call.experts, dtype=torch.int64, device=device)
-        self._chosen: list[float] = []  # of the latest statistics
+        self._chosen = torch.zeros(self.slice_size, dtype=torch.float64)  # since the last step
 
     @property
     def _loads(self) -> list[torch.Tensor]:
@@ -93,13 +93,13 @@ class ExpertLoads(StepObserver):
         return True
 
     def read_slice(self, written: bool, sums: torch.Tensor) -> None:
-        if bool(sums.any()):  # clipping has collected the statistics before the step does
-            self._chosen = sums.tolist()
+        self._chosen += sums.to("cpu")  # clipping and saves collect statistics too, before the step does
 
     def on_settled(self, step: int, norm: float) -> None:
-        first, values = 0, dict[str, float]()
+        first, values, chosen = 0, dict[str, float](), self._chosen.tolist()
+        self._chosen.zero_()
         for name, call in self._calls.items():
-            of_layer = self._chosen[first : first + call.experts]
+            of_layer = chosen[first : first + call.experts]
             first += call.experts
             mean = sum(of_layer) / call.experts or 1.0
             values |= {f"{name}/{expert}": number / mean for expert, number in enumerate(of_layer)}

@@ -101,9 +101,13 @@ def with_capacity(comm: Communicator, share: int, capacity: int, forward: Forwar
     hidden, index, weights = tokens
     size, (count, chosen) = comm.world_size, index.shape
     taken = _within_capacity(index, share * size, capacity)
-    # Empty places have a row of zeros behind the tokens, and the weight 0.
-    copies = Copies.of(taken // max(chosen, 1), count + 1)
-    rows = copy_rows(F.pad(hidden, (0, 0, 0, 1)), copies)
+    # Empty places have rows of zeros behind the tokens, and the weight 0. They share as many rows as there are tokens:
+    # CUDA adds the copies of one row one after another, and one for all would take long.
+    spare = max(count, 1)
+    places = torch.arange(len(taken), device=taken.device)
+    source = torch.where(taken < index.numel(), taken // max(chosen, 1), count + places % spare)
+    copies = Copies.of(source, count + spare)
+    rows = copy_rows(F.pad(hidden, (0, 0, 0, spare)), copies)
     own_weights = F.pad(weights.reshape(-1), (0, 1)).index_select(0, taken)[:, None]
     equal = [share * capacity] * size
     traffic = Traffic(equal, equal, share * capacity)

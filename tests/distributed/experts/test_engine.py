@@ -246,6 +246,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (tied, {}, "share weights, which 'blocks.0.experts' and 'blocks.1.experts' do, got 2"),
     (experts.Mixture, {"expert_parallel": {"size": 3}}, "expected a divisor of the 2 data-parallel ranks, got 3"),
     (experts.Mixture, {"expert_parallel": {"size": 2, "autoep_size": 4}}, "leave one of the two out"),
+    (experts.Mixture, {"expert_parallel": {"capacity": 8}}, "expected no capacity where the ranks do not share"),
     (experts.Mixture, {"tensor_parallel": {"size": 2}}, "does not know experts on several ranks yet"),
     (experts.Mixture, {"pipeline": {"stages": 2}}, "does not know experts on several ranks yet"),
     (experts.Mixture, {"zero": {"shard_size": 1}}, "does not know experts on several ranks yet"),

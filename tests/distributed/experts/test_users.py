@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import zerolite
 from tests.toolkit import experts
 from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
+from zerolite.engine.step_observers import ExpertLoads
 from zerolite.moe import ExpertParallel
 
 
@@ -50,6 +52,22 @@ def test_a_monitor_has_the_load_of_each_expert(tmp_path: Path) -> None:
             for expert in range(experts.EXPERTS)
         }
         assert [load for load in loads if load] == [wanted, wanted]
+
+
+def test_a_step_has_the_loads_of_all_its_statistics() -> None:
+    """A save within an accumulation and a clip collect statistics too."""
+    written: list[dict[str, float]] = []
+    log: Any = SimpleNamespace(write=lambda step, values, group: written.append(values))
+    call: Any = SimpleNamespace(experts=2, load=None)
+    loads = ExpertLoads({"layer": call}, torch.device("cpu"), log)
+    for step, collected in enumerate(([[1, 3], [5, 3]], [[2, 0]])):
+        for chosen in collected:
+            call.load += torch.tensor(chosen)
+            numbers = torch.zeros(2, dtype=torch.float64)
+            loads.write_slice(numbers)
+            loads.read_slice(True, numbers)
+        loads.on_settled(step, 0.0)
+    assert written == [{"layer/0": 1.0, "layer/1": 1.0}, {"layer/0": 2.0, "layer/1": 0.0}]
 
 
 def test_frozen_members_stay_frozen() -> None:
