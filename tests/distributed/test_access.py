@@ -5,6 +5,7 @@ Stages are compared with plain PyTorch in test_drop_in.py.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -18,19 +19,27 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, make_engine, raised, run_steps, snapshot
 
 STEPS = 3
-STAGES = ("0", "1", "2", "1 whole", "3 moving", "3 defaults")
+STAGES = ("0", "1", "2", "3 moving", "3 defaults")
+WHOLE = ("0", "1", "3 moving")  # of an optimizer that needs whole parameters
 STATES = ("exp_avg", "exp_avg_sq", "step")
 
 
+class WholeAdamW(torch.optim.AdamW):
+    """An optimizer whose states belong to one rank each."""
+
+    zerolite_elementwise = False
+
+
 def settings(stage: str, precision: str = "fp32") -> dict[str, Any]:
-    """``1 whole``: each parameter is whole on one rank."""
-    zero = {"whole_parameters": True} if stage == "1 whole" else {}
-    return at(stage, precision, optimizer=ADAMW, zero=zero)
+    return at(stage, precision, optimizer=ADAMW)
 
 
-def read_and_write(config: dict[str, Any], batched: bool) -> dict[str, Any]:
+def read_and_write(config: dict[str, Any], batched: bool, whole: bool = False) -> dict[str, Any]:
     """Trains OddModel, doubling the first gradient and dropping the last by hand in every step; what was read."""
-    engine = make_engine(config)
+    more: dict[str, Any] = {}
+    if whole:
+        more["optimizer"] = functools.partial(WholeAdamW, **config.pop("optimizer")["params"])
+    engine = make_engine(config, **more)
     named = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     parameters, read = list(named.values()), {}
 
@@ -77,12 +86,14 @@ def known(values: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@pytest.mark.fast("2-fp32")
+@pytest.mark.fast("2-False-fp32", "2-True-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("whole", [False, True])
 @on_ranks(2, 3)
-def test_what_is_read_and_written_has_the_same_bits_at_all_stages(precision: str) -> None:
-    """Parameters one by one, or several at once."""
-    found = {stage: read_and_write(settings(stage, precision), stage in ("1", "3 moving")) for stage in STAGES}
+def test_what_is_read_and_written_has_the_same_bits_at_all_stages(precision: str, whole: bool) -> None:
+    """Parameters are read one by one, or several at once."""
+    stages = WHOLE if whole else STAGES
+    found = {stage: read_and_write(settings(stage, precision), stage in ("1", "3 moving"), whole) for stage in stages}
     for stage, read in found.items():
         for kind, values in read.items():
             assert known(values).keys() == known(found["0"][kind]).keys(), kind

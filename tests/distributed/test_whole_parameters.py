@@ -1,4 +1,4 @@
-"""Each parameter whole on one rank: exact numbers for optimizers that need whole matrices, at stages 1 and 2."""
+"""Each parameter updated as a whole on one rank: exact numbers for optimizers that need that, at stages 1 to 3."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits, states_of_all
-from tests.toolkit.configs import at, config
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, states_of_all
+from tests.toolkit.configs import PARTITIONED, at, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import BATCHES, LOSSES, make_engine, raises, train_engine
-from zerolite.planning import plan
+from tests.toolkit.training import BATCHES, LOSSES, make_engine, raised, raises, train_engine
+from zerolite.comm.recorder import record
 
 STEPS = 3
 ADAFACTOR = ("Adafactor", {"lr": 0.01})
 ADAMW = ("AdamW", {"lr": 0.01, "foreach": True})
-MUON = ("Muon" if hasattr(torch.optim, "Muon") else "Adafactor", {"lr": 0.02})
 WHOLE = {"whole_parameters": True}
 
 
@@ -81,14 +80,19 @@ RUNS: dict[str, tuple[int, int, str, Any, dict[str, Any]]] = {  # ranks, stage, 
     "bf16": (2, 2, "OddModel", ADAFACTOR, {"precision": "bf16"}),
     "reduce_scatter": (2, 2, "OddModel", None, {"zero": {"reduce_scatter": False}}),
     "AdamW": (2, 2, "OddModel", ADAMW, {"zero": WHOLE, "precision": "bf16"}),
-    "ConvNet": (2, 1, "ConvNet", MUON, {"precision": "bf16", "accumulation": 2}),
-    "Muon": (3, 2, "OddModel", MUON, {}),
+    "ConvNet": (2, 1, "ConvNet", ADAFACTOR, {"precision": "bf16", "accumulation": 2}),
+    "stage 3": (3, 3, "OddModel", ADAFACTOR, {"zero": PARTITIONED["moving"]}),
+    "stage 3 in fp16": (2, 3, "OddModel", None, {"precision": "fp16", "zero": PARTITIONED["tight"]}),
+    "stage 3 offload": (
+        *(2, 3, "ConvNet", None),
+        {"zero": {**PARTITIONED["moving"], "offload_optimizer": {"device": "cpu"}}, "precision": "bf16"},
+    ),
     "EncoderDecoder": (3, 1, "EncoderDecoder", ADAFACTOR, {"accumulation": 2}),
     "fp16": (4, 2, "OddModel", None, {"precision": "fp16"}),
 }
 
 
-@pytest.mark.fast("offload", "Muon")
+@pytest.mark.fast("offload", "stage 3")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_has_the_bits_of_stage_0(pools: Pools, name: str) -> None:
     world, stage, model, optimizer, more = RUNS[name]
@@ -104,12 +108,20 @@ def test_a_run_has_the_bits_of_stage_0(pools: Pools, name: str) -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_disk_and_clipping_agree_with_stage_0(tmp_path: Path) -> None:
-    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    for stage, more in ((1, {"clip": 0.05}), (2, {"clip": 0.05}), (2, {"zero": zero})):
+def test_clipping_agrees_with_stage_0() -> None:
+    for stage in (1, 2, 3):
         for optimizer in (None, ADAFACTOR):
-            wanted, found = (train(s, "OddModel", optimizer, **more)["parameters"] for s in (0, stage))
+            wanted, found = (train(s, "OddModel", optimizer, clip=0.05)["parameters"] for s in (0, stage))
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_sets_of_ranks_agree_with_stage_0() -> None:
+    """The ranks of both sets split the states."""
+    zero = {**PARTITIONED["moving"], "zero_hpz_partition_size": 2}
+    wanted, found = train(0, "OddModel")["parameters"], train(3, "OddModel", zero=zero)["parameters"]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def grow(stage: int) -> dict[str, Any]:
@@ -131,31 +143,8 @@ def grow(stage: int) -> dict[str, Any]:
 @on_ranks(2)
 def test_unfrozen_parameters_and_state_dicts() -> None:
     wanted = grow(0)
-    for stage in (1, 2):
+    for stage in (1, 2, 3):
         torch.testing.assert_close(grow(stage), wanted, rtol=0, atol=0)
-
-
-def grow_by_group(stage: int) -> dict[str, Any]:
-    """A run of Muon by name that trains another layer from some step on, its matrix with Muon."""
-    model = models.build(models.Mlp)
-    model.first.requires_grad_(False)
-    engine = zerolite.initialize(model, settings(stage, MUON))
-    train_engine(engine, "Mlp", 1)
-    model.first.weight.requires_grad_(True)
-    engine.optimizer.add_param_group({"params": [model.first.weight], "lr": 0.03, "use_muon": True})
-    model.first.bias.requires_grad_(True)
-    engine.optimizer.add_param_group({"params": [model.first.bias]})
-    train_engine(engine, "Mlp", 2)
-    assert engine.get_lr() == [0.02, 0.02, 0.03, 0.02]
-    return held(engine)
-
-
-@pytest.mark.skipif(MUON[0] != "Muon", reason="torch has no Muon")
-@on_ranks(2)
-def test_a_group_is_added_to_muon() -> None:
-    wanted, found = grow_by_group(0), grow_by_group(2)
-    assert len(found["states"]) == 4
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def save(config: dict[str, Any], directory: str) -> dict[str, Any]:
@@ -179,13 +168,13 @@ def load(config: dict[str, Any], directory: str) -> dict[str, Any]:
 @pytest.mark.fast("saved1-loaded1-None")
 @pytest.mark.parametrize(
     ("saved", "loaded", "optimizer"),
-    [((2, 1), (3, 2), MUON), ((2, 2), (1, 1), None), ((2, 2), (2, 3), ADAMW), ((1, 0), (2, 1), ADAFACTOR)],
+    [((2, 1), (3, 2), ADAFACTOR), ((2, 2), (1, 1), None), ((2, 3), (3, 2), None), ((1, 0), (2, 3), ADAFACTOR)],
 )
 def test_checkpoints_load_at_other_worlds_and_stages(
     pools: Pools, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int], optimizer: Any
 ) -> None:
-    """(world, stage) of the run that saves and of the one that loads. AdamW has whole parameters in the first alone."""
-    before = settings(saved[1], optimizer, zero=WHOLE if optimizer is ADAMW else {})
+    """The cases have (world, stage) of the run that saves and of the one that loads."""
+    before = settings(saved[1], optimizer)
     after = settings(loaded[1], optimizer)
     (wanted, *_) = pools(saved[0]).run(save, {"config": before, "directory": str(tmp_path)})
     found = pools(loaded[0]).run(load, {"config": after, "directory": str(tmp_path)})
@@ -195,18 +184,37 @@ def test_checkpoints_load_at_other_worlds_and_stages(
         torch.testing.assert_close(rank["after"], alone["after"], rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(2)
+def test_a_model_that_zero_init_has_built() -> None:
+    made = settings(3, zero=PARTITIONED["moving"])
+    with zerolite.zero.Init(config_dict_or_path=made):
+        inside = zerolite.initialize(models.build(models.Mlp), made)
+    train_engine(inside, "Mlp", 2)
+    outside = make(made, "Mlp")
+    train_engine(outside, "Mlp", 2)
+    torch.testing.assert_close(held(inside), held(outside), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_an_update_out_exchanges_what_the_others_do() -> None:
+    """Clipping has collected statistics before this rank finds that it cannot update."""
+    engine = make(settings(2, None, consistency_check_interval=0), "Mlp")
+    train_engine(engine, "Mlp", 1)
+    engine.backward(LOSSES["Mlp"](engine, BATCHES["Mlp"](1, 0, engine.rank)))
+    engine.clip_gradients(100.0)
+    if engine.rank:
+        next(iter(engine.optimizer.state.values()))["momentum"] = torch.zeros(1)
+    with record() as recorder:
+        assert raised(engine.step) == ""
+    assert_same_on_ranks({"calls": repr([(call.op, call.tag) for call in recorder.calls])})
+    assert "this rank alone has left that update out" in raised(train_engine, engine, "Mlp", 1)
+
+
 @on_ranks(1)
-def test_stage_3_says_what_to_do() -> None:
-    for made, words in ((settings(3), "Adafactor"), (settings(3, ADAMW, zero=WHOLE), "whole_parameters")):
-        with raises(ValueError, words, "stage 1 or 2"):
-            zerolite.initialize(models.Mlp(), made)
-
-
-@pytest.mark.slow
-def test_a_plan_shows_the_padding() -> None:
-    made = plan(models.Chain, settings(2, ADAFACTOR, zero={"reduce_bucket_size": 1}), 8, device="cpu")
-    numel = 12 * 384 * 384
-    assert numel * 4 < made.states["compute_parameters"] <= numel * 4 * 1.34
+def test_states_on_disk_are_refused(tmp_path: Path) -> None:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with raises(ValueError, "Adafactor", 'got "nvme"', "Use another device"):
+        zerolite.initialize(models.Mlp(), settings(1, zero=zero))
 
 
 class Around(torch.optim.Optimizer):

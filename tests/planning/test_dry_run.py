@@ -170,8 +170,7 @@ def test_an_optimizer_may_read_its_counts_and_may_need_whole_parameters() -> Non
         assert made.at_rest["optimizer_states"] > 0
     compared = compare(lambda: nn.Linear(8, 8), config(optimizer=ADAFACTOR), 2, device_memory=10**9)
     stages = {name.partition(",")[0] for name, _ in compared.rows}
-    assert stages == {"stage 0", "stage 1", "stage 2"}
-    assert any("stage 3" in line and "the engine refuses this job" in line for line in compared.left_out)
+    assert stages == {"stage 0", "stage 1", "stage 2", "stage 3"}
     with pytest.raises(PlanError, match="constructor"):
         compare(needs_values_here, config(), 2)
 

@@ -11,7 +11,7 @@ SIZES = [7, 0, 1, 1000, 33, 64, 129, 5, 0, 2048, 31, 32]
 
 def build(sizes, world_size, bucket_numel=500, alignment=32, kinds=None):
     kinds = kinds or ["a"] * len(sizes)
-    specs = [ParameterSpec(f"p{i}", n, k, k == "whole") for i, (n, k) in enumerate(zip(sizes, kinds, strict=True))]
+    specs = [ParameterSpec(f"p{i}", n, k) for i, (n, k) in enumerate(zip(sizes, kinds, strict=True))]
     return PartitionLayout.build(specs, world_size, bucket_numel, alignment)
 
 
@@ -21,7 +21,7 @@ def random_cases(count=60):
         sizes = [
             rng.choice([0, 1, 2, rng.randrange(1, 50), rng.randrange(1, 3000)]) for _ in range(rng.randrange(1, 30))
         ]
-        kinds = [rng.choice(["a", "b", "whole"]) for _ in sizes]
+        kinds = [rng.choice(["a", "b"]) for _ in sizes]
         yield sizes, rng.randrange(1, 9), rng.choice([1, 100, 1000, 10**9]), rng.choice([1, 8, 32]), kinds
 
 
@@ -41,7 +41,6 @@ def check_owners(sizes, world, bucket_numel, alignment, kinds):
             low, _ = layout.shard_range(layout.buckets[f.slot.bucket], rank)
             assert f.bucket_start == f.slot.start + f.param_start == low + f.shard_start
             assert f.shard_start + f.numel <= layout.buckets[f.slot.bucket].numel // world
-            assert f.numel == f.slot.numel or not f.slot.undivided
     assert {i: len(e) for i, e in owned.items()} == dict(enumerate(sizes))
 
 
@@ -57,7 +56,7 @@ def check_buckets(sizes, world, bucket_numel, alignment, kinds):
         assert bucket.numel % (world * alignment) == 0 and bucket.numel > 0
         end += bucket.numel
         assert {kinds[slot.index] for slot in bucket.slots} == {bucket.bucket_kind}
-        assert bucket.bucket_kind == "whole" or len(bucket.slots) == 1 or bucket.slots[-1].end <= bucket_numel
+        assert len(bucket.slots) == 1 or bucket.slots[-1].end <= bucket_numel
         position = 0
         for slot in bucket.slots:
             assert slot.start % alignment == 0 and slot.start >= position

@@ -16,8 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerolite.comm import Communicator, collective, largest
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
+from zerolite.zero.bucket import Bucket
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
+from zerolite.zero.layout import Fragment
 from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, sharded_param_of, unpartitioned_shape
 from zerolite.zero.update import OptimParamShard
 
@@ -182,7 +184,7 @@ class ParameterAccess:
         flags = self._agree([float(index in used) for index in indices], self._topology.tensor)
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
-        shards = {i: s.bucket.view_of(s.fragment, s.bucket.mean()).float() * factor for i, s in self._shards(wanted)}
+        shards = {i: b.view_of(f, b.mean()).float() * factor for i, b, f in self._fragments(wanted)}
         full = dict(zip(wanted, self._full(wanted, self._buffer.gather(wanted, shards, torch.float32)), strict=True))
         return [full.get(index) for index in indices]
 
@@ -195,12 +197,12 @@ class ParameterAccess:
         values = None if value is None else self._flat(index, value)
         self._pipeline.reduce()
         self._pipeline.grads.apply_factors()
-        for _, shard in self._shards([index]):
-            part = shard.bucket.view_of(shard.fragment, shard.bucket.mean())
+        for _, bucket, fragment in self._fragments([index]):
+            part = bucket.view_of(fragment, bucket.mean())
             if values is None:
                 part.zero_()
             else:
-                _copy(shard, part, values * self._pipeline.divisor())
+                _copy(bucket, fragment, part, values * self._pipeline.divisor())
             self._buffer.placements.drop_reads([part])
         self._pipeline.grads.set_by_call(index, values is not None)
 
@@ -214,7 +216,7 @@ class ParameterAccess:
         ones, otherwise this rank's shards."""
         self._pipeline.check_available()
         self._pipeline.written.collect_all()
-        shards = {index: shard.bucket.master_view(shard.fragment) for index, shard in self._shards(indices)}
+        shards = {index: bucket.master_view(fragment) for index, bucket, fragment in self._fragments(indices)}
         dtypes = [self._reducer.bucket_of[index].master.dtype for index in indices]
         if len(set(dtypes)) == 1:
             return self._buffer.gather(indices, shards, dtypes[0])
@@ -224,9 +226,9 @@ class ParameterAccess:
         values = self._flat(index, value)
         self._pipeline.check_available()
         self._pipeline.written.collect_all()
-        for _, shard in self._shards([index]):
-            master = shard.bucket.master_view(shard.fragment)
-            _copy(shard, master, values)
+        for _, bucket, fragment in self._fragments([index]):
+            master = bucket.master_view(fragment)
+            _copy(bucket, fragment, master, values)
             self._buffer.placements.drop_reads([master])
         parameter = self._buffer.parameters[index]
         sharded_param = sharded_param_of(parameter)
@@ -253,7 +255,7 @@ class ParameterAccess:
         for content in sorted(set(contents) - {_NOTHING}):
             same = [index for index, other in zip(indices, contents, strict=True) if other == content]
             shards = {index: states[index][name] for index in same if states.get(index)}
-            full = self._full(same, self._buffer.gather(same, shards, _DTYPES[int(content) - _TENSOR]))
+            full = self._full(same, self._buffer.gather_states(same, shards, _DTYPES[int(content) - _TENSOR]))
             full_states.update(zip(same, full, strict=True))
         return [full_states.get(index) for index in indices]
 
@@ -273,7 +275,7 @@ class ParameterAccess:
         for _, shard in self._shards([index]) if local_states.get(index) else ():
             part = new if is_step else local_states[index][name].clone()
             if not is_step:
-                _copy(shard, part, new)
+                _copy(shard.bucket, shard.fragment, part, new)
             method.load_state(shard, {**local_states[index], name: part})
             states = (method.state_of(shard) or {}).values()
             self._buffer.placements.drop_reads(state for state in states if isinstance(state, torch.Tensor))
@@ -287,9 +289,15 @@ class ParameterAccess:
     # ---------------------------------------------------------------- shards and full tensors
 
     def _shards(self, indices: Iterable[int]) -> list[tuple[int, OptimParamShard]]:
-        """Return what this rank owns of these parameters, with their indices."""
+        """Return what this rank has states for of these parameters, with their indices."""
         wanted = set(indices)
         return [(shard.index, shard) for shard in self._optimizer.shards() if shard.index in wanted]
+
+    def _fragments(self, indices: Iterable[int]) -> list[tuple[int, Bucket, Fragment]]:
+        """Return what this rank has of the gradients and masters of these parameters, with their indices."""
+        wanted = set(indices)
+        every = ((bucket, fragment) for bucket in self._buffer.buckets for fragment in bucket.fragments)
+        return [(f.slot.index, bucket, f) for bucket, f in every if f.slot.index in wanted]
 
     def _flat(self, index: int, value: object) -> torch.Tensor:
         """Check the shape of ``value``, and return it flat, in the parameter's order in memory. With tensor parallelism
@@ -324,12 +332,11 @@ class ParameterAccess:
         return results
 
 
-def _copy(shard: OptimParamShard, target: torch.Tensor, flat: torch.Tensor) -> None:
+def _copy(bucket: Bucket, fragment: Fragment, target: torch.Tensor, flat: torch.Tensor) -> None:
     """Copy this rank's part of ``flat``, all elements of a parameter, to ``target``."""
-    fragment = shard.fragment
     part = flat.narrow(0, fragment.param_start, fragment.numel)
-    if target.shape != part.shape:  # the optimizer needs full parameters, so the shard has the parameter's shape
-        part = flat.as_strided(target.shape, shard.bucket.strides[shard.index])
+    if target.shape != part.shape:  # this rank has the full parameter, in its shape
+        part = flat.as_strided(target.shape, bucket.strides[fragment.slot.index])
     target.copy_(part)
 
 

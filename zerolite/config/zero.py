@@ -84,8 +84,9 @@ class ZeroConfig(Block):
     """Leave parameters without a gradient on any rank unchanged, as torch does. false: they are an error that names
     them."""
     whole_parameters: Bool = False
-    """Stages 1 and 2: give each parameter whole to one rank, for optimizers that need whole matrices (see
-    [optimizers](optimizers.md)). Optimizers that are known to need them get them in any case. (zerolite's own key.)"""
+    """Stages 1 to 3: update each parameter as a whole on one rank, by an optimizer of a class that zerolite does not
+    know (see [optimizers](optimizers.md)). Optimizers that are known to need it get it in any case, and
+    elementwise ones update parts. (zerolite's own key.)"""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
     sub_group_size: Annotated[

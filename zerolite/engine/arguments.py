@@ -198,21 +198,19 @@ def choose_optimizer(
         return OptimizerChoice(make if isinstance(make, Optimizer) else functools.partial(_make_muon, make, groups))
     instance = optimizer if isinstance(optimizer, Optimizer) else cls
     reason, asked = check_elementwise(instance), config.zero_optimization.whole_parameters
-    undivided = asked or needs_whole_parameters(cls)
+    undivided = reason is not None and (asked or needs_whole_parameters(cls))
     untested = reason is not None and not undivided and config.zero_allow_untested_optimizer
     if tp and (undivided or (reason is not None and not untested)):
-        why = reason or "zero_optimization.whole_parameters is true."
         raise ValueError(
             "tensor_parallel or expert_parallel gives each rank a part of the parameters of a layer to update. "
-            f"{why} Use an optimizer that updates each element by itself, such as AdamW."
+            f"{reason} Use an optimizer that updates each element by itself, such as AdamW."
         )
     if not policy.shard_optimizer:
         return OptimizerChoice(make, untested and tp)
-    if undivided and policy.shard_parameters:
-        cause = "zero_optimization.whole_parameters is true." if asked else reason
+    if undivided and config.zero_optimization.offload_optimizer.device == "nvme":
         raise ValueError(
-            f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to hold and update. "
-            f"{cause} Use stage 1 or 2, where each parameter belongs whole to one rank, or an elementwise optimizer."
+            'zero_optimization.offload_optimizer.device: expected "cpu" or "none", got "nvme", where states are ranges '
+            f"of flat tensors. {reason} Use another device, or an elementwise optimizer."
         )
     if reason is not None and not undivided and not untested:
         raise ValueError(

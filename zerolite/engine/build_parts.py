@@ -57,8 +57,6 @@ from zerolite.zero.step_update import StepUpdate
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import PreparedStage
 
-_PADDED = 1.5  # warn if buckets of whole parameters have more than 1.5 times the elements of the model
-
 logger = logging.getLogger("zerolite")
 
 
@@ -124,10 +122,10 @@ class PartsBuilder:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         trained, owned = self._choose_parameters(param_groups, trains, names)
         partitioned = self._partition() if self.policy.shard_parameters else None
-        self.rules = LayoutRules(config, self._groups, self.precision, self._bucket_kind, choice.undivided, partitioned)
+        self.rules = LayoutRules(config, self._groups, self.precision, self._bucket_kind, partitioned)
         accumulation = self._make_accumulation()
         memory = self._make_gradient_memory(accumulation)
-        self._buffer = self._make_buffer(trained, self.rules.layout(trained, names, param_groups), memory, partitioned)
+        self._buffer = self._make_buffer(trained, self.rules.layout(trained, names), memory, partitioned)
         if memory.options.reduce_each_backward and memory.options.use_reduce_scatter and self._groups.has_replicas:
             self._observers.add(ReplicaSums(self._groups, self._buffer, accumulation))
         synchronize_untrained(model, trained, self.precision, self.topology.data, self.device)
@@ -235,8 +233,6 @@ class PartsBuilder:
         """Make the buckets, with the parameters' values: shards at stage 3, each bucket in its placement."""
         placements = self._placements
         if partitioned is None:
-            if self.rules.undivided and self._groups.shard.is_rank0:
-                _warn_of_padding(layout)
             buffer = ParameterBuffer(layout, trained, memory, placements)
         else:
             buffer = PartitionedParameterBuffer(layout, trained, memory, placements)
@@ -283,7 +279,7 @@ class PartsBuilder:
     def _make_optimizer(self, choice: OptimizerChoice, param_groups: Groups) -> ShardedOptimizer:
         choose = kernel_chooser(self.topology.world, self.device, self._placements.update_devices())
         update_dtype = self.precision.update_dtype
-        optimizer = ShardedOptimizer(choice.make, param_groups, self._buffer, update_dtype, choose)
+        optimizer = ShardedOptimizer(choice.make, param_groups, self._buffer, update_dtype, choose, choice.undivided)
         check_optimizer(self._placements, self.device_kind, optimizer.inner)
         return optimizer
 
@@ -345,17 +341,3 @@ def start_stage3(parts: EngineParts) -> None:
     parts.observers.on_gradients_dropped.append(coordinator.end_failed)
     launch_by_groups(parts.partitioned, parts.reducer)
     parts.pipeline.written.use_coordinator(coordinator)
-
-
-def _warn_of_padding(layout: PartitionLayout) -> None:
-    """Warn if a parameter is too large to be balanced over the ranks."""
-    largest, numel = max(layout.slots, key=lambda slot: slot.numel), sum(slot.numel for slot in layout.slots)
-    if layout.numel > max(_PADDED * numel, AUTO_BUCKET):
-        logger.warning(
-            "whole parameters: buckets have %.1f times the elements of the model, because parameter '%s' alone has "
-            "%.0f %% of them and belongs to one of %d ranks; fewer ranks or an elementwise optimizer need less memory",
-            layout.numel / numel,
-            largest.name,
-            100 * largest.numel / numel,
-            layout.world_size,
-        )

@@ -27,7 +27,6 @@ from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import SHARD_ALIGNMENT, BucketLayout, ParameterSpec, PartitionLayout
-from zerolite.zero.optimizer import Groups
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.stage3.group_plan import bucket_groups
 from zerolite.zero.stage3.partitioned_model import PartitionedModel
@@ -42,7 +41,6 @@ class LayoutRules:
     """Rules by which trained parameters are put into buckets, when the engine is made and when more are trained later.
 
     Attributes:
-        undivided: each parameter belongs as a whole to one rank.
         bucket_numel: elements of a bucket; known from the first layout on.
     """
 
@@ -52,7 +50,6 @@ class LayoutRules:
         groups: RankGroups,
         precision: Precision,
         bucket_kind: Callable[[torch.nn.Parameter], str],
-        undivided: bool,
         partitioned: PartitionedModel | None,
     ) -> None:
         """
@@ -68,31 +65,24 @@ class LayoutRules:
         self._ranks_of_row = groups.states.world_size // self._shards
         # Elements that travel with a common scale are those of one parameter: a norm's would drown small weights.
         self._alignment = SHARD_ALIGNMENT if groups.compression is None else QUANT_BLOCK
-        self.undivided, self._partitioned = undivided, partitioned
+        self._partitioned = partitioned
         self.bucket_numel = 0
 
-    def layout(self, parameters: Parameters, names: dict[int, str], param_groups: Groups) -> PartitionLayout:
+    def layout(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
         """Make the layout of ``parameters``; at stage 3 with a bucket for each parameter group, where small neighbours
         share one.
 
         Args:
             names: by the parameter's id.
-            param_groups: those of the optimizer.
 
         Raises:
             ConfigError: the updated values of a parameter cannot be sent with 8 bits.
         """
         if self._rounds_values:
             self._check_packable(parameters, names)
-        # Muon leaves some parameters to an elementwise optimizer. These can be divided between ranks.
-        undivided = {
-            id(p) for group in param_groups for p in group["params"] if self.undivided and group.get("use_muon", True)
-        }
-        specs = []
-        for p in parameters:
-            bucket_kind = f"{self._bucket_kind(p)}{', whole' if id(p) in undivided else ''}"
-            numel, is_undivided = unpartitioned_numel(p), id(p) in undivided
-            specs.append(ParameterSpec(names[id(p)], numel, bucket_kind, is_undivided, spread_of(p)))
+        specs = [
+            ParameterSpec(names[id(p)], unpartitioned_numel(p), self._bucket_kind(p), spread_of(p)) for p in parameters
+        ]
         self.bucket_numel = self.bucket_numel or bucket_numel(specs, self._config, self._shards)
         if self._partitioned is None:
             return PartitionLayout.build(specs, self._shards, self.bucket_numel)
@@ -285,7 +275,7 @@ class UnfrozenParams:
         if parts.partitioned is not None:
             parts.partitioned.coordinator.collect_frozen_writes()
         everything = [*parts.reducer.parameters, *parameters]
-        added = self._rules.layout(parameters, names, parts.optimizer.inner.param_groups)
+        added = self._rules.layout(parameters, names)
         layout = parts.buffer.layout.extended(added)
         first = len(parts.buffer.buckets)
         parts.buffer.set_layout(layout, everything)

@@ -29,7 +29,7 @@ from zerolite.utils.memory_tags import COMPUTE, DEVICE, GRADIENTS, MASTERS, tag_
 from zerolite.utils.torch_private import as_plain_tensors, refuse_pointers, storage_users
 from zerolite.zero.flat import copy_assigned_data, dense_strides
 from zerolite.zero.gradient_dtypes import GradientDtypes
-from zerolite.zero.layout import BucketLayout, Fragment, Slot
+from zerolite.zero.layout import BucketLayout, Fragment
 from zerolite.zero.local_sum import LocalSum
 from zerolite.zero.offload import OffloadedGradient
 from zerolite.zero.stage3.absent_parameter import AbsentParameter, in_flight_error, not_a_number
@@ -57,7 +57,8 @@ class Bucket:
             its own, with the exact values; ``compute`` then has what has arrived.
         master: master weights of this range; ``owned`` itself, at no cost, if the dtypes are equal.
         separate: the masters have memory of their own, at ``placement``.
-        shards: the parts of the parameters as the optimizer sees them.
+        shards: the parts of the parameters as the optimizer sees them, with the states that it keeps for each.
+        owners: ranks that update the whole parameters, by index; empty where each rank updates its fragments.
         update_dtype: dtype in which the masters are updated.
         states: optimizer states that are laid out like ``master``, by name.
         placement: placement of separate masters, of optimizer states, and of gradients that wait for the step.
@@ -108,6 +109,7 @@ class Bucket:
         self.master = self.placement.zeros(self.owned.numel(), master_dtype, MASTERS) if self.separate else self.owned
         self.update_dtype = master_dtype
         self.shards: list[OptimParamShard] = []
+        self.owners: dict[int, int] = {}
         self.states: dict[str, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # each parameter's view of `compute`; none at stage 3
         self._storage, self._own_users, self._has_readers = compute.untyped_storage(), 0, True
@@ -280,16 +282,12 @@ class Bucket:
             if address(parameter) != address(view):
                 copy_assigned_data(slot.name, parameter, view)
 
-    def keeps_shape(self, slot: Slot) -> bool:
-        """Return True if the shard has the parameter's shape and is not flat: this rank updates all of it."""
-        return slot.undivided or not self.is_sharded
-
     def view_of(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
         """Return the fragment's elements of a tensor that is laid out like ``master``.
 
-        They are flat, or have the parameter's shape and strides if :meth:`keeps_shape`.
+        They are flat, or have the parameter's shape and strides if this rank updates all buckets.
         """
-        if not self.keeps_shape(fragment.slot):
+        if self.is_sharded:
             return flat.narrow(0, fragment.shard_start, fragment.numel)
         index, start = fragment.slot.index, flat.storage_offset() + fragment.shard_start
         return flat.as_strided(self._parameter_of[index].shape, self.strides[index], start)

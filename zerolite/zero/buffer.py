@@ -16,7 +16,7 @@ from zerolite.zero.bucket import Bucket
 from zerolite.zero.flat import flattened
 from zerolite.zero.layout import BucketLayout, PartitionLayout
 from zerolite.zero.local_sum import GradientMemory
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of, unpartitioned_shape
 
 
 class ParameterBuffer:
@@ -140,6 +140,25 @@ class ParameterBuffer:
                 flats.append(torch.cat([row.narrow(0, start, part.numel) for part, row in in_order]))
         shapes = [getattr(p, "ds_shape", p.shape) for p in map(self.parameters.__getitem__, indices)]
         return [flat.as_strided(shape, order) for flat, shape, order in zip(flats, shapes, strides, strict=True)]
+
+    @collective
+    def gather_states(
+        self, indices: Sequence[int], parts: Mapping[int, torch.Tensor], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Gather full states as :meth:`gather` does, or send them from their owners where parameters have some."""
+        of = {index: self.buckets[self.layout.slots[index].bucket] for index in indices}
+        if not any(bucket.owners for bucket in of.values()):
+            return self.gather(indices, parts, dtype)
+        states = []
+        for index, bucket in of.items():
+            shape, strides = unpartitioned_shape(self.parameters[index]), bucket.strides[index]
+            state = torch.empty_strided(shape, strides, dtype=dtype, device=self.placements.device)
+            if index in parts:
+                state.copy_(parts[index])
+            if state.numel():
+                self.gradient_memory.groups.states.broadcast(flattened(state, strides), "access", bucket.owners[index])
+            states.append(state)
+        return states
 
     @torch.no_grad()
     def collect_assigned_data(self) -> None:

@@ -2,7 +2,7 @@
 
 Standard library only. One :class:`PartitionLayout` indexes every flat tensor: compute parameters, gradients, master
 weights and optimizer states. A parameter has a :class:`Slot`, and slots fill a bucket (:class:`BucketLayout`). A bucket
-has one shard per rank. The part of a slot in a shard is a :class:`Fragment`. There are three kinds of buckets.
+has one shard per rank. The part of a slot in a shard is a :class:`Fragment`. There are two kinds of buckets.
 
 **Plain** buckets (stages 0 to 2). Slots stand one behind the other. A shard may begin anywhere in a slot. ::
 
@@ -33,13 +33,7 @@ then. A part may begin anywhere in a slot. ::
     row 1 | a[k:2k]  | b[m:2m]  | . |     on ranks 1 and 3
                | rank 1    | rank 3    |
 
-**Undivided** buckets (for an optimizer that needs whole ones). Each slot lies within one shard, so one rank owns the
-parameter. Shards have equal lengths here, too: what the parameters of a rank leave free is padding. ::
-
-    shard |-----------------|-----------------|
-    full  | slot c | slot a | slot b    | pad |   rank 0 owns c and a, rank 1 owns b
-
-A bucket of any kind may be **spread**: ``spread`` neighbouring ranks have other parameters of the same sizes there
+A bucket of either kind may be **spread**: ``spread`` neighbouring ranks have other parameters of the same sizes there
 (experts), and a shard for each of the other ranks. With 4 ranks and spread 2, ranks 0 and 2 divide one bucket, and
 ranks 1 and 3 another one of the same layout.
 """
@@ -59,8 +53,6 @@ SHARD_ALIGNMENT = 16
 MIN_AUTO_BUCKET = 4 << 20
 AUTO_BUCKET = 40_000_000
 AUTO_BUCKET_PER_RANK = 1_000_000
-# Largest fraction of an undivided bucket that may be padding, if there are more parameters to fill it.
-WHOLE_PADDING = 0.2
 
 
 class Range(NamedTuple):
@@ -94,14 +86,12 @@ class ParameterSpec:
         name: its qualified name.
         numel: its elements.
         bucket_kind: parameters of different kinds (dtypes, for example) never share a bucket.
-        undivided: one rank owns all of it. The same for all parameters of a kind.
         spread: neighbouring ranks that have other parameters in this place. The same for all parameters of a kind.
     """
 
     name: str
     numel: int
     bucket_kind: str = ""
-    undivided: bool = False
     spread: int = 1
 
 
@@ -119,7 +109,6 @@ class Slot:
         start: first element in the bucket; in a sliced one, in each row.
         numel: elements of the parameter.
         part: ``shard_numel(numel, rows)`` in a sliced bucket, otherwise 0.
-        undivided: one rank owns all of it.
     """
 
     name: str
@@ -128,7 +117,6 @@ class Slot:
     start: int
     numel: int
     part: int = 0
-    undivided: bool = False
 
     @property
     def end(self) -> int:
@@ -219,12 +207,10 @@ class PartitionLayout:
     def build(
         cls, specs: Sequence[ParameterSpec], world_size: int, bucket_numel: int, alignment: int = ALIGNMENT
     ) -> PartitionLayout:
-        """Lay out plain and undivided buckets.
+        """Lay out plain buckets.
 
         Parameters fill buckets in reverse registration order, and buckets are numbered by their last parameter:
-        backward completes them in this order. A parameter larger than ``bucket_numel`` gets a bucket of its own. Whole
-        parameters are distributed over the ranks, balanced by elements. Their buckets may be larger, so that padding is
-        a small part of them.
+        backward completes them in this order. A parameter larger than ``bucket_numel`` gets a bucket of its own.
 
         Args:
             specs: parameters in registration order.
@@ -240,19 +226,14 @@ class PartitionLayout:
                 f"PartitionLayout: world_size, alignment and bucket_numel must be at least 1, got {world_size}, "
                 f"{alignment} and {bucket_numel}"
             )
-        groups = _group_by_bucket(specs, world_size, bucket_numel, alignment)
         buckets = []
-        for index, (bucket_kind, members) in enumerate(groups):
-            undivided, spread = specs[members[0]].undivided, specs[members[0]].spread
-            pack, shards = _pack_undivided if undivided else _pack_in_order, world_size // spread
-            unit = shards * alignment
-            offsets, numel = pack([specs[i].numel for i in members], shards, alignment)
-            slots = [
-                Slot(specs[i].name, i, index, offset, specs[i].numel, undivided=undivided)
-                for i, offset in zip(members, offsets, strict=True)
-            ]
-            slots.sort(key=lambda slot: (slot.start, slot.numel))  # an empty slot before the one with the same start
-            numel = max(unit, _round_up(numel, unit))
+        for index, (bucket_kind, members) in enumerate(_group_by_bucket(specs, bucket_numel, alignment)):
+            spread, slots, end = specs[members[0]].spread, [], 0
+            for i in members:
+                slots.append(Slot(specs[i].name, i, index, _round_up(end, alignment), specs[i].numel))
+                end = slots[-1].end
+            unit = world_size // spread * alignment
+            numel = max(unit, _round_up(end, unit))
             buckets.append(BucketLayout(index, bucket_kind, numel, tuple(slots), spread=spread))
         return cls(world_size, alignment, tuple(buckets))
 
@@ -394,9 +375,7 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _group_by_bucket(
-    specs: Sequence[ParameterSpec], world_size: int, bucket_numel: int, alignment: int
-) -> list[tuple[str, list[int]]]:
+def _group_by_bucket(specs: Sequence[ParameterSpec], bucket_numel: int, alignment: int) -> list[tuple[str, list[int]]]:
     """Return ``(bucket_kind, parameter indices)`` of each bucket, in the order of the buckets' last members."""
     kinds: dict[str, list[int]] = {}
     for index in reversed(range(len(specs))):
@@ -406,50 +385,10 @@ def _group_by_bucket(
         groups: list[list[int]] = []
         size = 0  # elements of the last group, with the padding between its members
         for index in indices:
-            full = size + specs[index].numel > bucket_numel
-            if not groups or (full and not _is_sparse(groups[-1], specs, world_size, alignment)):
+            if not groups or size + specs[index].numel > bucket_numel:
                 groups.append([])
                 size = 0
             groups[-1].append(index)
             size += _round_up(specs[index].numel, alignment)
-        # If the last bucket is too sparse, its members join the bucket before it.
-        while len(groups) > 1 and _is_sparse(groups[-1], specs, world_size, alignment):
-            last = groups.pop()
-            groups[-1] += last
         packed += ((bucket_kind, group) for group in groups)
     return sorted(packed, key=lambda entry: -entry[1][-1])
-
-
-def _is_sparse(group: Sequence[int], specs: Sequence[ParameterSpec], world_size: int, alignment: int) -> bool:
-    """Return True if more than :data:`WHOLE_PADDING` of a bucket of these undivided parameters would be padding."""
-    if not specs[group[0]].undivided:
-        return False
-    numels = [specs[index].numel for index in group]
-    world_size //= specs[group[0]].spread
-    most = sum(numels) / (1 - WHOLE_PADDING)
-    # The first test is a cheap lower bound of the second: a shard is at least as long as the largest parameter.
-    return world_size * max(numels) > most or _pack_undivided(numels, world_size, alignment)[1] > most
-
-
-def _pack_in_order(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
-    """Return the start of each parameter, one behind the other, and the end of the last one."""
-    starts, end = [], 0
-    for numel in numels:
-        starts.append(_round_up(end, alignment))
-        end = starts[-1] + numel
-    return starts, end
-
-
-def _pack_undivided(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
-    """Return the start of each parameter, each within one shard, and the end of the last shard.
-
-    Greedy: the largest parameter first, each to the rank that has the fewest elements so far.
-    """
-    loads = [0] * world_size
-    offsets: dict[int, tuple[int, int]] = {}  # (rank, offset in its shard) by member
-    for member in sorted(range(len(numels)), key=lambda member: -numels[member]):
-        rank = loads.index(min(loads))
-        offsets[member] = rank, loads[rank]
-        loads[rank] += _round_up(numels[member], alignment)
-    shard = max(loads)
-    return [rank * shard + offset for _, (rank, offset) in sorted(offsets.items())], world_size * shard

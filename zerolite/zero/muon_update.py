@@ -24,7 +24,7 @@ from zerolite.optim.muon import adjusted_lr, orthogonalize, uses_muon, work_of
 from zerolite.utils.memory_tags import STAGING, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat import flattened
-from zerolite.zero.owner_exchange import OwnerExchange
+from zerolite.zero.owner_exchange import OwnerExchange, balanced_owners
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 from zerolite.zero.torch_update import TorchUpdate
 from zerolite.zero.update import OptimParamShard, SpanTensors, UpdateInputs
@@ -134,6 +134,7 @@ class MuonUpdate(TorchUpdate):
             if slots and self._buffer.shard:
                 costs = [work_of(unpartitioned_shape(self._buffer.parameters[slot.index])) for slot in slots]
                 comm = self._buffer.gradient_memory.groups.states
-                exchange = OwnerExchange(self._buffer.layout, slots, costs, comm, self._buffer.placements.device)
+                owners = balanced_owners(costs, comm.world_size)
+                exchange = OwnerExchange(self._buffer.layout, slots, owners, comm, self._buffer.placements.device)
             self._exchanges[key] = exchange
         return self._exchanges[key]

@@ -26,6 +26,7 @@ from zerolite.zero.kernel_update import KernelUpdate
 from zerolite.zero.muon_update import MuonUpdate
 from zerolite.zero.torch_update import TorchUpdate
 from zerolite.zero.update import Groups, OptimParamShard, State, UpdateMethod
+from zerolite.zero.whole_update import WholeUpdate, set_owners, whole_parameters
 
 if TYPE_CHECKING:
     from zerolite.zero.step import StepPipeline
@@ -69,6 +70,7 @@ class ShardedOptimizer(Optimizer):
         buffer: ParameterBuffer,
         update_dtype: Callable[[torch.dtype], torch.dtype],
         choose_rule: Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None],
+        undivided: bool = False,
     ) -> None:
         """
         Args:
@@ -78,8 +80,9 @@ class ShardedOptimizer(Optimizer):
             update_dtype: function from the dtype of masters to the dtype in which they are updated.
             choose_rule: function that returns the kernels' rule for an optimizer and the dtypes of the masters; None if
                 the optimizer itself updates them.
+            undivided: the optimizer needs whole parameters.
         """
-        self._buffer = buffer
+        self._buffer, self._undivided = buffer, undivided and buffer.shard
         self._update_dtype = update_dtype
         self._make_shards(buffer.buckets, groups)
         self._pipeline: StepPipeline | None = None  # of the engine
@@ -92,7 +95,8 @@ class ShardedOptimizer(Optimizer):
             self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
-        rule = choose_rule(self.inner, [bucket.master.dtype for bucket in buffer.buckets])
+        dtypes = [bucket.master.dtype for bucket in buffer.buckets]
+        rule = None if self._undivided else choose_rule(self.inner, dtypes)
         states = self._take_states(buffer.parameters)
         for shard in self.shards():  # Adagrad's constructor makes states
             if shard.tensor in self.inner.state:
@@ -100,6 +104,8 @@ class ShardedOptimizer(Optimizer):
         self.method: UpdateMethod
         if rule is not None:
             self.method = KernelUpdate(rule, self.inner, buffer)
+        elif self._undivided:
+            self.method = WholeUpdate(self.inner, buffer)
         elif isinstance(self.inner, AdamW8bit):
             self.method = EightBitUpdate(self.inner, buffer)
         else:
@@ -266,8 +272,9 @@ class ShardedOptimizer(Optimizer):
             state = self.method.state_of(shard)
             if state:
                 states[index] = state
-            if shard.bucket.separate:
-                masters[index] = shard.view(shard.bucket.master)
+        for bucket in self._buffer.buckets:
+            for fragment in bucket.fragments if bucket.separate else ():
+                masters[position[fragment.slot.index]] = bucket.master_view(fragment)
         groups = self.numbered_groups()
         if self._is_sharded:
             for group in groups:
@@ -293,10 +300,11 @@ class ShardedOptimizer(Optimizer):
         self._raise_together(error)  # the ranks that could load would wait in the gather of the loaded weights
         position = self.positions()
         for shard in self.shards():
-            index = position[shard.index]
-            self.method.load_state(shard, state_dict["state"].get(index, {}))
-            if index in state_dict["masters"]:
-                shard.view(shard.bucket.master).copy_(state_dict["masters"][index])
+            self.method.load_state(shard, state_dict["state"].get(position[shard.index], {}))
+        for bucket in self._buffer.buckets:
+            for fragment in bucket.fragments:
+                if (index := position[fragment.slot.index]) in state_dict["masters"]:
+                    bucket.master_view(fragment).copy_(state_dict["masters"][index])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in LOCAL_GROUP_KEYS})
         pipeline.on_masters_loaded()
@@ -309,11 +317,17 @@ class ShardedOptimizer(Optimizer):
 
     def _make_shards(self, buckets: Iterable[Bucket], groups: Groups) -> None:
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+        buckets = list(buckets)
+        if self._undivided:
+            set_owners(buckets)
         for bucket in buckets:
             bucket.update_dtype = self._update_dtype(bucket.master.dtype)
             source = bucket.master.to(bucket.update_dtype)
-            for position, fragment in enumerate(bucket.fragments):
-                parameter, tensor = self._buffer.parameters[fragment.slot.index], bucket.view_of(fragment, source)
+            pairs = [(fragment, bucket.view_of(fragment, source)) for fragment in bucket.fragments]
+            if self._undivided:
+                pairs = list(whole_parameters(bucket, source))
+            for position, (fragment, tensor) in enumerate(pairs):
+                parameter = self._buffer.parameters[fragment.slot.index]
                 group = group_of[id(parameter)]
                 bucket.shards.append(OptimParamShard(bucket, fragment, group, tensor, position, parameter))
 
@@ -351,14 +365,13 @@ class ShardedOptimizer(Optimizer):
 
     def _partition(self) -> dict[str, Any]:
         layout = self._buffer.layout
-        undivided = [bucket.index for bucket in layout.buckets if bucket.slots[0].undivided]
         rows = max((bucket.rows for bucket in layout.buckets), default=0)
         return {
             "shard": self._buffer.shard,
             "world_size": layout.world_size,
             "rank": self._buffer.rank,
             "buckets": [bucket.numel for bucket in layout.buckets],
-            **({"whole": undivided} if undivided else {}),
+            **({"whole": True} if self._undivided else {}),
             **({"rows": rows} if 0 < rows < layout.world_size else {}),
             **self._grid,
         }

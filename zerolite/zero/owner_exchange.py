@@ -27,18 +27,15 @@ _TAG = "owners"
 class OwnerExchange:
     """Exchanges of some parameters of a layout between the ranks that have parts of them.
 
-    Owners follow from sizes alone, so all ranks know them.
-
     Attributes:
-        owners: rank that owns each of ``slots``.
-        owned: the slots that this rank owns.
+        owned: the slots of the parameters that this rank owns.
     """
 
     def __init__(
         self,
         layout: PartitionLayout,
         slots: Sequence[Slot],
-        costs: Sequence[float],
+        owners: Sequence[int],
         comm: Communicator,
         device: torch.device,
     ) -> None:
@@ -46,16 +43,15 @@ class OwnerExchange:
         Args:
             layout: has the ranges of the parts.
             slots: slots of the parameters, in one order on all ranks.
-            costs: work of the owner of each.
+            owners: rank that owns each.
             comm: communicator of the ranks among which the layout divides the parameters.
             device: device on which the parameters travel.
         """
         ranks = range(comm.world_size)
-        self.owners = balanced_owners(costs, comm.world_size)
-        self.owned = [slot for slot, owner in zip(slots, self.owners, strict=True) if owner == comm.rank]
         self._comm, self._device = comm, device
         # This rank's parts as they are sent, those of rank 0's parameters first.
-        by_owner = [[slot for slot, owner in zip(slots, self.owners, strict=True) if owner == rank] for rank in ranks]
+        by_owner = [[slot for slot, owner in zip(slots, owners, strict=True) if owner == rank] for rank in ranks]
+        self.owned = by_owner[comm.rank]
         in_order = [slot for of_owner in by_owner for slot in of_owner]
         self._parts = [(slot.index, layout.param_range(slot, comm.rank).numel) for slot in in_order]
         sent = [[sum(layout.param_range(s, rank).numel for s in slots) for slots in by_owner] for rank in ranks]

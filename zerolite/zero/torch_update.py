@@ -220,7 +220,8 @@ class TorchUpdate(UpdateMethod):
                 continue
             if number not in self._stand_ins:
                 slot = self._buffer.layout.slots[index_of[id(trained[0])]]
-                shape = unpartitioned_shape(trained[0]) if self._buffer.buckets[slot.bucket].keeps_shape(slot) else [1]
+                bucket = self._buffer.buckets[slot.bucket]
+                shape = unpartitioned_shape(trained[0]) if bucket.owners or not bucket.is_sharded else [1]
                 self._stand_ins[number] = torch.zeros([1] * len(shape), dtype=like.dtype, device=like.device)
             stand_in = self._stand_ins[number]
             takes_part = used is None or any(index_of[id(parameter)] in used for parameter in trained)
@@ -282,9 +283,9 @@ class TorchUpdate(UpdateMethod):
         def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
             """Allocate a state. For a full parameter it has the parameter's strides, because torch's fused kernels go
             through both in the order of memory."""
-            if not shard.keeps_shape or shape != shard.parameter.shape:
+            if not shard.keeps_shape or shape != unpartitioned_shape(shard.parameter):
                 return torch.empty(shape, dtype=dtype, device=device)
-            return torch.empty_strided(shape, shard.parameter.data.stride(), dtype=dtype, device=device)
+            return torch.empty_strided(shape, shard.bucket.strides[shard.index], dtype=dtype, device=device)
 
         made = {name: allocate(shape, dtype) for name, (shape, dtype) in tensors.items()}
         # Torch keeps step counts on the device of the kernel that reads them.

@@ -26,7 +26,8 @@ Key = TypeVar("Key")
 
 @dataclass
 class OptimParamShard:
-    """The part of one parameter that this rank updates.
+    """The part of one parameter that this rank updates. It is a fragment of the bucket, or the whole parameter if the
+    bucket has owners: fragments of its master are on all ranks then.
 
     Attributes:
         bucket: bucket of the parameter.
@@ -54,7 +55,7 @@ class OptimParamShard:
     @property
     def keeps_shape(self) -> bool:
         """True if it is the full parameter, in its shape."""
-        return self.bucket.keeps_shape(self.fragment.slot)
+        return bool(self.bucket.owners) or not self.bucket.is_sharded
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return its elements of a tensor that is laid out like the master of its bucket."""

@@ -64,8 +64,6 @@ def matrices() -> nn.Module:
 @case(
     "one that is not elementwise",
     [("Adafactor", form) for form in FORMS],
-    words=["zero_optimization.stage", "a part of every parameter", "Use stage 1 or 2"],
-    error=ValueError,
     close=KERNELS,
 )
 def whole_parameters(run: Run, variant: tuple[str, str]) -> None:

@@ -345,7 +345,7 @@ def test_what_cannot_be_done_with_a_part() -> None:
     with pytest.raises(ConfigError, match="with its class's forward, got another one"):
         zerolite.initialize(model, at("2", expert_parallel={"size": 2}))
     with pytest.raises(ValueError, match="expert_parallel gives each rank a part"):
-        experts.make("Mixture", 2, "1", zero={"whole_parameters": True})
+        experts.make("Mixture", 2, "1", optimizer=("Adafactor", {}))
 
 
 @pytest.mark.fast("3 moving-2")

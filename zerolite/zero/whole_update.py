@@ -1,0 +1,134 @@
+"""Updates by optimizers that need whole parameters: each parameter belongs to one rank, which keeps its states.
+
+Gradients and masters are divided as for every optimizer. An update sends both to the owners, lets the optimizer update
+the whole parameters there, in their shapes, and sends the masters back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from zerolite.zero.bucket import Bucket
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.flat import flattened
+from zerolite.zero.layout import Fragment
+from zerolite.zero.owner_exchange import OwnerExchange, balanced_owners
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
+from zerolite.zero.torch_update import TorchUpdate
+from zerolite.zero.update import SpanTensors, UpdateInputs
+
+
+def set_owners(buckets: Sequence[Bucket]) -> None:
+    """Choose an owner for each parameter of these buckets, balanced by elements."""
+    slots = [(bucket, slot) for bucket in buckets for slot in bucket.layout.slots]
+    if slots:
+        owners = balanced_owners([slot.numel for _, slot in slots], buckets[0].groups.states.world_size)
+        for (bucket, slot), owner in zip(slots, owners, strict=True):
+            bucket.owners[slot.index] = owner
+
+
+def whole_parameters(bucket: Bucket, like: torch.Tensor) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    """Yield the parameters of a bucket that this rank owns, and memory for each, with the device and dtype of
+    ``like``."""
+    for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+        if slot.numel and bucket.owners[slot.index] == bucket.groups.states.rank:
+            shape, strides = unpartitioned_shape(parameter), bucket.strides[slot.index]
+            memory = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+            yield Fragment(slot, slot.numel, 0, slot.start, 0), memory
+
+
+class WholeUpdate(TorchUpdate):
+    """See the module. Each call of ``update`` exchanges, so all ranks call it for the same buckets."""
+
+    # In a call with few elements of its own a rank would often own nothing, and wait for the others.
+    least_numel = 1 << 26
+
+    def __init__(self, inner: Optimizer, buffer: ParameterBuffer) -> None:
+        self._exchanges: dict[tuple[int, ...], OwnerExchange] = {}  # by the indices of the buckets
+        super().__init__(inner, buffer)
+        self.can_skip_on_device = False
+
+    def add_buckets(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            _release(bucket)
+
+    def leave_out(self, sub_group: Sequence[SpanTensors]) -> None:
+        exchange, dtype = self._exchange_of(sub_group), _common_dtype(sub_group)
+        exchange.to_owners({}, dtype)
+        exchange.to_parts(exchange.to_owners({}, dtype), dtype)
+
+    def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs, shares_gradient: bool = False) -> None:
+        exchange, dtype, used = self._exchange_of(sub_group), _common_dtype(sub_group), inputs.used
+        fragments = [(tensors, f) for tensors in sub_group for f in tensors.span.bucket.fragments]
+        gradients, masters = (
+            exchange.to_owners({f.slot.index: _part(flat(tensors), f) for tensors, f in fragments}, dtype)
+            for flat in (lambda tensors: tensors.gradient, lambda tensors: tensors.master)
+        )
+        shards = [s for tensors in sub_group for s in tensors.span.bucket.shards if used is None or s.index in used]
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for shard in shards:
+            shape, strides = unpartitioned_shape(shard.parameter), shard.bucket.strides[shard.index]
+            gradient, master = (
+                values[shard.index].to(self._device_of(shard), shard.bucket.update_dtype).as_strided(shape, strides)
+                for values in (gradients, masters)
+            )
+            shard.tensor.data, shard.tensor.grad = master, gradient.mul_(inputs.factor)
+            chosen.setdefault(shard.group, []).append(shard.tensor)
+        if self._counts_in_groups:
+            self._restore_counts()
+            self._add_stand_ins(chosen, used, sub_group[0].master)
+        try:
+            self._step_inner(sub_group, shards, chosen, inputs)
+            for shard in shards:
+                masters[shard.index] = flattened(shard.tensor.data, shard.bucket.strides[shard.index])
+        finally:
+            for tensors in sub_group:
+                _release(tensors.span.bucket)
+        self._tag_states(shards)
+        self._note_states(shards)
+        updated = exchange.to_parts(masters, dtype)
+        for tensors, fragment in fragments:
+            if used is None or fragment.slot.index in used:
+                _part(tensors.master, fragment).copy_(updated[fragment.slot.index])
+        for tensors in sub_group:
+            if tensors.out is not None:
+                tensors.out.copy_(tensors.master)
+
+    def _views(self, sub_group: Sequence[SpanTensors]) -> dict[int, list[torch.Tensor]]:
+        group_of = {id(p): number for number, group in enumerate(self._inner.param_groups) for p in group["params"]}
+        views: dict[int, list[torch.Tensor]] = {}
+        for tensors in sub_group:
+            for fragment in tensors.span.bucket.fragments:
+                group = group_of[id(self._buffer.parameters[fragment.slot.index])]
+                views.setdefault(group, []).append(_part(tensors.master, fragment))
+        return views
+
+    def _exchange_of(self, sub_group: Sequence[SpanTensors]) -> OwnerExchange:
+        buckets = [tensors.span.bucket for tensors in sub_group]
+        key = tuple(bucket.index for bucket in buckets)
+        if key not in self._exchanges:
+            slots = [slot for bucket in buckets for slot in bucket.layout.slots if slot.numel]
+            owners = [self._buffer.buckets[slot.bucket].owners[slot.index] for slot in slots]
+            comm, device = self._buffer.gradient_memory.groups.states, self._buffer.placements.device
+            self._exchanges[key] = OwnerExchange(self._buffer.layout, slots, owners, comm, device)
+        return self._exchanges[key]
+
+
+def _common_dtype(sub_group: Sequence[SpanTensors]) -> torch.dtype:
+    """Return the dtype in which masters and gradients travel: that of the updates, which all ranks know."""
+    return functools.reduce(torch.promote_types, [tensors.span.bucket.update_dtype for tensors in sub_group])
+
+
+def _part(flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    return flat.narrow(0, fragment.shard_start, fragment.numel)
+
+
+def _release(bucket: Bucket) -> None:
+    """Release the memory of whole parameters and of their gradients."""
+    for shard in bucket.shards:
+        shard.tensor.grad = None
+        shard.tensor.data = shard.tensor.new_empty(0)
