@@ -193,6 +193,8 @@ def test_a_model_that_zero_init_has_built() -> None:
     outside = make(made, "Mlp")
     train_engine(outside, "Mlp", 2)
     torch.testing.assert_close(held(inside), held(outside), rtol=0, atol=0)
+    said = raised(zerolite.get_full_optimizer_state, inside.module.first.weight, "row_var")
+    assert "no optimizer state 'row_var' of its elements" in said, "rows have a value each"
 
 
 @on_ranks(2)

@@ -244,7 +244,7 @@ class ParameterAccess:
 
     def states(self, indices: list[int], name: str) -> list[torch.Tensor | None]:
         states = self._states_here(indices)
-        contents = self._agree([_content(states.get(index), name) for index in indices])
+        contents = self._contents(indices, states, name)
         if _OTHER in contents:
             self._refuse_name(indices[contents.index(_OTHER)], name, states)
         if name == "step":
@@ -267,7 +267,7 @@ class ParameterAccess:
 
     def set_state(self, index: int, name: str, value: Any) -> None:
         local_states = self._states_here([index])
-        (content,) = self._agree([_content(local_states.get(index), name)])
+        (content,) = self._contents([index], local_states, name)
         if content in (_NOTHING, _OTHER):
             self._refuse_name(index, name, local_states)
         is_step, method = name == "step", self._optimizer.method
@@ -280,11 +280,16 @@ class ParameterAccess:
             states = (method.state_of(shard) or {}).values()
             self._buffer.placements.drop_reads(state for state in states if isinstance(state, torch.Tensor))
 
+    def _contents(self, indices: list[int], states: dict[int, dict[str, Any]], name: str) -> list[float]:
+        """Return what all ranks know together of the state ``name`` of these parameters."""
+        sizes = {index: shard.fragment.numel for index, shard in self._shards(indices)}
+        return self._agree([_content(states.get(index), name, sizes.get(index, 0)) for index in indices])
+
     def _refuse_name(self, index: int, name: str, states: dict[int, dict[str, Any]]) -> None:
         made = states.get(index)
         remedy = f"expected one of {sorted(made)}" if made else "states are made by the first update"
         parameter = self._buffer.layout.slots[index].name
-        raise ValueError(f"parameter '{parameter}' has no optimizer state '{name}'; {remedy}")
+        raise ValueError(f"parameter '{parameter}' has no optimizer state '{name}' of its elements; {remedy}")
 
     # ---------------------------------------------------------------- shards and full tensors
 
@@ -346,10 +351,10 @@ _NOTHING, _OTHER, _TENSOR = 0.0, 1.0, 2
 _DTYPES = (*FLOATS, torch.float64)
 
 
-def _content(state: dict[str, Any] | None, name: str) -> float:
+def _content(state: dict[str, Any] | None, name: str, numel: int) -> float:
     if not state:
         return _NOTHING
     value = state.get(name)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or (value.dim() and value.numel() != numel):
         return _OTHER
     return float(_TENSOR + _DTYPES.index(value.dtype))
