@@ -97,7 +97,7 @@ class MuonWithAdamW(Optimizer):
 
 
 MUON: frozenset[type[Optimizer]] = frozenset(
-    {MuonWithAdamW, cls} if (cls := getattr(torch.optim, "Muon", None)) is not None else {MuonWithAdamW}
+    cls for cls in (MuonWithAdamW, getattr(torch.optim, "Muon", None)) if cls is not None
 )
 """Classes whose updates of matrices zerolite makes itself, from the parts that the ranks have."""
 

@@ -64,10 +64,8 @@ class WholeUpdate(TorchUpdate):
     def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs, shares_gradient: bool = False) -> None:
         exchange, dtype, used = self._exchange_of(sub_group), _common_dtype(sub_group), inputs.used
         fragments = [(tensors, f) for tensors in sub_group for f in tensors.span.bucket.fragments]
-        gradients, masters = (
-            exchange.to_owners({f.slot.index: _part(flat(tensors), f) for tensors, f in fragments}, dtype)
-            for flat in (lambda tensors: tensors.gradient, lambda tensors: tensors.master)
-        )
+        gradients = exchange.to_owners({f.slot.index: _part(t.gradient, f) for t, f in fragments}, dtype)
+        masters = exchange.to_owners({f.slot.index: _part(t.master, f) for t, f in fragments}, dtype)
         shards = [s for tensors in sub_group for s in tensors.span.bucket.shards if used is None or s.index in used]
         chosen: dict[int, list[torch.Tensor]] = {}
         for shard in shards:
