@@ -325,7 +325,7 @@ class ShardedOptimizer(Optimizer):
             source = bucket.master.to(bucket.update_dtype)
             pairs = [(fragment, bucket.view_of(fragment, source)) for fragment in bucket.fragments]
             if self._undivided:
-                pairs = list(whole_parameters(bucket, source))
+                pairs = list(whole_parameters(bucket, self._buffer.placements.device))
             for position, (fragment, tensor) in enumerate(pairs):
                 parameter = self._buffer.parameters[fragment.slot.index]
                 group = group_of[id(parameter)]

@@ -31,13 +31,17 @@ def set_owners(buckets: Sequence[Bucket]) -> None:
             bucket.owners[slot.index] = owner
 
 
-def whole_parameters(bucket: Bucket, like: torch.Tensor) -> Iterator[tuple[Fragment, torch.Tensor]]:
-    """Yield the parameters of a bucket that this rank owns, and memory for each, with the device and dtype of
-    ``like``."""
+def whole_parameters(bucket: Bucket, device: torch.device) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    """Yield the parameters of a bucket that this rank owns, with memory for the update of each.
+
+    Args:
+        device: device of the update, if that is not the host.
+    """
+    on = torch.device("cpu") if bucket.updates_on_host else device
     for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
         if slot.numel and bucket.owners[slot.index] == bucket.groups.states.rank:
             shape, strides = unpartitioned_shape(parameter), bucket.strides[slot.index]
-            memory = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+            memory = torch.empty_strided(shape, strides, dtype=bucket.update_dtype, device=on)
             yield Fragment(slot, slot.numel, 0, slot.start, 0), memory
 
 
