@@ -146,7 +146,14 @@ def test_forwards_that_need_values(what: Callable[[Tensor], Tensor], words: list
         (lambda: 3, {}, "refuses this job: expected model to be a torch.nn.Module, got int"),
         (lambda: READY, {}, "got one that returns a model made before; make it inside the function"),
         (nn.ReLU, {}, "engine refuses this job: .*parameter"),
-        (stack, {"zero_optimization": {"stage": 3}, "optimizer": ADAFACTOR}, "engine refuses this job: .*Adafactor"),
+        (
+            stack,
+            {
+                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+                "optimizer": ADAFACTOR,
+            },
+            "engine refuses this job: .*Adafactor",
+        ),
     ],
     ids=["values", "device", "error", "no module", "ready", "no parameters", "optimizer"],
 )
