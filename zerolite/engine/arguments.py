@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zerolite.checkpoint.parameter_access import OWNERS
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.data.micro_batch import LossFunction
-from zerolite.optim.muon import MUON, uses_muon
+from zerolite.optim.muon import MUON, check_matrices, uses_muon
 from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole_parameters, resolve_optimizer
 from zerolite.optim.schedulers import build_scheduler
 from zerolite.utils.accelerator import host_value
@@ -225,12 +225,7 @@ def _make_muon(make: Callable[[Groups], Optimizer], groups: Groups, of_shards: G
     The class wants matrices, and so it gets views of the shards with one row.
     """
     for group in filter(uses_muon, groups):
-        for shape in map(unpartitioned_shape, group["params"]):
-            if len(shape) != 2:
-                raise ValueError(
-                    f"zerolite.initialize: expected matrices for Muon, got a parameter of shape {tuple(shape)}; give "
-                    'it to another optimizer: the optimizer "Muon" of the config does so, in AdamW'
-                )
+        check_matrices(group["params"], "zerolite.initialize")
     views = [[p.view(1, -1) if uses_muon(g) and p.dim() == 1 else p for p in g["params"]] for g in of_shards]
     return make([{**group, "params": params} for group, params in zip(of_shards, views, strict=True)])
 

@@ -20,6 +20,7 @@ from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks, describe_parameter
 from zerolite.engine.options import bucket_numel
 from zerolite.ops.call import QUANT_BLOCK
+from zerolite.optim.muon import MUON, MuonWithAdamW, check_matrices, uses_muon
 from zerolite.precision.dtypes import Precision
 from zerolite.tensor_parallel.shard_spec import is_of_experts, spread_of
 from zerolite.utils.dtypes import FLOATS
@@ -228,6 +229,8 @@ class UnfrozenParams:
                 "in no param group of the optimizer, so nothing would train it. Say how it is to be trained, before "
                 "its forward: engine.optimizer.add_param_group({'params': [...], 'lr': ...})"
             )
+        if type(self._parts.optimizer.inner) in MUON and uses_muon(groups[0]):
+            check_matrices(homeless, "zerolite: parameters that require a gradient now")
         groups[0]["params"].extend(homeless)
         self._train(unfrozen)
 
@@ -252,6 +255,8 @@ class UnfrozenParams:
             if problem is not None:
                 raise ValueError(f"engine.optimizer.add_param_group: expected parameters to train, got {problem}")
         inner = self._parts.optimizer.inner
+        if type(inner) in MUON and not isinstance(inner, MuonWithAdamW):  # which chooses itself
+            check_matrices(parameters, "engine.optimizer.add_param_group")
         type(inner).add_param_group(inner, {**group, "params": parameters})
         frozen = {id(p) for p in self._frozen}
         self._watch([p for p in parameters if id(p) not in frozen])

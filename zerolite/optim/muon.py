@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,11 @@ class MuonWithAdamW(Optimizer):
         )
         rate = lr if adam_lr is None else adam_lr
         self._adamw = torch.optim.AdamW([{"params": []}], lr=rate, weight_decay=weight_decay, betas=betas, eps=eps)
-        super().__init__(params, {})
+        # A group's own defaults come first. The ranks compare the values of all keys that are here.
+        super().__init__(params, {**self._adamw.defaults, **self._muon.defaults, "use_muon": True})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the defaults of its optimizer. Raises ValueError if Muon would get a non-matrix."""
@@ -105,6 +109,16 @@ MUON: frozenset[type[Optimizer]] = frozenset(
 def uses_muon(group: Mapping[str, Any]) -> bool:
     """Return True if Muon updates the parameters of a group of one of the classes of :data:`MUON`."""
     return bool(group.get("use_muon", True))
+
+
+def check_matrices(parameters: Iterable[torch.Tensor], caller: str) -> None:
+    """Raise ValueError, which begins with the name of the caller, if one of these is no matrix."""
+    for shape in map(_shape, parameters):
+        if len(shape) != 2:
+            raise ValueError(
+                f"{caller}: expected matrices for Muon, got a parameter of shape {shape}; give it to another "
+                'optimizer: the optimizer "Muon" of the config does so, in AdamW'
+            )
 
 
 def orthogonalize(

@@ -50,7 +50,8 @@ class MuonUpdate(TorchUpdate):
     def leave_out(self, sub_group: Sequence[SpanTensors]) -> None:
         exchange = self._exchange_of(sub_group)
         if exchange is not None:
-            exchange.to_parts(exchange.to_owners({}, _SENT), _SENT)
+            whole = exchange.to_owners({}, _SENT)
+            exchange.to_parts({index: flat.zero_() for index, flat in whole.items()}, _SENT)
 
     def _step_inner(
         self,
@@ -134,7 +135,7 @@ class MuonUpdate(TorchUpdate):
             if slots and self._buffer.shard:
                 costs = [work_of(unpartitioned_shape(self._buffer.parameters[slot.index])) for slot in slots]
                 comm = self._buffer.gradient_memory.groups.states
-                owners = balanced_owners(costs, comm.world_size)
+                owners = balanced_owners(costs, [0.0] * comm.world_size)
                 exchange = OwnerExchange(self._buffer.layout, slots, owners, comm, self._buffer.placements.device)
             self._exchanges[key] = exchange
         return self._exchanges[key]

@@ -26,7 +26,7 @@ from zerolite.zero.kernel_update import KernelUpdate
 from zerolite.zero.muon_update import MuonUpdate
 from zerolite.zero.torch_update import TorchUpdate
 from zerolite.zero.update import Groups, OptimParamShard, State, UpdateMethod
-from zerolite.zero.whole_update import WholeUpdate, set_owners, whole_parameters
+from zerolite.zero.whole_update import WholeUpdate, fill_whole_parameters, set_owners, whole_parameters
 
 if TYPE_CHECKING:
     from zerolite.zero.step import StepPipeline
@@ -89,6 +89,8 @@ class ShardedOptimizer(Optimizer):
         if isinstance(make_inner, Optimizer):
             self.inner = make_inner
         else:
+            if self._undivided:
+                fill_whole_parameters(buffer)
             tensors: list[list[torch.Tensor]] = [[] for _ in groups]
             for shard in self.shards():
                 tensors[shard.group].append(shard.tensor)
@@ -319,7 +321,7 @@ class ShardedOptimizer(Optimizer):
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         buckets = list(buckets)
         if self._undivided:
-            set_owners(buckets)
+            set_owners(buckets, self._buffer)
         for bucket in buckets:
             bucket.update_dtype = self._update_dtype(bucket.master.dtype)
             source = bucket.master.to(bucket.update_dtype)
@@ -366,12 +368,13 @@ class ShardedOptimizer(Optimizer):
     def _partition(self) -> dict[str, Any]:
         layout = self._buffer.layout
         rows = max((bucket.rows for bucket in layout.buckets), default=0)
+        owners = [self._buffer.buckets[slot.bucket].owners.get(slot.index) for slot in layout.slots]
         return {
             "shard": self._buffer.shard,
             "world_size": layout.world_size,
             "rank": self._buffer.rank,
             "buckets": [bucket.numel for bucket in layout.buckets],
-            **({"whole": True} if self._undivided else {}),
+            **({"owners": owners} if self._undivided else {}),
             **({"rows": rows} if 0 < rows < layout.world_size else {}),
             **self._grid,
         }

@@ -55,13 +55,10 @@ class OwnerExchange:
         in_order = [slot for of_owner in by_owner for slot in of_owner]
         self._parts = [(slot.index, layout.param_range(slot, comm.rank).numel) for slot in in_order]
         sent = [[sum(layout.param_range(s, rank).numel for s in slots) for slots in by_owner] for rank in ranks]
-        self._sent, self._largest = sent[comm.rank], max(map(max, sent))
+        self._sent, self._largest = sent[comm.rank], max(map(max, sent))  # the largest of all ranks
         # The parts of all ranks as they arrive, those of rank 0 first.
         self._ranges = [[layout.param_range(slot, rank) for slot in self.owned] for rank in ranks]
         self._received = [sum(part.numel for part in of_rank) for of_rank in self._ranges]
-        self._largest = max(
-            sum(layout.param_range(slot, rank).numel for slot in of_owner) for of_owner in by_owner for rank in ranks
-        )
         # Of each owned parameter the numbers of its parts as they arrive, in the order of its elements.
         self._order = [
             [len(self.owned) * rank + place for rank in sorted(ranks, key=lambda r: self._ranges[r][place])]
@@ -102,15 +99,20 @@ class OwnerExchange:
         return {index: piece for (index, _), piece in zip(self._parts, pieces, strict=True)}
 
     def _exchange(
-        self, parts: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], dtype: torch.dtype
+        self, parts: list[torch.Tensor], sent: Sequence[int], received: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._device)
         return self._comm.all_to_all_rows(flat.view(-1, 1), sent, received, self._largest, _TAG).wait().view(-1)
 
 
-def balanced_owners(costs: Sequence[float], world_size: int) -> list[int]:
-    """Return an owner for each cost: the largest first, each to the rank that has the least so far."""
-    loads = [0.0] * world_size
+def balanced_owners(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """Return an owner for each cost: the largest first, each to the rank that has the least so far.
+
+    Args:
+        costs: what each brings its owner.
+        loads: what each rank has already.
+    """
+    loads = list(loads)
     owners = [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         owners[number] = loads.index(min(loads))

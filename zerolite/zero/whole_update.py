@@ -22,13 +22,16 @@ from zerolite.zero.torch_update import TorchUpdate
 from zerolite.zero.update import SpanTensors, UpdateInputs
 
 
-def set_owners(buckets: Sequence[Bucket]) -> None:
-    """Choose an owner for each parameter of these buckets, balanced by elements."""
+def set_owners(buckets: Sequence[Bucket], buffer: ParameterBuffer) -> None:
+    """Choose an owner for each parameter of these buckets, balanced by elements with those that have owners."""
+    loads = [0.0] * buffer.gradient_memory.groups.states.world_size
+    for bucket in buffer.buckets:
+        for index, owner in bucket.owners.items():
+            loads[owner] += buffer.layout.slots[index].numel
     slots = [(bucket, slot) for bucket in buckets for slot in bucket.layout.slots]
-    if slots:
-        owners = balanced_owners([slot.numel for _, slot in slots], buckets[0].groups.states.world_size)
-        for (bucket, slot), owner in zip(slots, owners, strict=True):
-            bucket.owners[slot.index] = owner
+    owners = balanced_owners([slot.numel for _, slot in slots], loads)
+    for (bucket, slot), owner in zip(slots, owners, strict=True):
+        bucket.owners[slot.index] = owner
 
 
 def whole_parameters(bucket: Bucket, device: torch.device) -> Iterator[tuple[Fragment, torch.Tensor]]:
@@ -43,6 +46,16 @@ def whole_parameters(bucket: Bucket, device: torch.device) -> Iterator[tuple[Fra
             shape, strides = unpartitioned_shape(parameter), bucket.strides[slot.index]
             memory = torch.empty_strided(shape, strides, dtype=bucket.update_dtype, device=on)
             yield Fragment(slot, slot.numel, 0, slot.start, 0), memory
+
+
+def fill_whole_parameters(buffer: ParameterBuffer) -> None:
+    """Give the whole parameters of all buckets the masters' values, which an optimizer's constructor may read."""
+    for bucket in buffer.buckets:
+        parts = {fragment.slot.index: _part(bucket.master, fragment) for fragment in bucket.fragments}
+        values = _exchange_between([bucket], buffer).to_owners(parts, bucket.update_dtype)
+        for shard in bucket.shards:
+            tensor = shard.tensor
+            tensor.copy_(values[shard.index].as_strided(tensor.shape, tensor.stride()))
 
 
 class WholeUpdate(TorchUpdate):
@@ -113,11 +126,15 @@ class WholeUpdate(TorchUpdate):
         buckets = [tensors.span.bucket for tensors in sub_group]
         key = tuple(bucket.index for bucket in buckets)
         if key not in self._exchanges:
-            slots = [slot for bucket in buckets for slot in bucket.layout.slots if slot.numel]
-            owners = [self._buffer.buckets[slot.bucket].owners[slot.index] for slot in slots]
-            comm, device = self._buffer.gradient_memory.groups.states, self._buffer.placements.device
-            self._exchanges[key] = OwnerExchange(self._buffer.layout, slots, owners, comm, device)
+            self._exchanges[key] = _exchange_between(buckets, self._buffer)
         return self._exchanges[key]
+
+
+def _exchange_between(buckets: Sequence[Bucket], buffer: ParameterBuffer) -> OwnerExchange:
+    """Return the exchange of the parameters of some buckets."""
+    pairs = [(slot, bucket.owners[slot.index]) for bucket in buckets for slot in bucket.layout.slots if slot.numel]
+    comm, device = buffer.gradient_memory.groups.states, buffer.placements.device
+    return OwnerExchange(buffer.layout, [slot for slot, _ in pairs], [owner for _, owner in pairs], comm, device)
 
 
 def _common_dtype(sub_group: Sequence[SpanTensors]) -> torch.dtype:
