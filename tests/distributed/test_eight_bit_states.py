@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from tests.toolkit.configs import at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raises, run_steps, train_engine
+from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.optim.adamw8bit import MAXIMA, AdamW8bit
 from zerolite.planning import plan
 
 PARAMS = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}
@@ -27,6 +30,10 @@ NUMEL = WIDTH * WIDTH * DEPTH
 def settings(stage: int | str, precision: str = "fp32", optimizer: Any = EIGHT_BIT, **more: Any) -> dict[str, Any]:
     zero = {"reduce_bucket_size": NUMEL, **more.pop("zero", {})}
     return at(stage, precision, optimizer=optimizer, zero=zero, **more)
+
+
+def without_optimizer(stage: int) -> dict[str, Any]:
+    return {key: value for key, value in settings(stage).items() if key != "optimizer"}
 
 
 def chain(made: dict[str, Any]) -> Any:
@@ -92,7 +99,7 @@ def test_two_bytes_for_each_element_and_fp32_for_embeddings_and_vectors() -> Non
     engine = make_engine(settings(0))
     run_steps(engine, 1, model="OddModel")
     of = {name: engine.optimizer.state[p] for name, p in engine.module.named_parameters() if p.requires_grad}
-    in_codes = {name for name, state in of.items() if "maxima" in state}
+    in_codes = {name for name, state in of.items() if MAXIMA[0] in state}
     assert in_codes == {"up.weight", "down.weight"}
     assert all(of[name]["exp_avg"].dtype == torch.float32 for name in ("embed.weight", "norm.weight", "gain"))
 
@@ -119,6 +126,84 @@ def test_offloaded_states_have_the_bits_of_others(place: str, tmp_path: Path) ->
         steps(engine, 1, 2)
         found.append(held(engine))
     assert_same_bits(found[1], found[0], place)
+
+
+@on_ranks(2)
+def test_a_bucket_on_disk_has_codes_and_states_in_fp32(tmp_path: Path) -> None:
+    """Embedding, biases and norm are in one bucket with the matrices."""
+    found: list[Any] = []
+    for zero in ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}):
+        engine = make_engine(settings(2, "bf16", zero=zero, aio={"checksums": True}))
+        run_steps(engine, 3, model="OddModel")
+        zerolite.set_full_optimizer_state(engine.module.up.weight, "exp_avg", torch.ones(9, 5))
+        run_steps(engine, 1, 3, model="OddModel")
+        engine.save_checkpoint(tmp_path / "saved", tag=str(len(found)))
+        run_steps(engine, 2, 4, model="OddModel")
+        engine.load_checkpoint(tmp_path / "saved", tag=str(len(found)))
+        run_steps(engine, 1, 4, model="OddModel")
+        found.append(held_of_odd(engine))
+    assert_same_bits(found[1], found[0], "on disk and in memory")
+
+
+def held_of_odd(engine: Any) -> dict[str, Any]:
+    """Weights, and states of the parameters that have some."""
+    moments = {
+        f"{key} of {name}": zerolite.get_full_optimizer_state(parameter, key)
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    return {**engine.full_state_dict(), **{name: value for name, value in moments.items() if value is not None}}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_an_instance_that_has_states_goes_on_with_them(stage: int) -> None:
+    model: Any = models.build(models.Chain, depth=DEPTH, width=WIDTH)
+    optimizer = AdamW8bit(model.parameters(), lr=0.01)
+    model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wanted = {name: optimizer.in_fp32(p, optimizer.state[p]) for name, p in model.named_parameters()}
+    engine = zerolite.initialize(model, without_optimizer(stage), optimizer=optimizer)
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = wanted[name][key]
+            assert bool(moment.any()) and torch.equal(zerolite.get_full_optimizer_state(parameter, key), moment)
+    steps(engine, 1)
+    assert zerolite.get_full_optimizer_state(parameter, "step") == 2
+
+
+@pytest.mark.parametrize("given", ["class", "function", "instance"])
+@on_ranks(1)
+def test_embeddings_are_in_fp32_however_the_class_is_given(given: str) -> None:
+    model: Any = models.build(models.OddModel)
+    ways: dict[str, Any] = {"class": AdamW8bit, "function": lambda groups: AdamW8bit(groups)}
+    optimizer = ways.get(given) or AdamW8bit(p for p in model.parameters() if p.requires_grad)
+    engine: Any = zerolite.initialize(model, without_optimizer(1), optimizer=optimizer)
+    run_steps(engine, 1, model="OddModel")
+    dtypes = {name: engine.optimizer.state[getattr(model, name).weight]["exp_avg"].dtype for name in ("embed", "up")}
+    assert dtypes == {"embed": torch.float32, "up": torch.uint8}
+
+
+@on_ranks(1)
+def test_full_states_are_on_the_device() -> None:
+    engine = make_engine(settings(0))
+    run_steps(engine, 1, model="OddModel")
+    with mock.patch.object(engine._parts.buffer.placements, "device", torch.device("meta")):
+        assert zerolite.get_full_optimizer_state(engine.module.up.weight, "exp_avg").is_meta
+
+
+@on_ranks(1)
+def test_a_load_that_fails_leaves_nothing_to_the_next_one(tmp_path: Path) -> None:
+    engine = make_engine(settings(2))
+    run_steps(engine, 1, model="OddModel")
+    engine.save_checkpoint(tmp_path)
+    before = zerolite.get_full_optimizer_state(engine.module.up.weight, "exp_avg")
+    with mock.patch.object(CheckpointReader, "load", side_effect=OSError("no disk")), raises(Exception, "no disk"):
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert torch.equal(zerolite.get_full_optimizer_state(engine.module.up.weight, "exp_avg"), before)
 
 
 def save(directory: str) -> dict[str, Any]:
@@ -171,7 +256,7 @@ def test_states_are_read_and_written_by_parameter(stage: int) -> None:
 
 def states_here(engine: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     names = {id(p): name for name, p in engine.module.named_parameters()}
-    return ((names[id(p)], state) for p, state in engine.optimizer.state.items() if "maxima" in state)
+    return ((names[id(p)], state) for p, state in engine.optimizer.state.items() if MAXIMA[0] in state)
 
 
 @on_ranks(2)

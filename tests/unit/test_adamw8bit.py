@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+from copy import deepcopy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.toolkit.compare import assert_same_bits
 from zerolite.optim import adamw8bit
-from zerolite.optim.adamw8bit import BLOCK, AdamW8bit, Blocks, block_count
+from zerolite.optim.adamw8bit import BLOCK, MAXIMA, AdamW8bit, Blocks, block_count
 
 SEED = torch.Generator().manual_seed(0)
 
@@ -72,7 +77,7 @@ def train(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
         for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         optimizer.step()
 
 
@@ -92,7 +97,33 @@ def test_an_attribute_decides_and_wrong_arguments_are_refused() -> None:
     matrix.fp32_states, vector.fp32_states = True, False  # type: ignore[attr-defined]
     optimizer = AdamW8bit([matrix, vector])
     train(optimizer, [matrix, vector])
-    assert "maxima" not in optimizer.state[matrix] and optimizer.state[vector]["exp_avg"].dtype == torch.uint8
+    assert MAXIMA[0] not in optimizer.state[matrix] and optimizer.state[vector]["exp_avg"].dtype == torch.uint8
     for wrong in ({"lr": -1.0}, {"eps": -1.0}, {"weight_decay": -1.0}, {"betas": (0.9, 1.0)}):
         with pytest.raises(ValueError, match="Invalid"):
-            AdamW8bit([matrix], **wrong)  # type: ignore[arg-type]
+            AdamW8bit([matrix], **wrong)
+
+
+def held(optimizer: AdamW8bit) -> dict[str, Tensor]:
+    return {
+        f"{index} {name}": torch.as_tensor(value)
+        for index, parameter in enumerate(optimizer.param_groups[0]["params"])
+        for name, value in {"weights": parameter, **optimizer.state[parameter]}.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
+def test_a_copy_goes_on_with_the_same_bits(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Codes stay uint8, and maxima and the vector's moments fp32 under parameters in bf16."""
+    begun = [torch.randn(300, generator=SEED).to(dtype), torch.randn(40, 30, generator=SEED).to(dtype)]
+    optimizer = AdamW8bit(begun, lr=0.01)
+    train(optimizer, begun)
+    if way == "state_dict":
+        torch.save(optimizer.state_dict(), tmp_path / "saved")
+        copy = AdamW8bit([value.clone() for value in begun], lr=0.01)
+        copy.load_state_dict(torch.load(tmp_path / "saved"))
+    else:
+        copy = deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    for one in (optimizer, copy):
+        train(one, one.param_groups[0]["params"])
+    assert_same_bits(held(copy), held(optimizer), way)

@@ -266,8 +266,12 @@ class Loader:
                 ) from error
 
         # Two phases: if memory for the states runs out on one rank, all ranks raise before any rank has read tensors.
-        ranks.run(lambda: reader.trust(make_room))
-        ranks.run(fetch)
+        try:
+            ranks.run(lambda: reader.trust(make_room))
+            ranks.run(fetch)
+        except BaseException:
+            self._parts.optimizer.method.drop_load()
+            raise
         self._model_state.after_loading(plan.match.names)
         pipeline.all_gather_params()
         pipeline.state.on_weights_replaced()

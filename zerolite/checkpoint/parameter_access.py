@@ -277,7 +277,7 @@ class ParameterAccess:
             if not is_step:
                 _copy(shard.bucket, shard.fragment, part, new)
             method.load_state(shard, {**local_states[index], name: part})
-            states = (method.state_of(shard) or {}).values()
+            states = self._optimizer.state.get(self._buffer.parameters[index], {}).values()  # as they are stored
             self._buffer.placements.drop_reads(state for state in states if isinstance(state, torch.Tensor))
 
     def _contents(self, indices: list[int], states: dict[int, dict[str, Any]], name: str) -> list[float]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zerolite.checkpoint.parameter_access import OWNERS
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.data.micro_batch import LossFunction
+from zerolite.optim.adamw8bit import MAXIMA, AdamW8bit
 from zerolite.optim.muon import MUON, check_matrices, uses_muon
 from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole_parameters, resolve_optimizer
 from zerolite.optim.schedulers import build_scheduler
@@ -169,11 +170,13 @@ class OptimizerChoice:
 
     Attributes:
         make: the user's instance, or a function from param groups to an optimizer.
+        cls: class of the optimizer.
         untested: it updates parts of parameters although its class is unknown, because the config allows it.
         undivided: each parameter belongs as a whole to one rank.
     """
 
     make: Callable[[Groups], Optimizer] | Optimizer
+    cls: type[Optimizer]
     untested: bool = False
     undivided: bool = False
 
@@ -192,10 +195,11 @@ def choose_optimizer(
         sentence = "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave one out"
         raise ConfigError([("optimizer", sentence)])
     if optimizer is None and config.optimizer is None:
-        return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0))  # nothing is trained
+        return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0), torch.optim.SGD)  # nothing is trained
     make, cls = _maker(optimizer, config, groups)
     if cls in MUON and not tp:  # its updates bring whole matrices together by themselves
-        return OptimizerChoice(make if isinstance(make, Optimizer) else functools.partial(_make_muon, make, groups))
+        made = make if isinstance(make, Optimizer) else functools.partial(_make_muon, make, groups)
+        return OptimizerChoice(made, cls)
     instance = optimizer if isinstance(optimizer, Optimizer) else cls
     reason, asked = check_elementwise(instance), config.zero_optimization.whole_parameters
     undivided = reason is not None and (asked or needs_whole_parameters(cls))
@@ -206,7 +210,7 @@ def choose_optimizer(
             f"{reason} Use an optimizer that updates each element by itself, such as AdamW."
         )
     if not policy.shard_optimizer:
-        return OptimizerChoice(make, untested and tp)
+        return OptimizerChoice(make, cls, untested and tp)
     if undivided and config.zero_optimization.offload_optimizer.device == "nvme":
         raise ValueError(
             'zero_optimization.offload_optimizer.device: expected "cpu" or "none", got "nvme", where states are ranges '
@@ -216,7 +220,7 @@ def choose_optimizer(
         raise ValueError(
             f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. {reason}"
         )
-    return OptimizerChoice(make, untested, undivided)
+    return OptimizerChoice(make, cls, untested, undivided)
 
 
 def _make_muon(make: Callable[[Groups], Optimizer], groups: Groups, of_shards: Groups) -> Optimizer:
@@ -252,6 +256,8 @@ def check_states(optimizer: Optimizer, model: torch.nn.Module, any_shape: bool) 
     for name, parameter in model.named_parameters():
         shape = tuple(unpartitioned_shape(parameter))
         for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(optimizer, AdamW8bit) and key in MAXIMA:
+                continue
             if isinstance(value, torch.Tensor) and value.numel() > 1 and tuple(value.shape) != shape:
                 raise ValueError(
                     f"zerolite.initialize: expected the state '{key}' of parameter '{name}' to have its shape "

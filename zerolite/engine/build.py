@@ -45,7 +45,7 @@ from zerolite.monitor.monitoring import Monitoring
 from zerolite.nn.deferred_logits import LossTiling
 from zerolite.nn.heads import WeightChanges, tile_losses
 from zerolite.nn.tiled_mlp import tile_mlps
-from zerolite.optim.adamw8bit import keep_embeddings_in_fp32
+from zerolite.optim.adamw8bit import AdamW8bit, keep_embeddings_in_fp32
 from zerolite.optim.muon import muon_groups
 from zerolite.utils.accelerator import host_value
 from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS
@@ -88,11 +88,8 @@ def build_engine(
     trains = optimizer is not None or config.optimizer is not None
     if trains:
         groups = param_groups_of(model, optimizer, model_parameters, pipe_stage is not None)
-        named = config.optimizer.type.lower() if optimizer is None and config.optimizer is not None else ""
-        if named == "muon":
+        if optimizer is None and config.optimizer is not None and config.optimizer.type.lower() == "muon":
             groups = muon_groups(model, groups)
-        elif named in ("adamw8bit", "adam8bit"):
-            keep_embeddings_in_fp32(model)
     else:
         groups = freeze(model, config, model_parameters, arguments.lr_scheduler)
     others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
@@ -104,6 +101,8 @@ def build_engine(
         unpartition_model(model)
     has_shards = topology.tensor.world_size > 1 or topology.expert.world_size > 1
     choice = choose_optimizer(optimizer, config, builder.policy, groups, has_shards)
+    if issubclass(choice.cls, AdamW8bit):
+        keep_embeddings_in_fp32(model)
     if choice.existing is not None and choice.existing is not optimizer:  # a function has made it just now
         check_made_optimizer(choice.existing, model, comm, device)
     _check_states_on_all_ranks(choice, model, topology, device, not builder.policy.shard_optimizer)

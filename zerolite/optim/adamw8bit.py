@@ -21,13 +21,8 @@ from torch.optim import Optimizer
 BLOCK = 256  # elements that share a maximum
 _CHUNK = 1 << 22  # elements whose moments are in fp32 at a time
 _EXPONENTS = 7  # powers of ten in a table
-
-
-class Maxima(NamedTuple):
-    """The largest magnitudes of the blocks of both moments, fp32 [blocks]."""
-
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAXIMA = ("exp_avg_max", "exp_avg_sq_max")  # of the moments' blocks
 
 
 class _Table(NamedTuple):
@@ -86,13 +81,14 @@ class Blocks(NamedTuple):
 
 
 class AdamW8bit(Optimizer):
-    """torch.optim.AdamW with moments in 8 bits, and in fp32 for embeddings and parameters of fewer than two dimensions.
+    """torch.optim.AdamW with moments in 8 bits, and in fp32 for parameters of fewer than two dimensions.
 
-    An attribute ``fp32_states`` of a parameter decides if it has one. ``lead`` of a shard is the number of elements
-    between a multiple of 256 of its parameter's elements and its first one.
+    An attribute ``fp32_states`` of a parameter decides if it has one; :func:`keep_embeddings_in_fp32` sets it, and
+    engines call that. ``lead`` of a shard is the number of elements between a multiple of 256 of its parameter's
+    elements and its first one.
 
-    A state has "step" (an int), "exp_avg" and "exp_avg_sq": codes in the parameter's shape and "maxima"
-    (:class:`Maxima`), or tensors in fp32.
+    A state has "step" (an int), "exp_avg" and "exp_avg_sq": tensors in fp32 of the parameter's shape, or codes (uint8)
+    of this shape and "exp_avg_max" and "exp_avg_sq_max", the largest magnitudes of their blocks (fp32 [blocks]).
     """
 
     zerolite_elementwise = True  # but for the maximum of a block that a border of shards divides
@@ -131,16 +127,17 @@ class AdamW8bit(Optimizer):
         if not state:
             state.update(self.new_state(parameter, parameter))
         state["step"] += 1
+        assert parameter.grad is not None, "see step()"
         flat, gradient = _flat(parameter), _flat(_like(parameter.grad, parameter))
-        if "maxima" not in state:
+        if MAXIMA[0] not in state:
             _adamw(flat, gradient, _flat(state["exp_avg"]), _flat(state["exp_avg_sq"]), state["step"], group)
             return
-        moments = self.blocks(parameter, state)
-        for chunk in moments[0].chunks():
-            numbers = [moment.read(chunk) for moment in moments]
-            _adamw(flat[chunk], gradient[chunk], *numbers, state["step"], group)
-            for moment, updated in zip(moments, numbers, strict=True):
-                moment.write(chunk, updated)
+        first, second = self.blocks(parameter, state)
+        for chunk in first.chunks():
+            exp_avg, exp_avg_sq = first.read(chunk), second.read(chunk)
+            _adamw(flat[chunk], gradient[chunk], exp_avg, exp_avg_sq, state["step"], group)
+            first.write(chunk, exp_avg)
+            second.write(chunk, exp_avg_sq)
 
     def new_state(
         self, parameter: torch.Tensor, like: torch.Tensor, device: torch.device | None = None
@@ -155,24 +152,61 @@ class AdamW8bit(Optimizer):
         device = like.device if device is None else device
         has_codes = not getattr(parameter, "fp32_states", like.dim() < 2)
         dtype, state = torch.uint8 if has_codes else torch.float32, dict[str, Any](step=0)
-        for name in Maxima._fields:
+        for name in MOMENTS:
             state[name] = torch.zeros_like(like, dtype=dtype, device=device, memory_format=torch.preserve_format)
-        if has_codes:
+        for name in MAXIMA if has_codes else ():
             count = block_count(like.numel(), getattr(parameter, "lead", 0))
-            state["maxima"] = Maxima(*(torch.zeros(count, device=device) for _ in Maxima._fields))
+            state[name] = torch.zeros(count, dtype=torch.float32, device=device)
         return state
 
     def blocks(self, parameter: torch.Tensor, state: dict[str, Any]) -> tuple[Blocks, Blocks]:
         """Return both moments of a state with codes."""
-        maxima: Maxima = state["maxima"]
-        device, lead = maxima.exp_avg.device, getattr(parameter, "lead", 0)
+        device, lead = state[MAXIMA[0]].device, getattr(parameter, "lead", 0)
         if device not in self._tables:
             self._tables[device] = _table(True, device), _table(False, device)
-        first, second = self._tables[device]
-        return (
-            Blocks(_flat(state["exp_avg"]), maxima.exp_avg, lead, first),
-            Blocks(_flat(state["exp_avg_sq"]), maxima.exp_avg_sq, lead, second),
+        first, second = (
+            Blocks(_flat(state[codes]), _flat(state[maxima]), lead, table)
+            for codes, maxima, table in zip(MOMENTS, MAXIMA, self._tables[device], strict=True)
         )
+        return first, second
+
+    def in_fp32(
+        self, parameter: torch.Tensor, state: dict[str, Any], device: torch.device | None = None
+    ) -> dict[str, Any]:
+        """Return a state with moments in fp32: its own, or what its codes say, in new memory.
+
+        Args:
+            parameter: its attributes say where blocks begin.
+            state: the state.
+            device: of the new memory; by default that of the codes.
+        """
+        if MAXIMA[0] not in state:
+            return state
+        read = {"step": state["step"]}
+        for name, blocks in zip(MOMENTS, self.blocks(parameter, state), strict=True):
+            codes = state[name]
+            read[name] = torch.empty_strided(
+                codes.shape, codes.stride(), dtype=torch.float32, device=codes.device if device is None else device
+            )
+            flat = _flat(read[name])
+            for chunk in blocks.chunks():
+                flat[chunk] = blocks.read(chunk)
+        return read
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a result of ``state_dict()``. Tensors keep their dtypes; torch gives them those of the parameters."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    self.state[parameter][key] = value.to(parameter.device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set what a copy, a pickle or a load has, none of which has tables."""
+        super().__setstate__(state)
+        self._tables = {}
 
 
 def keep_embeddings_in_fp32(model: torch.nn.Module) -> None:

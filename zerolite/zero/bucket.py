@@ -60,7 +60,7 @@ class Bucket:
         shards: the parts of the parameters as the optimizer sees them, with the states that it keeps for each.
         owners: ranks that update the whole parameters, by index; empty where each rank updates its fragments.
         update_dtype: dtype in which the masters are updated.
-        states: optimizer states that are laid out like ``master``, by name.
+        states: optimizer states that are laid out like ``master``, by name; of a torch optimizer, by name and dtype.
         placement: placement of separate masters, of optimizer states, and of gradients that wait for the step.
         compute_placement: placement of ``owned``.
         updates_on_host: the CPU updates the masters, because the states are on host or disk.

@@ -123,13 +123,14 @@ class ParameterBuffer:
             for index, order in zip(indices, strides, strict=True)
             if index in shards
         }
-        empty = torch.empty(0, dtype=dtype, device=self.placements.device)
-        flats = [parts.get(index, empty).clone() for index in indices] if not self.shard else []
+        device = self.placements.device
+        empty = torch.empty(0, dtype=dtype, device=device)
+        flats = [parts.get(index, empty).to(device, copy=True) for index in indices] if not self.shard else []
         if self.shard:
             owners = [spread * rank for rank in range(comm.world_size)]
             owned = [[self.layout.param_range(slot, rank) for rank in owners] for slot in slots]
             starts = [0, *itertools.accumulate(max(part.numel for part in of_ranks) for of_ranks in owned)]
-            rows = torch.zeros(comm.world_size, starts[-1], dtype=dtype, device=self.placements.device)
+            rows = torch.zeros(comm.world_size, starts[-1], dtype=dtype, device=device)
             for index, start in zip(indices, starts, strict=False):
                 if index in parts:
                     rows[comm.rank].narrow(0, start, parts[index].numel()).copy_(parts[index])

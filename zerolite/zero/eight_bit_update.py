@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerolite.optim.adamw8bit import BLOCK, AdamW8bit, Maxima
-from zerolite.utils.memory_tags import STATES, tag_memory
+from zerolite.optim.adamw8bit import BLOCK, MAXIMA, MOMENTS, AdamW8bit
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
@@ -24,7 +23,7 @@ class EightBitUpdate(TorchUpdate):
     states has no room for them.
     """
 
-    state_names = Maxima._fields
+    state_names = MOMENTS
 
     def __init__(self, inner: AdamW8bit, buffer: ParameterBuffer) -> None:
         self._optimizer = inner
@@ -43,16 +42,8 @@ class EightBitUpdate(TorchUpdate):
         state = super().state_of(shard)
         if not state:
             return state
-        state["step"] = torch.tensor(float(state["step"]), device="cpu")
-        if "maxima" in state:
-            for name, blocks in zip(Maxima._fields, self._optimizer.blocks(shard.tensor, state), strict=True):
-                values = self._host_values(shard)
-                flat = values.as_strided((values.numel(),), (1,))
-                for chunk in blocks.chunks():
-                    flat[chunk] = blocks.read(chunk)
-                state[name] = values
-            del state["maxima"]
-        return state
+        step = torch.tensor(float(state["step"]), device="cpu")
+        return {**self._optimizer.in_fp32(shard.tensor, state, torch.device("cpu")), "step": step}
 
     def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
         if not state:
@@ -61,11 +52,11 @@ class EightBitUpdate(TorchUpdate):
         like = shard.view(shard.bucket.master)
         made = self._optimizer.new_state(shard.tensor, like, self._device_of(shard))
         made["step"] = int(state["step"])
-        if "maxima" not in made:
-            for name in Maxima._fields:
+        if MAXIMA[0] not in made:
+            for name in MOMENTS:
                 made[name].copy_(state[name])
         else:
-            for name, blocks in zip(Maxima._fields, self._optimizer.blocks(shard.tensor, made), strict=True):
+            for name, blocks in zip(MOMENTS, self._optimizer.blocks(shard.tensor, made), strict=True):
                 values = self._host_values(shard).copy_(state[name])
                 flat = values.as_strided((values.numel(),), (1,))
                 for chunk in blocks.chunks():
@@ -88,17 +79,8 @@ class EightBitUpdate(TorchUpdate):
             _, (shard, state) = self._loading.popitem()
             self.load_state(shard, state)
 
-    def memory(self) -> Iterable[torch.Tensor]:
-        yield from super().memory()
-        for shard in self.shards():
-            yield from self._state(shard).get("maxima", ())
-
-    def _tag_states(self, shards: Iterable[OptimParamShard]) -> None:
-        shards = list(shards)
-        super()._tag_states(shards)
-        for shard in shards:
-            for maxima in self._state(shard).get("maxima", ()):
-                tag_memory(maxima, STATES)
+    def drop_load(self) -> None:
+        self._loading.clear()
 
     def _host_values(self, shard: OptimParamShard) -> torch.Tensor:
         """Return new memory for a state in fp32 on the host, in the shape and strides of the shard."""

@@ -341,8 +341,10 @@ class ShardedOptimizer(Optimizer):
     def _load_states(self, buckets: Iterable[Bucket], states: Mapping[int, State]) -> None:
         """Give the shards their part of the states from :meth:`_take_states`."""
         for shard in (shard for bucket in buckets for shard in bucket.shards):
-            if states.get(shard.index):
-                self.method.load_state(shard, {key: shard.part_of(v) for key, v in states[shard.index].items()})
+            if state := states.get(shard.index):
+                if isinstance(self.inner, AdamW8bit):
+                    state = self.inner.in_fp32(shard.parameter, state)
+                self.method.load_state(shard, {key: shard.part_of(v) for key, v in state.items()})
 
     # ---------------------------------------------------------------- saving
 

@@ -244,7 +244,8 @@ class TorchUpdate(UpdateMethod):
             if listeners or location != DEVICE:
                 for value in self._state(shard).values():
                     if isinstance(value, torch.Tensor):
-                        tag_memory(value, STATES, HOST if location == DISK and not value.dim() else location)
+                        on_host = location == DISK and not _has_all_elements(value, shard)
+                        tag_memory(value, STATES, HOST if on_host else location)
 
     def on_update_skipped(self) -> None:
         """Drop states that the skipped update has made. Step counts need no correction: torch's fused kernels count on
@@ -313,7 +314,7 @@ class TorchUpdate(UpdateMethod):
         for shard in shards:
             state = self._state(shard)
             for name, value in state.items():
-                if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != shard.fragment.numel:
+                if not _has_all_elements(value, shard):
                     continue
                 if shard.bucket.placement.location != DISK:
                     state[name] = value.to(self._device_of(shard))
@@ -378,20 +379,17 @@ class TorchUpdate(UpdateMethod):
         for shard in bucket.shards:
             shard.tensor.data = shard.view(master)
             if is_copy:
-                state = self._state(shard)
-                state.update({name: shard.view(flat) for name, flat in tensors.states.items() if name in state})
+                self._state(shard).update(_views_of(shard, self._state(shard), tensors.states))
 
     def _unbind(self, tensors: SpanTensors) -> None:
         """Undo :meth:`_bind`. Results that the update has not written in place are copied to ``tensors``."""
         bucket, is_copy = tensors.span.bucket, _is_copy(tensors)
         for shard in bucket.shards if is_copy else ():
             state = self._state(shard)
-            for name, flat in tensors.states.items():
-                if name in state:
-                    view = shard.view(flat)
-                    if address(state[name]) != address(view):
-                        view.copy_(state[name])
-                    state[name] = shard.view(bucket.states[name])
+            for name, view in _views_of(shard, state, tensors.states).items():
+                if address(state[name]) != address(view):
+                    view.copy_(state[name])
+                state[name] = shard.view(bucket.states[_key(name, view.dtype)])
         if _updates_copy(bucket):
             _write_back_master(bucket, tensors.master)
         elif is_copy:
@@ -427,12 +425,28 @@ def _write_back_master(bucket: Bucket, master: torch.Tensor) -> None:
             shard.tensor.data = shard.tensor.new_empty(0)
 
 
+def _has_all_elements(value: object, shard: OptimParamShard) -> bool:
+    """Return True if a state has one value for each element of its shard."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == shard.fragment.numel
+
+
+def _key(name: str, dtype: torch.dtype) -> str:
+    """Return the key in ``Bucket.states``: parameters of one bucket may have a state in different dtypes."""
+    return f"{name} in {dtype}"
+
+
 def _flat_on_disk(bucket: Bucket, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return the stored state of a bucket on disk."""
-    flat = bucket.states.get(name)
-    if flat is None or flat.dtype != dtype:
-        flat = bucket.states[name] = bucket.placement.zeros(bucket.master.numel(), dtype, STATES)
-    return flat
+    """Return the stored state of a bucket on disk, for the shards that have it in this dtype."""
+    key = _key(name, dtype)
+    if key not in bucket.states:
+        bucket.states[key] = bucket.placement.zeros(bucket.master.numel(), dtype, STATES)
+    return bucket.states[key]
+
+
+def _views_of(shard: OptimParamShard, state: State, flats: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the shard's views, by name, of those of ``flats`` in which its states are stored."""
+    stored = {name: flats.get(_key(name, v.dtype)) for name, v in state.items() if _has_all_elements(v, shard)}
+    return {name: shard.view(flat) for name, flat in stored.items() if flat is not None}
 
 
 def _set_grads(shards: Sequence[OptimParamShard], gradient: torch.Tensor) -> None:

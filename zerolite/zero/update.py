@@ -264,6 +264,9 @@ class UpdateMethod(ABC):
     def end_load(self) -> None:  # noqa: B027  most methods keep the tensors themselves
         """Take over what the caller has filled into the tensors of :meth:`make_state`."""
 
+    def drop_load(self) -> None:  # noqa: B027  most methods keep the tensors themselves
+        """Forget the tensors of :meth:`make_state`, because the caller could not fill them."""
+
     @abstractmethod
     def memory(self) -> Iterable[torch.Tensor]:
         """Return all tensors of states, for reports."""
