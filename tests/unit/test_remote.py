@@ -8,10 +8,12 @@ import os
 import shlex
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from tests.cli.helpers import wait_until
 from zerolite.launcher import node, ssh
 from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob
@@ -26,8 +28,9 @@ from zerolite.utils.network import SECRET_VARIABLE
 def test_another_host_is_reached_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     request = LaunchRequest(["t.py"], launcher_args=["-F", "my config"], ssh_port=2222)
-    command = node_command(request, "worker-2", {"PYTHONPATH": "/a b:/c", "PATH": "/bin", "NCCL_DEBUG": "INFO"})
+    command = node_command(request, "worker-2", {"PYTHONPATH": "/a b:/c", "PYTHON_KEYRING_TOKEN": "x", "NCCL_X": "1"})
     assert command[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in command
+    assert {"ControlMaster=no", "ControlPath=none"} <= set(command), "a shared connection outlives its job, or ends it"
     assert command[-4:-1] == ["-p", "2222", "worker-2"]
     start = f"{sys.executable} {shlex.join(NODE)}"
     assert command[-1] == f"cd {tmp_path}; exec env 'PYTHONPATH=/a b:/c' {start}"
@@ -154,9 +157,11 @@ def test_a_silent_launcher_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     listening = Listening()
     for _ in range(20):
         assert listening.heard(node.ALIVE) == []
+    said: list[list[int]] = []
+    monkeypatch.setattr(node, "say", lambda sentence: said.append(list(listening.signals)))
     for _ in range(20):
         listening.connection.pause()
-    assert listening.signals == [1]
+    assert listening.signals == [1] and said == [[1]], "the sentence may wait for ever for a full pipe"
 
 
 def test_messages_come_through_whatever_ranks_write(capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,5 +174,54 @@ def test_messages_come_through_whatever_ranks_write(capfd: pytest.CaptureFixture
     assert written.count(node.MARK) > 3 and max(map(len, written.splitlines())) < 4096
     part = object.__new__(SshPart)
     part.status, part.answer, part._message, part._asked_to_end, part._ended_by_itself = None, {}, b"", False, False
-    part._forward(io.BytesIO(written), shown := io.BytesIO())
+    forged = b"".join(
+        b"zerolite-node .%s\n" % text for text in (b"3", b"{}", b'"ended"', b'{"failures": [{}]}', b"[[]]")
+    )
+    part._forward(io.BytesIO(forged + written), shown := io.BytesIO())
     assert part.failures == [failure] and part._ended_by_itself and shown.getvalue() == b"\r 45%"
+    assert part.answer == {}
+
+
+def ended(script: str, job_line: str = "") -> SshPart:
+    """A part whose client of ssh has ended."""
+    part = SshPart("host2", ["sh", "-c", script], job_line)
+    wait_until(part.poll, timeout=60)
+    return part
+
+
+def test_a_part_that_ends_without_a_reason_is_told() -> None:
+    """Its host shuts down, say, or its directory for the output cannot be made."""
+    silent = """printf 'zerolite-node .{"ended": true}\\n' >&2; exit 143"""
+    (failure,) = ended(silent).failures
+    assert failure.node_failure == "the part of host host2 ended with status 143; the job ends on all hosts"
+    assert failure.exitcode == 143
+    (failure,) = ended("exit 255").failures
+    assert "the connection to host2 is lost (ssh ended with status 255)" in failure.node_failure
+    part = SshPart("host2", ["sh", "-c", f"head -c 5; {silent}"], "1234")
+    part._giver.join()
+    part.send_signal(2)
+    wait_until(part.poll, timeout=60)
+    assert part.failures == [] and part.status == 143, "the signal is the reason"
+
+
+def test_a_long_job_line_waits_for_no_host() -> None:
+    part = SshPart("host2", ["sleep", "100"], "x" * 1_000_000)
+    part.send_signal(2)
+    wait_until(part.poll, timeout=60)
+    assert part.status == 137
+
+
+def test_a_progress_bar_comes_before_its_line_ends() -> None:
+    read, write = os.pipe()
+    part = object.__new__(SshPart)
+    part.answer, part._asked_to_end = {}, False
+    shown = io.BytesIO()
+    thread = threading.Thread(target=part._forward, args=(open(read, "rb"), shown))
+    thread.start()
+    os.write(write, b"10%\r20%")
+    try:
+        wait_until(lambda: shown.getvalue() == b"10%\r", timeout=20)
+    finally:
+        os.close(write)
+        thread.join()
+    assert shown.getvalue() == b"10%\r20%"

@@ -120,7 +120,7 @@ class NodeAgent(LocalElasticAgent):
     def _obey_signal(self, codes: dict[int, int | None]) -> None:
         """Let the ranks finish after Ctrl-C, and end them after any other signal. The command ends all after two."""
         now = time.monotonic()
-        if self._signals[0] != signal.SIGINT:
+        if any(number != signal.SIGINT for number in self._signals):  # SIGTERM comes when the command has gone
             self._end()
         if self._interrupted_at is None:
             self._interrupted_at = now
@@ -154,6 +154,8 @@ class NodeAgent(LocalElasticAgent):
         self._failures = []
         for worker in self.get_worker_group().workers:
             code, record = codes[worker.local_rank], failure_record.read(self._logs.error_files[worker.global_rank])
+            if code is None and record is not None and record.pid != self._pids[worker.local_rank]:
+                record = None  # of a child, which inherits the variable; the rank may bear its failure
             if code == 0:
                 self._failures.append(self._failure(worker, 0, None))
             elif code or record is not None:
@@ -161,7 +163,9 @@ class NodeAgent(LocalElasticAgent):
                 hangs = now - self._reported_at.setdefault(worker.local_rank, now) > HANG_TIMEOUT_S
                 is_pending |= code is None and not hangs
                 is_failed |= code is not None or hangs
-        if is_failed and self._failed_at is None:
+        if not is_failed:  # a rank that hung may have ended with status 0
+            self._failed_at = None
+        elif self._failed_at is None:
             self._failed_at = now
         is_pending |= all(failure.consequence for failure in self._failures if failure.exitcode)
         return self._failed_at is not None and not (is_pending and now - self._failed_at < CAUSE_WAIT_S)
@@ -206,7 +210,7 @@ class NodeAgent(LocalElasticAgent):
         """Exit status of this process."""
         if self._succeeded:
             return 0
-        return 128 + self._signals[0] if self._signals else exit_status(self._failures)
+        return 128 + self._signals[0] if self._signals else exit_status(self._failures) or 1
 
 
 def run_agent(job: NodeJob, log_dir: str, report: int) -> int:

@@ -123,8 +123,10 @@ class LogTail:
     def _run(self) -> None:
         while not self._stop.wait(0 if self._copy() else _POLL_INTERVAL_S):
             pass
-        while self._copy():
-            pass
+        # Only what has been written until now: a process that is left behind may write for ever.
+        behind = max(os.fstat(file.fileno()).st_size - file.tell() for file in self._files.values())
+        for _ in range(behind // _CHUNK):
+            self._copy()
         self._copy(last=True)
 
     def _copy(self, last: bool = False) -> bool:

@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
         part.start()
         status = wait_for([part], signals, connection.pause, connection.tell)
         connection.tell(part.failures)
-        part.finish(signals)
+        part.finish(signals, status)
         return status
     finally:
         send_to_launcher(ended=True)
@@ -156,10 +156,10 @@ class Connection:
                 numbers = os.read(self._control, 4096)
             self._signals.extend(number for number in numbers if number in SIGNALS)
         if self._silent_s > SILENCE_S or (is_ready and not numbers):
+            self._open = False
+            self._signals.append(signal.SIGHUP)  # before a sentence that nobody may read: the pipe may be full
             how = "has closed" if is_ready else f"has been silent for {SILENCE_S:.0f} s"
             say(f"host {os.uname().nodename}: the connection to the launcher {how}; the ranks here are ended")
-            self._open = False
-            self._signals.append(signal.SIGHUP)
 
     def tell(self, failures: Sequence[Failure]) -> None:
         """Tell the launcher why this part ends, once."""

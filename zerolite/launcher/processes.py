@@ -31,12 +31,16 @@ class JobProcesses:
 
     Args:
         job_id: the marker, the value of :data:`JOB_ID_VARIABLE`.
-        spare: children of this process that do not belong to the job, nor do their descendants.
+        spare: children of this process that do not belong to the job, nor do their descendants. Neither do the
+            descendants that exist already: `zerolite t.py > >(tee log)` has tee among them.
     """
 
     def __init__(self, job_id: str, spare: Collection[int] | None = None) -> None:
+        import psutil
+
         self._job_id = job_id
         self._spare = () if spare is None else spare
+        self._earlier = {process.pid for process in psutil.Process().children(recursive=True)}
         self._sessions: set[int] = set()
 
     def find(self) -> dict[int, str]:
@@ -47,7 +51,7 @@ class JobProcesses:
         sessions: dict[int, int] = {}
         pids: set[int] = set()
         for child in psutil.Process().children():
-            if child.pid not in self._spare:
+            if child.pid not in self._spare and child.pid not in self._earlier:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     pids.update({child.pid}, (below.pid for below in child.children(recursive=True)))
         for process in psutil.process_iter(["name", "status", "environ"]):

@@ -26,17 +26,6 @@ from zerolite.utils import failure_record
 PARENT_VARIABLE = "ZEROLITE_AGENT_PID"
 """Variable with the process id of the agent, which a rank must not outlive."""
 
-_PEER_IS_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection was likely closed",
-    "Broken pipe",
-    "remote process exited or there was a network error",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-)
-"""Parts of the messages of gloo, NCCL and torch's store if another process has ended or cannot be reached."""
-
 _NETWORK_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 
 _PRINTERS = ("sys", "torch.distributed.distributed_c10d", "zerolite.diagnostics.uncaught")
@@ -48,7 +37,7 @@ def is_consequence(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
     if "PeerLost" in names:  # raised by the watchdog for a lost rank
         return True
-    return not names.isdisjoint(_NETWORK_ERRORS) and any(part in str(error) for part in _PEER_IS_GONE)
+    return not names.isdisjoint(_NETWORK_ERRORS) and any(part in str(error) for part in failure_record.PEER_IS_GONE)
 
 
 def script_traceback(tb: types.TracebackType | None) -> types.TracebackType | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from zerolite.launcher.failures import Failure
+from zerolite.launcher.failures import Failure, exit_status
 from zerolite.launcher.job import module_arguments
 from zerolite.launcher.node import ALIVE, GO, LAST, MARK, check, find_device_problems
 from zerolite.launcher.options import LaunchRequest
@@ -30,9 +30,21 @@ CHECK_S = 45.0
 SSH_OPTIONS = {
     "BatchMode": "yes",  # no question for a password, which would wait for ever
     "ConnectTimeout": "10",
-    "ServerAliveInterval": "5",  # without an answer to four of these requests the connection is lost
-    "ServerAliveCountMax": "4",
+    "ServerAliveInterval": "5",  # the connection is lost after 20 s: three requests, and none was answered
+    "ServerAliveCountMax": "3",
+    "ControlMaster": "no",  # a connection of its own: a shared one has its first user's options, and is a process
+    "ControlPath": "none",  # that goes on after the job
 }
+
+PYTHON_VARIABLES = (
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "PYTHONUSERBASE"),
+    *("PYTHONOPTIMIZE", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONHASHSEED", "PYTHONINTMAXSTRDIGITS"),
+    *("PYTHONUNBUFFERED", "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONCOERCECLOCALE", "PYTHONWARNDEFAULTENCODING"),
+    *("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONDEBUG", "PYTHONVERBOSE", "PYTHONINSPECT", "PYTHONBREAKPOINT"),
+    *("PYTHONFAULTHANDLER", "PYTHONTRACEMALLOC", "PYTHONMALLOC", "PYTHONMALLOCSTATS", "PYTHONASYNCIODEBUG"),
+    *("PYTHONPROFILEIMPORTTIME", "PYTHONNODEBUGRANGES", "PYTHONPERFSUPPORT", "PYTHON_CPU_COUNT", "PYTHON_GIL"),
+)
+"""Variables of the interpreter. No others stand on a command line, which all users of a host can read."""
 
 ALIVE_S = 1.0
 """Seconds between two signs of life, without which the hosts end their parts."""
@@ -47,10 +59,10 @@ class CannotStart(Exception):
 def node_command(request: LaunchRequest, host: str, environ: Mapping[str, str]) -> list[str]:
     """Return the command that starts the part of another host.
 
-    It starts in this working directory, by the same Python, with this process's ``PYTHON*`` variables.
+    It starts in this working directory, by the same Python, with its variables: :data:`PYTHON_VARIABLES`.
     `cd` and Python are joined by `;`, not `&&`: if the directory is missing, the part starts elsewhere and reports it.
     """
-    settings = [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith("PYTHON")]
+    settings = [f"{key}={value}" for key, value in sorted(environ.items()) if key in PYTHON_VARIABLES]
     words = [*(["env", *settings] if settings else []), sys.executable, *NODE]
     options = [word for key, value in SSH_OPTIONS.items() for word in ("-o", f"{key}={value}")]
     if request.ssh_port is not None:
@@ -79,7 +91,7 @@ class SshPart(Part):
         self.answer: dict[str, Any] | None = None
         self.errors = b""
         self._message = b""  # pieces of a message that has not come whole
-        self._ended_by_itself = self._asked_to_end = False
+        self._ended_by_itself = self._asked_to_end = self._signalled = False
         self._alive_at = float("inf")
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
@@ -90,7 +102,9 @@ class SshPart(Part):
         ]
         for thread in self._forwarders:
             thread.start()
-        self._write(job_line.encode() + b"\n")
+        # The pipe may take less than the whole line as long as the host does not read.
+        self._giver = threading.Thread(target=self._write, args=(job_line.encode() + b"\n",), daemon=True)
+        self._giver.start()
 
     def poll(self) -> bool:
         if self.status is None and (code := exit_code(self.pid)) is not None:
@@ -98,14 +112,23 @@ class SshPart(Part):
             for thread in self._forwarders:
                 thread.join(2)
             self.status = code if code >= 0 else 128 - code
-            if self.status and not self._ended_by_itself and not self._asked_to_end:
-                how = f"ssh ended with status {self.status}"
-                sentence = f"the connection to {self.name} is lost ({how}); the job ends on all hosts"
-                self.failures.append(Failure(host=self.name, seen=time.time(), node_failure=sentence))
+            if self.status and not self._asked_to_end:
+                self._explain(self.status)
         elif (now := time.monotonic()) > self._alive_at:
             self._alive_at = now + ALIVE_S
             self._write(ALIVE)
         return self.status is not None
+
+    def _explain(self, status: int) -> None:
+        """Add a failure if the connection was lost, or if the part has ended without a reason."""
+        if not self._ended_by_itself:
+            how, exitcode = f"the connection to {self.name} is lost (ssh ended with status {status})", 1
+        elif not self._signalled and exit_status(self.failures) == 0:
+            how, exitcode = f"the part of host {self.name} ended with status {status}", status
+        else:
+            return
+        sentence = f"{how}; the job ends on all hosts"
+        self.failures.append(Failure(host=self.name, exitcode=exitcode, seen=time.time(), node_failure=sentence))
 
     def start(self) -> None:
         """Tell the host to start its ranks."""
@@ -113,7 +136,11 @@ class SshPart(Part):
         self._alive_at = time.monotonic()
 
     def send_signal(self, number: int) -> None:
-        self._write(bytes([number]))
+        self._signalled = True
+        if self._giver.is_alive():  # the host has not read what its part is
+            self.kill()
+        else:
+            self._write(bytes([number]))
 
     def end(self) -> None:
         """Close the input of the part, upon which it ends."""
@@ -134,8 +161,17 @@ class SshPart(Part):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
-    def _forward(self, source: BinaryIO, target: BinaryIO) -> None:
-        for line in iter(source.readline, b""):
+    def _forward(self, source: Any, target: BinaryIO) -> None:
+        rest = b""  # a line without an end so far
+        while data := source.read1(1 << 16):
+            lines = (rest + data).splitlines(keepends=True)  # a progress bar ends its lines by a carriage return
+            rest = b"" if lines[-1].endswith((b"\n", b"\r")) else lines.pop()
+            self._forward_lines(lines, target)
+        self._forward_lines([rest], target)
+        source.close()
+
+    def _forward_lines(self, lines: Sequence[bytes], target: BinaryIO) -> None:
+        for line in lines:
             # Rank 0 may have left its cursor in the middle of the line, as progress bars do.
             line, mark, piece = line.partition(MARK)
             if mark:
@@ -146,18 +182,17 @@ class SshPart(Part):
                 with _terminal, suppress(OSError, ValueError):
                     target.write(line)
                     target.flush()
-        source.close()
 
     def _read_piece(self, piece: bytes) -> None:
         self._message += piece[1:].rstrip(b"\n")
         if not piece.startswith(LAST):
             return
         text, self._message = self._message, b""
-        with suppress(ValueError):  # what the ranks wrote has got into it
-            message = json.loads(text)
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # the ranks wrote it, or into it
+            message = dict(json.loads(text))
             if "ended" in message:
                 self._ended_by_itself = True
-            elif "failures" not in message:
+            elif "problems" in message:
                 self.answer = message
             elif self.status is None:  # otherwise the connection was lost before
                 self.failures = [Failure.from_json(fields) for fields in message["failures"]]
@@ -173,6 +208,7 @@ def run(request: LaunchRequest, job: JobPlan) -> int:
     ssh_clients: set[int] = set()
     local: LocalPart | None = None
     parts: list[LocalPart | SshPart] = []
+    status = 2
     if job.local_node is not None:
         log_dir = make_log_dir(job.nodes[job.local_node])
         if log_dir is None:
@@ -191,7 +227,7 @@ def run(request: LaunchRequest, job: JobPlan) -> int:
             check_answers(request, job, parts)
             for part in parts:
                 part.start()
-        return wait_for(parts, signals)
+        status = wait_for(parts, signals)
     except CannotStart as error:
         say(str(error))
     finally:
@@ -199,8 +235,8 @@ def run(request: LaunchRequest, job: JobPlan) -> int:
             if part.status is None:
                 part.kill()
         if local is not None:
-            local.finish(signals)
-    return 2
+            local.finish(signals, status)
+    return status
 
 
 def start_ssh(name: str, command: Sequence[str], job_line: str) -> SshPart:

@@ -28,6 +28,9 @@ from zerolite.utils.network import SECRET_VARIABLE
 INTERRUPT_GRACE_S = 20.0
 """Seconds that the ranks get to finish after Ctrl-C."""
 
+REPETITION_S = 0.5
+"""`timeout -s INT` sends its signal to a process and, at once, to its group too: that is one Ctrl-C, not two."""
+
 WAIT_S = 0.05
 """A signal, or the end of a part, is noticed after so many seconds."""
 
@@ -189,13 +192,16 @@ class LocalPart(Part):
         for pid, name in self._processes.end(grace_s).items():
             say(f"process {pid} ({name}) does not end, not even by SIGKILL: it is stuck in the kernel")
 
-    def finish(self, signals: Sequence[int]) -> None:
-        """Wait for processes that the ranks have left behind, then say where their output is, or remove it.
+    def finish(self, signals: Sequence[int], status: int) -> None:
+        """End processes that the ranks have left behind, then say where the ranks' output is, or remove it.
 
         Args:
             signals: those that have come, and may still come.
+            status: the job's exit status. After success, what is left behind first gets time to end by itself.
         """
-        if not self.status and not signals:
+        if signals or status:
+            self._end_processes(LATE_GRACE_S)
+        else:
             self._end_leftovers(signals)
         if signals and (signals[0] != signal.SIGINT or len(signals) > 1):
             say(f"received {signal_name(signals[-1])} and ended {count(self._job.nproc, 'rank')}")
@@ -218,13 +224,24 @@ class LocalPart(Part):
 
 
 def record_signals() -> list[int]:
-    """Collect the signals of this process. Returns the list to which handlers append their numbers."""
+    """Collect the signals of this process. Returns the list to which handlers append their numbers.
+
+    A signal that comes again within :data:`REPETITION_S` counts once.
+    """
     signals: list[int] = []
+    counted_at: dict[int, float] = {}
+
+    def note(number: int, _: Any) -> None:
+        now = time.monotonic()
+        if now - counted_at.get(number, float("-inf")) > REPETITION_S:
+            counted_at[number] = now
+            signals.append(number)
+
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel forgets how children have ended
     for number in SIGNALS:
         # A signal that is ignored from the start stays ignored: SIGHUP under nohup, for instance.
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: signals.append(number))
+            signal.signal(number, note)
     return signals
 
 
@@ -301,7 +318,7 @@ def run_node(job: NodeJob, signals: list[int]) -> int:
     part = LocalPart(job, log_dir)
     part.start()
     status = wait_for([part], signals)
-    part.finish(signals)
+    part.finish(signals, status)
     return status
 
 

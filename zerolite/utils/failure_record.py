@@ -22,6 +22,17 @@ them, from 1."""
 MOST_TEXT = 1 << 16
 """Characters of a message, and of a traceback, that a node reports."""
 
+PEER_IS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "Broken pipe",
+    "remote process exited or there was a network error",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+)
+"""Parts of the messages of gloo, NCCL and torch's store if another process has ended or cannot be reached."""
+
 
 @dataclass(frozen=True)
 class FailureRecord:
@@ -33,6 +44,7 @@ class FailureRecord:
         time: time of the failure in seconds since the epoch, by this host's clock; 0 if unknown.
         host: the host's name, "" if unknown.
         consequence: it followed from another rank's failure.
+        pid: process id of its writer, 0 if unknown. Children of the rank have the variable too.
     """
 
     message: str
@@ -40,6 +52,7 @@ class FailureRecord:
     time: float = 0.0
     host: str = ""
     consequence: bool = False
+    pid: int = 0
 
     def shortened(self) -> FailureRecord:
         """Return it without the middle of long texts: a store takes no megabytes."""
@@ -52,13 +65,16 @@ def _shortened(text: str) -> str:
 
 
 def write(message: str, traceback: str, consequence: bool = False) -> None:
-    """Write the record of this process, unless there is one already or the agent wants none. It never raises."""
+    """Write the record of this process, unless it has written one or the agent wants none. It never raises.
+
+    It replaces the record of a child, and that of torch's ``record`` decorator, which knows less.
+    """
     path = os.environ.get(VARIABLE)
-    if not path or os.path.exists(path):
+    if not path or ((before := read(path)) is not None and before.pid == os.getpid()):
         return
     now = time.time()
     extra = {"py_callstack": traceback, "timestamp": str(int(now))}
-    ours = {"time": now, "host": socket.gethostname(), "consequence": consequence}
+    ours = {"time": now, "host": socket.gethostname(), "consequence": consequence, "pid": os.getpid()}
     content = {"message": {"message": message, "extraInfo": extra}, "zerolite": ours}
     with contextlib.suppress(OSError):
         # Renamed when it is complete, so that the agent never reads half a file.
@@ -72,17 +88,18 @@ def read(path: str) -> FailureRecord | None:
     """Read a record of :func:`write`, or of torch's ``record`` decorator; None if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-        inside = content["message"]
+            content, written_at = json.load(file), os.fstat(file.fileno()).st_mtime
+        inside, ours = content["message"], content.get("zerolite", {})
         if isinstance(inside, str):
-            return FailureRecord(inside)
-        extra, ours = inside.get("extraInfo", {}), content.get("zerolite", {})
+            inside = {"message": inside}
+        message = str(inside.get("message", ""))
         return FailureRecord(
-            str(inside.get("message", "")),
-            str(extra.get("py_callstack", "")),
-            float(ours.get("time") or extra.get("timestamp") or 0),
+            message,
+            str(inside.get("extraInfo", {}).get("py_callstack", "")),
+            float(ours.get("time") or written_at),  # torch's timestamp has whole seconds
             str(ours.get("host", "")),
-            bool(ours.get("consequence", False)),
+            bool(ours.get("consequence", any(part in message for part in PEER_IS_GONE))),
+            int(ours.get("pid", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
