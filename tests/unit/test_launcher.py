@@ -267,7 +267,7 @@ def test_children_from_before_are_no_processes_of_the_job() -> None:
 
 
 def test_the_ranks_own_record_replaces_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's decorator knows neither the fraction of the second nor what is a consequence; a child knows less still."""
+    """torch's decorator knows neither the fraction of the second nor what is a consequence."""
     path = tmp_path / "record.json"
     monkeypatch.setenv(failure_record.VARIABLE, str(path))
 
