@@ -157,7 +157,7 @@ class Connection:
             self._signals.extend(number for number in numbers if number in SIGNALS)
         if self._silent_s > SILENCE_S or (is_ready and not numbers):
             self._open = False
-            self._signals.append(signal.SIGHUP)  # before a sentence that nobody may read: the pipe may be full
+            self._signals.append(signal.SIGHUP)  # before the sentence, for which the pipe may be too full
             how = "has closed" if is_ready else f"has been silent for {SILENCE_S:.0f} s"
             say(f"host {os.uname().nodename}: the connection to the launcher {how}; the ranks here are ended")
 
