@@ -165,6 +165,28 @@ def test_errors_follow_the_loss_scale(weighted: bool) -> None:
     assert_same_bits(*weights, "weights")
 
 
+@pytest.mark.parametrize("stage", ["2", "3 tight"])
+@on_ranks(4)
+def test_errors_have_one_unit_in_a_backward_and_in_a_read(stage: str) -> None:
+    """The sums of a read take over the errors of those in backwards, and leave them their own."""
+    weights = []
+    for reads in (False, True):
+        given = at(stage, "fp32", 2, 0.0, ("SGD", {"lr": 0.01}), zero={**PAIRS, **GRADIENTS, **LOCO})
+        engine = make_engine({**given, "gradient_predivide_factor": 0.125}, "Mlp")
+        for step in range(4):
+            read = reads and step % 2 == 1
+            engine.set_gradient_accumulation_boundary(not read)
+            x, y = models.float_batch(step, 0, engine.rank)
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            assert bool(engine._parts.groups.partial) == read
+            if read:
+                engine.module.first.weight.grad.sum()
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+        weights.append(snapshot(engine))
+    assert_same_bits(*weights, "weights")
+
+
 def save(directory: Path, steps: int) -> None:
     engine = make_engine(at("3 moving", "bf16", 1, CLIP, ADAMW, zero={**ROWS, **WEIGHTS}))
     run_steps(engine, steps, model="OddModel")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,15 @@ from torch import nn
 from benchmarks.null_communicator import NullCommunicator
 from zerolite.comm import Communicator, Pending, communicator, create_topology, done, record, use_communicator
 from zerolite.comm.gloo import GlooCommunicator
+from zerolite.comm.shared_memory import SharedMemoryCommunicator
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments
 from zerolite.engine.build import build_engine
 from zerolite.utils.accelerator import Platform, use_platform
-from zerolite.zero.compression import Compression
+from zerolite.zero import bucket as bucket_module
+from zerolite.zero import compression as compression_module
+from zerolite.zero.compression import Compression, ErrorFeedback
 from zerolite.zero.groups import TwoHops
 from zerolite.zero.local_sum import LocalSum
 
@@ -68,7 +72,7 @@ class Simulated(NullCommunicator):
         return [bucket for event, bucket in self.log if event == "launch"]
 
 
-def make_engine(comm: Communicator, model: nn.Module, stage: int, **config: Any) -> Any:
+def make_engine(comm: Communicator, model: nn.Module, stage: int, sets: int = 1, **config: Any) -> Any:
     zero = {"stage": stage, "reduce_bucket_size": 64, "stage3_param_persistence_threshold": 0}
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -79,7 +83,11 @@ def make_engine(comm: Communicator, model: nn.Module, stage: int, **config: Any)
     }
     with use_communicator(lambda rank, world: comm):
         resolved = load_config(settings).resolve(comm.world_size)
-        return build_engine(model, resolved, Arguments(), create_topology(comm, CPU), CPU)
+        topology = create_topology(comm, CPU)
+        if sets > 1:
+            shard, replicate = NullCommunicator(0, comm.world_size // sets), NullCommunicator(0, sets)
+            topology = dataclasses.replace(topology, shard=shard, replicate=replicate.serve("replicate", True))
+        return build_engine(model, resolved, Arguments(), topology, CPU)
 
 
 def train(engine: Any, steps: int = 1) -> None:
@@ -305,6 +313,13 @@ def test_late_reductions_go_on_where_they_have_raised(
     assert {gradient.dtype for gradient in found[1]} == {torch.bfloat16}
 
 
+class Mapped(DryTransport):
+    """Its memory of every rank is that of this one."""
+
+    def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.zeros(nbytes, dtype=torch.uint8)] * self.world_size
+
+
 class Queues(Platform):
     """A device that queues collectives, as CUDA does."""
 
@@ -335,6 +350,59 @@ def test_a_second_hop_that_raises_is_launched_before_the_next_first_one(
         calls.append([call.op for call in recorder.calls])
     assert calls[0] == calls[1] and len(calls[0]) == (6 if hop == "all_reduce" else 9)
     assert hop == "compressed" or all(map(torch.equal, *results)), "what nobody sends has no values to compare"
+
+
+@pytest.mark.parametrize("at", ["launch", "wait", "store"])
+def test_sums_over_replicas_that_raise_go_on_where_they_have_stopped(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the launch of the first second hop of three, in the wait for it, and behind that."""
+    calls, means = [], []
+    for fails in (False, True):
+        torch.manual_seed(1)
+        engine = make_engine(Simulated(0, 4), stack(3), 2, sets=2, gradient_accumulation_steps=2)
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine._parts.reducer.wait()
+        assert len(engine._parts.groups.partial) == 3
+        with record() as recorder, monkeypatch.context() as patch:
+            if fails:
+                owner = {"launch": engine._parts.groups.two_hops, "wait": LocalSum, "store": bucket_module}[at]
+                no_memory(patch, owner, {"launch": "second", "wait": "finish", "store": "tag_memory"}[at])
+                with pytest.raises(torch.OutOfMemoryError):
+                    engine._parts.pipeline.finish_reductions()
+            engine._parts.pipeline.finish_reductions()
+        assert engine._parts.reducer.finished
+        calls.append([(call.op, call.dimension, call.key) for call in recorder.calls])
+        means.append(mean_gradients(engine))
+    assert calls[0] == calls[1] and len(calls[0]) == 3 and all(map(torch.equal, *means))
+
+
+@pytest.mark.parametrize(("name", "at"), [("empty", 0), ("quantize", 0), ("empty", 1), ("all_to_all", 0)])
+def test_an_error_is_fed_back_once_by_a_sum_that_raises(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for fails in (False, True):
+        comm = Communicator()
+        compression, values = Compression(comm, ErrorFeedback()), torch.linspace(-1.0, 3.0, 512)
+        found = []
+        for number in range(3):
+            if fails and number == 1:
+                with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                    no_memory(patch, comm if name == "all_to_all" else compression_module, name, at)
+                    compression.reduce_scatter(values.clone(), "gradients")
+            found.append(compression.reduce_scatter(values.clone(), "gradients").wait())
+        results.append([*found, *compression.memory()])
+    assert len(results[0]) == 4 and all(map(torch.equal, *results))
+
+
+def test_nothing_overwrites_what_a_wait_that_raised_has_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of shared memory are used again by every other collective."""
+    comm = SharedMemoryCommunicator(Mapped(0, 2))
+    pending = comm.all_to_all(torch.full((8192,), 0.0), "values")
+    with monkeypatch.context() as patch:
+        no_memory(patch, torch, "cat")
+        with pytest.raises(torch.OutOfMemoryError):
+            pending.wait()
+    for number in (1.0, 2.0):
+        comm.all_to_all(torch.full((8192,), number), "values")
+    assert not pending.wait().any()
 
 
 def test_a_mean_that_raises_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,10 @@ class GlooCommunicator(Communicator):
         def finish() -> torch.Tensor:
             # The first received tensor is written to no more: the sum goes there, which saves an allocation.
             out = received[1 if self.rank == 0 else 0]
-            if dtype != full.dtype or sent is not full:  # what may fail behind the sum must find the parts as they were
-                out = empty(out.numel(), torch.float32 if full.dtype in HALF else full.dtype, sent)
+            # What may fail behind the sum, or within one of chunks in 16 bits, must find the parts as they were.
+            if full.dtype in HALF or dtype != full.dtype or sent is not full:
+                exact = full.dtype if full.dtype not in HALF or dtype in HALF else torch.float32
+                out = empty(out.numel(), exact, sent)
             received[self.rank] = self.shard(sent)
             parts = [received[peer] for peer in range(self.world_size)]
             return tag_memory(mean_in_order(parts, divisor, out).to(device=full.device, dtype=dtype), BUCKETS)

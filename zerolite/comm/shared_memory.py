@@ -92,6 +92,12 @@ class _Lane:
             return None
         return [mapped.narrow(0, self.count % 2 * self._bytes, nbytes) for mapped in self.maps]
 
+    def take_back(self, turn: Pending) -> None:
+        """Take back a turn in which the ranks differ. They may have taken it in different lanes, and their counts stay
+        equal for the collectives after the error."""
+        if self.last is turn:
+            self.count, self.last = self.count - 1, None
+
     def _grow(self, needed: int, like: torch.Tensor) -> bool:
         if self.exhausted or self._share_memory is None:
             return False
@@ -181,19 +187,16 @@ class SharedMemoryCommunicator(GlooCommunicator):
             fence, highest = self.transport.highest(ticket)
 
             def conclude() -> torch.Tensor:
-                self._end_turn(lane, launch, ticket, highest())
-                return finish(regions)
+                reached = highest()
+                if reached != ticket:
+                    lane.take_back(turn)
+                self._compare(reached, ticket, launch)
+                result = finish(regions)
+                lane.last = None  # not before: what is not read yet may be overwritten two turns later
+                return result
 
-            lane.last = _Turn(lane, fence, tensors, conclude)
-            return lane.last
-
-    def _end_turn(self, lane: _Lane, launch: _Announcement, ticket: list[int], highest: list[int]) -> None:
-        lane.last = None
-        # If ranks differ, they may have taken turns in different lanes. Take the turn back, so that their counts stay
-        # equal for the collectives after the error.
-        lane.count -= 1
-        self._compare(highest, ticket, launch)
-        lane.count += 1
+            lane.last = turn = _Turn(lane, fence, tensors, conclude)
+            return turn
 
     def _ticket(self, launch: _Announcement) -> list[int]:
         self._launched += 1

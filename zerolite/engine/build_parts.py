@@ -126,11 +126,11 @@ class PartsBuilder:
         accumulation = self._make_accumulation()
         memory = self._make_gradient_memory(accumulation)
         self._buffer = self._make_buffer(trained, self.rules.layout(trained, names), memory, partitioned)
-        if memory.options.reduce_each_backward and memory.options.use_reduce_scatter and self._groups.has_replicas:
-            self._observers.add(ReplicaSums(self._groups, self._buffer, accumulation))
         synchronize_untrained(model, trained, self.precision, self.topology.data, self.device)
         collector = self._make_collector(trains and not self.topology.trivial)
         self._reducer = Reducer(self._buffer, self._observers)
+        if memory.options.reduce_each_backward and memory.options.use_reduce_scatter and self._groups.has_replicas:
+            self._observers.add(ReplicaSums(self._groups, self._reducer, accumulation))
         inputs = self._observe_model_ranks() if trains else None
         optimizer = self._make_optimizer(choice, param_groups)
         gatherer = self._make_gatherer()

@@ -142,12 +142,6 @@ class Bucket:
         else:
             self.reduced = self._offloaded.write_back(self.reduced)
 
-    def replace_mean(self, pending: Pending) -> None:
-        """Replace the mean gradient by the result of ``pending``, into which it has been sent."""
-        self.release()
-        self.local.use_pending(pending)
-        self.finish()
-
     def fetch(self) -> torch.Tensor:
         """Return the mean gradient on the device, a copy if it is offloaded."""
         assert self.reduced is not None

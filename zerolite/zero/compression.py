@@ -92,10 +92,15 @@ class Compression:
         comm, values = self.comm, full if full.dtype in FLOATS else full.float()
         numel = full.numel() // comm.world_size
         packed = _rows(comm.world_size, numel, GRADIENT_BITS, full)
-        error = self._error(key, values)
-        quantize(values, packed, GRADIENT_BITS, error, 0.0 if self._feedback is None else self._feedback.err_beta)
         total = empty(numel, values.dtype, full)
-        exchanged = comm.all_to_all(packed.view(-1), tag, key)
+        if self._feedback is None:
+            quantize(values, packed, GRADIENT_BITS)
+            exchanged = comm.all_to_all(packed.view(-1), tag, key)
+        else:
+            error, count = self._error(key, values, self._feedback.reset_T)
+            quantize(values, packed, GRADIENT_BITS, error, self._feedback.err_beta)
+            exchanged = comm.all_to_all(packed.view(-1), tag, key)
+            self._errors[key] = error, count + 1  # not before: a launch that raises is made again
 
         def add(received: torch.Tensor) -> Pending:
             dequantize_sum(received.view_as(packed), total, GRADIENT_BITS, divisor)
@@ -136,18 +141,14 @@ class Compression:
         dequantize(packed, arrived, VALUE_BITS)
         return arrived
 
-    def _error(self, key: int, values: torch.Tensor) -> torch.Tensor | None:
-        """Return the error of a bucket, zeros for a new one and after ``reset_T`` reductions."""
-        if self._feedback is None:
-            return None
+    def _error(self, key: int, values: torch.Tensor, reset: int) -> tuple[torch.Tensor, int]:
+        """Return a copy of a bucket's error, zeros for a new one and after ``reset`` reductions, and its count."""
         error, count = self._errors.get(key, (None, 0))
-        if error is None or error.numel() != values.numel():
-            error, count = tag_memory(torch.zeros_like(values, dtype=torch.bfloat16), GRADIENTS), 0
-        elif count == self._feedback.reset_T:
-            error.zero_()
-            count = 0
-        self._errors[key] = error, count + 1
-        return error
+        if error is None or error.numel() != values.numel() or count == reset:
+            return tag_memory(torch.zeros_like(values, dtype=torch.bfloat16), GRADIENTS), 0
+        copy = tag_memory(error.clone(), GRADIENTS)
+        _used_here(error)  # another stream may have allocated it, and it is freed behind the launch
+        return copy, count
 
 
 def _rows(rows: int, numel: int, bits: int, like: torch.Tensor) -> torch.Tensor:

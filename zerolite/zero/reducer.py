@@ -29,7 +29,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from zerolite.comm import collective
+from zerolite.comm import Pending, collective
 from zerolite.comm.flight_recorder import EVENTS
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import GRADIENTS
@@ -396,6 +396,14 @@ class Reducer:
                 self.current.on_gradient_lost()
                 raise
             del self._in_flight[0]  # not before: what has raised is waited for again
+
+    def replace_mean(self, bucket: Bucket, pending: Pending) -> None:
+        """Replace a bucket's mean gradient by the result of ``pending``, into which it has been sent. If this raises,
+        the result is waited for again, and nothing is launched again."""
+        bucket.release()
+        bucket.local.use_pending(pending)
+        self._in_flight.append(bucket)
+        self._wait_for_all()
 
     @collective
     @torch.no_grad()

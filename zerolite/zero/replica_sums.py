@@ -13,28 +13,24 @@ this rank's stretch of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from zerolite.comm import Pending, collective
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.groups import RankGroups, exact_dtype, reduce_in_set
 from zerolite.zero.observers import StepObserver
-
-if TYPE_CHECKING:
-    from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.reducer import Reducer
 
 
 class ReplicaSums(StepObserver):
     """The sums of an engine's buckets. It takes the place of ``RankGroups.reduce_scatter``."""
 
-    def __init__(self, groups: RankGroups, buffer: ParameterBuffer, accumulation: GradAccumulation) -> None:
+    def __init__(self, groups: RankGroups, reducer: Reducer, accumulation: GradAccumulation) -> None:
         assert groups.two_hops is not None
         self._shard, self._two_hops = groups.shard, groups.two_hops
-        self._buffer, self._accumulation = buffer, accumulation
+        self._reducer, self._accumulation = reducer, accumulation
         self._waits = False  # True in a backward that does not close its step
-        self._partial: set[int] = set()  # keys of the buckets that are sums of this set alone
+        self._partial: dict[int, float] = {}  # buckets that are sums of this set alone, by key: their divisors
         groups.reduce_scatter, groups.partial = self.reduce_scatter, self._partial
 
     def before_backward(self) -> None:
@@ -51,22 +47,26 @@ class ReplicaSums(StepObserver):
     def reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype, key: int) -> Pending:
         """Sum a bucket over ``shard``, or with what has waited over both groups; ``wait()`` returns what is added to
         its ``reduced``."""
-        bucket = self._buffer.buckets[key - 1]
+        bucket = self._reducer.buffer.buckets[key - 1]
         if self._waits and (key in self._partial or bucket.reduced is None):
-            self._partial.add(key)
+            self._partial[key] = divisor
             return reduce_in_set(self._shard, full, tag, divisor, key)
         if key not in self._partial:
             return self._two_hops.reduce_scatter(full, tag, divisor, dtype, key)
         pending = self._two_hops.reduce_scatter(full, tag, divisor, dtype, key, bucket.fetch())
-        self._partial.remove(key)  # not before: a launch that raises is made again
+        del self._partial[key]  # not before: a launch that raises is made again
         bucket.release()
         return pending
 
     @torch.no_grad()
     def on_reduced(self) -> None:
         """Complete the sums that no backward has completed."""
-        for key in sorted(self._partial):
-            bucket = self._buffer.buckets[key - 1]
+        for key, divisor in sorted(self._partial.items()):
+            bucket = self._reducer.buffer.buckets[key - 1]
             part = bucket.fetch()
-            bucket.replace_mean(self._two_hops.second(part.to(exact_dtype(part.dtype)), "gradients", key=key))
-            self._partial.remove(key)
+            # Undivided, as in a backward: so is what error feedback keeps of it. A copy: a launch that raises is made
+            # again.
+            part = part.to(exact_dtype(part.dtype)) * divisor
+            pending = self._two_hops.second(part, "gradients", divisor=divisor, key=key)
+            del self._partial[key]
+            self._reducer.replace_mean(bucket, pending)
