@@ -72,10 +72,16 @@ def plan(
     batches = batch_maker(batch, resolved.train_micro_batch_size_per_gpu)
     runs = run_stages(Job(model_fn, resolved, world_size, rank or 0, device, nodes, batches, loss))
     plans = [_plan_of(made, machine, memory) for made in runs]
-    if len(plans) == 1:
-        return plans[0]
+    return plans[0] if len(plans) == 1 else _of_stages(plans, rank, sum(made.tied_parameters for made in runs))
+
+
+def _of_stages(plans: list[Plan], rank: int | None, tied: int) -> Plan:
+    """Return the plan of one rank of a pipeline, which has those of all stages.
+
+    Args:
+        tied: parameters that several stages have.
+    """
     chosen = max(plans, key=lambda one: one.peak.bytes) if rank is None else next(p for p in plans if p.rank == rank)
-    tied = sum(made.tied_parameters for made in runs)
     update = {
         "parameters": sum(one.parameters for one in plans) - tied,
         "trained_parameters": sum(one.trained_parameters for one in plans) - tied,
