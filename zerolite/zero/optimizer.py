@@ -86,36 +86,39 @@ class ShardedOptimizer(Optimizer):
         self._update_dtype = update_dtype
         self._make_shards(buffer.buckets, groups)
         self._pipeline: StepPipeline | None = None  # of the engine
-        if isinstance(make_inner, Optimizer):
-            self.inner = make_inner
-        else:
-            if self._undivided:
-                fill_whole_parameters(buffer)
-            tensors: list[list[torch.Tensor]] = [[] for _ in groups]
-            for shard in self.shards():
-                tensors[shard.group].append(shard.tensor)
-            self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
-            for index, group in enumerate(self.inner.param_groups):
-                group["params"] = list(groups[index]["params"])
+        self.inner = make_inner if isinstance(make_inner, Optimizer) else self._make_inner(make_inner, groups)
         dtypes = [bucket.master.dtype for bucket in buffer.buckets]
         rule = None if self._undivided else choose_rule(self.inner, dtypes)
         states = self._take_states(buffer.parameters)
         for shard in self.shards():  # Adagrad's constructor makes states
             if shard.tensor in self.inner.state:
                 states[shard.index] = self.inner.state.pop(shard.tensor)
-        self.method: UpdateMethod
-        if rule is not None:
-            self.method = KernelUpdate(rule, self.inner, buffer)
-        elif self._undivided:
-            self.method = WholeUpdate(self.inner, buffer)
-        elif isinstance(self.inner, AdamW8bit):
-            self.method = EightBitUpdate(self.inner, buffer)
-        else:
-            self.method = (MuonUpdate if type(self.inner) in MUON else TorchUpdate)(self.inner, buffer)
+        self.method = self._make_method(rule)
         self._load_states(buffer.buckets, states)
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
+
+    def _make_inner(self, make_inner: Callable[[Groups], Optimizer], groups: Groups) -> Optimizer:
+        """Make the optimizer of the shards, in the param groups of their parameters."""
+        if self._undivided:
+            fill_whole_parameters(self._buffer)
+        tensors: list[list[torch.Tensor]] = [[] for _ in groups]
+        for shard in self.shards():
+            tensors[shard.group].append(shard.tensor)
+        inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
+        for index, group in enumerate(inner.param_groups):
+            group["params"] = list(groups[index]["params"])
+        return inner
+
+    def _make_method(self, rule: UpdateRule | None) -> UpdateMethod:
+        if rule is not None:
+            return KernelUpdate(rule, self.inner, self._buffer)
+        if self._undivided:
+            return WholeUpdate(self.inner, self._buffer)
+        if isinstance(self.inner, AdamW8bit):
+            return EightBitUpdate(self.inner, self._buffer)
+        return (MuonUpdate if type(self.inner) in MUON else TorchUpdate)(self.inner, self._buffer)
 
     @collective
     def add_buckets(self, buckets: Sequence[Bucket]) -> None:
