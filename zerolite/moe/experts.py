@@ -22,6 +22,7 @@ from zerolite.config import ConfigError
 from zerolite.moe.copies import histogram
 from zerolite.moe.dispatch import over_ranks, with_capacity
 from zerolite.tensor_parallel.shard_spec import ShardSpec, set_shard_spec, shard_parameter, shard_spec_of
+from zerolite.utils.torch_private import untraced
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
 
 _KEY = "expert_parallel.size"
@@ -168,7 +169,7 @@ class SpreadCall:
         """The number of the layer's experts."""
         return _number(self._module) * self._comm.world_size
 
-    @torch.compiler.disable
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         module, comm = self._module, self._comm
         hidden, index, weights = list(self._signature.bind(module, *args, **kwargs).arguments.values())[1:]
