@@ -18,8 +18,11 @@ from zerolite.planning.command import main as plan
 SITE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*SITE, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", ROOT / "examples" / "gpt" / "README.md"]
 FIRST_STEPS = ROOT / "docs" / "getting-started.md"
-# Left out: commands that need another machine, a network, another launcher, or a process to send a signal to.
-RUNNABLE = re.compile(r"^\$ zerolite (plan|report|inspect|export|--nproc 2 train\.py|--dry-run) ?.*$", re.MULTILINE)
+# Left out: commands that need another machine, a network, another launcher, or a process to send a signal to; and plans
+# of models that users download, or that take minutes (tests/planning has smaller ones of their kind).
+RUNNABLE = re.compile(
+    r"^\$ zerolite (plan --model transformer:|report|inspect|export|--nproc 2 train\.py|--dry-run) ?.*$", re.MULTILINE
+)
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
