@@ -124,7 +124,8 @@ def test_the_first_node_leaves_last(nodes: list[NodeJob]) -> None:
     assert others[0].leave() and first.leave()
 
 
-def test_nodes_that_do_not_join(nodes: list[NodeJob]) -> None:
+def test_nodes_that_do_not_join(nodes: list[NodeJob], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerolite.launcher.rendezvous.GRACE_S", 0.0)
     with pytest.raises(NodeRendezvousError, match=r"of 3 nodes, number 1, 2 did not come within 0 s; see what"):
         join(dataclasses.replace(nodes[0], join_s=0.3))
 

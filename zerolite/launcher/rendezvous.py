@@ -24,6 +24,9 @@ CONNECT_TIMEOUT_S = 5.0
 
 RETRY_S = 0.2
 
+GRACE_S = 15.0
+"""Seconds for which nodes that have met wait longer than those that cannot reach them, which know the reason."""
+
 
 class NodeRendezvousError(RuntimeError):
     """The nodes of a job did not meet; the message names them and says what to do."""
@@ -60,13 +63,14 @@ class NodeRendezvous(StaticTCPRendezvous):
     def _await_nodes(self, store: PrefixStore) -> None:
         job = self._job
         keys = [f"came/{number}" for number in range(job.num_nodes)]
+        wait_s = job.join_s + GRACE_S
         store.set(keys[job.node_rank], "")
         try:
-            store.wait(keys, timedelta(seconds=job.join_s))
+            store.wait(keys, timedelta(seconds=wait_s))
         except RuntimeError as error:
             missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
             raise NodeRendezvousError(
-                f"of {job.num_nodes} nodes, number {', '.join(missing)} did not come within {job.join_s:.0f} s; see "
+                f"of {job.num_nodes} nodes, number {', '.join(missing)} did not come within {wait_s:.0f} s; see "
                 "what these have printed"
             ) from error
 
