@@ -3,11 +3,15 @@
     python benchmarks/experts.py                                           # Qwen3-MoE of 23 M parameters on two ranks
     python benchmarks/experts.py --experts 16 --width 64 --hidden 32 --tokens 64         # few small experts
     python benchmarks/experts.py --nproc 4 --competitors zerolite-3,zerolite-3-experts --rounds 3
+    python benchmarks/experts.py --gbits 1 --steps 2                # two nodes of two ranks; needs root on Linux
 
 All of them train the same Qwen3-MoE of transformers, from equal weights on equal batches, with torch's fused AdamW.
 "-experts": all ranks have the experts together. DeepSpeed's are its AutoEP ("expert_parallel"). Each competitor has
 processes of its own, which sleep while another runs; ratios are taken within a round. "tokens MiB" and "weights MiB"
 are what rank 0 exchanges in a step: rows of tokens, and full gradients and parameters.
+
+With --gbits there is a slow wire between two nodes, see slow_wire.py. Without it tokens and weights are both copies in
+memory, and the times say little about machines where weights are sent.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +37,7 @@ from benchmarks.engines import DEEPSPEED_KEYS, SMALL_BUCKET, adamw_entry, json_c
 from benchmarks.ranks import StepClock, mean_over_ranks
 from benchmarks.report import Row, columns_in_use, disagreement, make_rows, ratio, render_table
 from benchmarks.setting import Competitor, Setting, by_name
+from benchmarks.slow_wire import Node, add_options, describe, two_nodes, why_not
 from benchmarks.workers import Workers
 
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
@@ -173,9 +179,9 @@ def _traffic(train: Any) -> dict[str, float]:
 class Contest(harness.Contest):
     """Competitors that train the same mixture of experts."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, nodes: list[Node]) -> None:
         super().__init__(args, competitors(args.nproc))
-        self.setting = Setting("cpu", args.dtype, 1, args.nproc)
+        self.setting = Setting("cpu", args.dtype, 1, args.nproc, nodes=tuple(nodes))
 
     def make(self, name: str, store: Path) -> Workers:
         return Workers(serve, self.setting, (name, self.args), store)
@@ -207,14 +213,23 @@ class Contest(harness.Contest):
 def main() -> int:
     parser = options.make_parser(__doc__)
     for name, default in (
-        ("nproc", 2), ("experts", 64), ("chosen", 4), ("width", 256), ("hidden", 128), ("layers", 4), ("tokens", 256),
+        ("experts", 64), ("chosen", 4), ("width", 256), ("hidden", 128), ("layers", 4), ("tokens", 256),
         ("rounds", 4), ("steps", 4), ("warmup", 5),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=options.positive, default=default)
+    parser.add_argument("--nproc", type=options.positive, help="ranks (default: 2, with --gbits 4)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     options.add_choice(parser, "--competitors", competitors(2))
+    add_options(parser, None, "between two nodes (default: one node)")
     args = parser.parse_args()
-    with Contest(args) as contest:
+    if args.gbits and (reason := why_not()):
+        parser.error(reason)
+    args.nproc = args.nproc or (4 if args.gbits else 2)
+    if args.gbits and args.nproc % 2:
+        parser.error(f"--nproc: expected an even number for two nodes, got {args.nproc}")
+    with ExitStack() as stack:
+        nodes = stack.enter_context(two_nodes(args.gbits, args.delay)) if args.gbits else []
+        contest = stack.enter_context(Contest(args, nodes))
         contest.run()
         rows = make_rows(args.competitors, contest.absent, COLUMNS, contest.figures)
         disagreements = contest.disagreements()
@@ -222,6 +237,7 @@ def main() -> int:
         f"{name} {getattr(args, name)}" for name in ("experts", "chosen", "width", "hidden", "layers")
     )
     described += f", {args.nproc} gloo ranks, {args.tokens} tokens a rank, {args.dtype}, {harness.machine()}"
+    described += f"; {describe(args.gbits, args.delay)}" if args.gbits else ""
     table = render_table(rows, args.markdown, columns_in_use(rows, COLUMNS))
     harness.publish(args, described, [table], disagreements, results={row["name"]: row for row in rows})
     return 1 if disagreements else 0

@@ -39,7 +39,7 @@ import zerolite
 from benchmarks import harness, options
 from benchmarks.engines import DEEPSPEED_KEYS
 from benchmarks.report import Row, render_table
-from benchmarks.slow_wire import Node, two_nodes, why_not
+from benchmarks.slow_wire import Node, add_options, describe, two_nodes, why_not
 from zerolite.comm import Communicator, use_communicator
 from zerolite.engine.engine_base import parts_of
 from zerolite.planning import Machine, plan
@@ -320,8 +320,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     parser = options.make_parser(__doc__)
     options.add_choice(parser, "--competitors", NAMES)
-    parser.add_argument("--gbits", type=float, default=1.0, help="10^9 bits a second of the wire, in each direction")
-    parser.add_argument("--delay", type=float, default=2.0, help="milliseconds from node to node")
+    add_options(parser, 1.0, "(default: 1)")
     parser.add_argument("--layers", type=options.positive, default=12, help=f"of {WIDTH} x {WIDTH}")
     parser.add_argument("--rounds", type=options.positive, default=5)
     parser.add_argument("--steps", type=options.positive, default=3, help="of a competitor in a round")
@@ -329,8 +328,7 @@ def main(argv: list[str] | None = None) -> None:
     if reason := why_not():
         parser.error(reason)
     rows = rows_of(args)
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    about = f"{harness.machine()}; load {load}; {args.gbits} Gbit/s, {args.delay} ms; {args.layers} layers"
+    about = f"{harness.machine()}; {describe(args.gbits, args.delay)}; {args.layers} layers"
     harness.publish(args, about, [render_table(rows, args.markdown, COLUMNS)], results=rows)
 
 

@@ -14,10 +14,16 @@ from benchmarks.setting import Setting
 
 
 def join_group(rank: int, setting: Setting, store: str) -> None:
-    """Make this process rank `rank` of a default group that meets at the file `store`."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setting.world_size))
+    """Make this process, on its node, rank `rank` of a default group that meets at the file `store`."""
+    local, master = setting.world_size, "127.0.0.1"
+    if setting.nodes:
+        local //= len(setting.nodes)
+        node, master = setting.nodes[rank // local], setting.nodes[0].address
+        node.enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = node.interface
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local), WORLD_SIZE=str(setting.world_size))
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its start and stop messages are no news here
-    os.environ.update(LOCAL_SIZE=str(setting.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(LOCAL_SIZE=str(local), MASTER_ADDR=master, MASTER_PORT="0")
     if setting.device == "cpu":
         torch.set_num_threads(1)
         backend, device_id = "gloo", None

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.slow_wire import Node
+
 LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -24,7 +26,8 @@ Step = Callable[[Tensor, Tensor], Tensor]
 @dataclass(frozen=True)
 class Setting:
     """The same for all competitors. `micro_batch` counts sequences a rank. nvme_path: where those that offload to disk
-    do. pipeline_micro_batches: into how many a pipeline divides the sequences of a step."""
+    do. pipeline_micro_batches: into how many a pipeline divides the sequences of a step. nodes: that have equally many
+    ranks each; none for this machine."""
 
     device: str = "cpu"
     dtype: str = "fp32"
@@ -32,6 +35,7 @@ class Setting:
     world_size: int = 2
     nvme_path: str = tempfile.gettempdir()
     pipeline_micro_batches: int = 4
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)

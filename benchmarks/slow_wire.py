@@ -9,6 +9,7 @@ Nothing of it has a name outside, and all of it ends with this process, however 
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import fcntl
 import os
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import namespaces
 
+_WIRE = "wire0"
 TOOLS = ("ip", "unshare", "nsenter")
 MTU = 60_000  # long packets: few of them, so that carrying them costs little
 _WINDOW = "4096 524288 2097152"  # bytes of a connection in flight: enough for the wire, and no long queue before it
@@ -41,17 +43,31 @@ sys.stdin.read()
 """
 _LATE = 1e-3  # seconds that this process may be late, in which packets of a busy wire wait for it
 _TUNSETIFF, _TUN, _NO_INFO = 0x400454CA, 0x0001, 0x1000
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
+
+
+def add_options(parser: argparse.ArgumentParser, gbits: float | None, about: str) -> None:
+    """Add the rate and the delay of a wire; ``about`` says what the default rate means."""
+    parser.add_argument("--gbits", type=float, default=gbits, help=f"10^9 bits a second in each direction {about}")
+    parser.add_argument("--delay", type=float, default=2.0, help="milliseconds from node to node")
+
+
+def describe(gbits: float, delay_ms: float) -> str:
+    """Return the wire in words, with the load of this machine."""
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    return f"load {load}; {gbits} Gbit/s, {delay_ms} ms"
 
 
 def why_not() -> str | None:
     """Say why there can be no such nodes here, or return None."""
-    trial = ("ip", "tuntap", "add", "dev", "wire0", "mode", "tun")
+    trial = ("ip", "tuntap", "add", "dev", _WIRE, "mode", "tun")
     return namespaces.why_not(TOOLS, "iproute2, util-linux", ("--net", "--uts"), trial)
 
 
 class Node:
     """A namespace with a host name and an address of its own, as long as its first process runs."""
+
+    interface = _WIRE
 
     def __init__(self, number: int, first: int) -> None:
         self.address, self.first = f"10.78.0.{number + 1}", first
@@ -62,6 +78,11 @@ class Node:
 
     def run(self, *argv: str) -> None:
         subprocess.run(self.command(argv), check=True, env=namespaces.ENVIRONMENT)
+
+    def enter(self) -> None:
+        """Move this process, which has one thread, to this node."""
+        for kind, flag in (("net", _CLONE_NEWNET), ("uts", _CLONE_NEWUTS)):
+            _join(self.first, kind, flag)
 
 
 @contextmanager
@@ -77,8 +98,8 @@ def two_nodes(gbits: float, delay_ms: float) -> Iterator[list[Node]]:
         command = [sys.executable, __file__, *(str(node.first) for node in nodes), str(gbits), str(delay_ms)]
         namespaces.start(stack, command)
         for node in nodes:
-            node.run("ip", "addr", "add", f"{node.address}/24", "dev", "wire0")
-            node.run("ip", "link", "set", "wire0", "mtu", str(MTU), "txqueuelen", "1000", "up")
+            node.run("ip", "addr", "add", f"{node.address}/24", "dev", node.interface)
+            node.run("ip", "link", "set", node.interface, "mtu", str(MTU), "txqueuelen", "1000", "up")
         yield nodes
 
 
@@ -86,6 +107,13 @@ def _hold(stack: ExitStack, name: str) -> int:
     """Start the first process of a node and return its process id."""
     command = ["unshare", "--net", "--uts", sys.executable, "-c", _HOLD, name, _WINDOW]
     return namespaces.start(stack, command)
+
+
+def _join(first: int, kind: str, flag: int) -> None:
+    """Move this thread to a namespace of the process ``first``."""
+    with open(f"/proc/{first}/ns/{kind}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), flag):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 # -------------------------------------------------------------------- the pump, in a process of its own
@@ -123,11 +151,9 @@ class _Direction:
 
 def _open_in(first: int) -> int:
     """Make the device of the wire in the network namespace of a process, and return its descriptor."""
-    with open(f"/proc/{first}/ns/net") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
+    _join(first, "net", _CLONE_NEWNET)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH", b"wire0", _TUN | _NO_INFO))
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH", _WIRE.encode(), _TUN | _NO_INFO))
     return device
 
 
