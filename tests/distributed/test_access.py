@@ -18,7 +18,7 @@ from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, make_engine, raised, run_steps, snapshot
 
-STEPS = 3
+STEPS = 2
 STAGES = ("0", "1", "2", "3 moving", "3 defaults")
 WHOLE = ("0", "1", "3 moving")  # of an optimizer that needs whole parameters
 STATES = ("exp_avg", "exp_avg_sq", "step")

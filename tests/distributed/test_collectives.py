@@ -117,7 +117,7 @@ def test_one_process_copies_only_what_is_not_there() -> None:
     assert other.tolist() == [1.0] * 5 and not recorder.calls
 
 
-@pytest.mark.fast("2-shared memory", "3-shared memory", "4-shared memory")
+@pytest.mark.fast("2-shared memory", "4-shared memory")
 @pytest.mark.parametrize("kind", ["shared memory", "native"])
 @on_ranks(2, 3, 4)
 def test_two_communicators_may_mix_in_any_order(kind: str) -> None:

@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.fast("4-all-bf16", "4-replicas 1-fp32")
+@pytest.mark.fast("4-all-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(4)
@@ -115,7 +115,7 @@ def test_what_packing_rounds_to_zero_arrives_with_error_feedback(stage: str, set
     goal = torch.rand(512, generator=torch.Generator().manual_seed(0)) - 0.5
     goal[::64] = 0.0
     left = {}
-    for name, loco, steps in (("without", {}, 10), ("with", {"zeropp_loco_param": {"err_beta": 0.8}}, 120)):
+    for name, loco, steps in (("without", {}, 10), ("with", {"zeropp_loco_param": {"err_beta": 0.8}}, 60)):
         given = at(stage, "fp32", 1, 0.0, ("SGD", {"lr": 0.05}), zero={**sets, **GRADIENTS, **loco})
         engine = zerolite.initialize(Distance(), given)
         target = goal.clone()
@@ -146,6 +146,7 @@ def test_values_that_cannot_be_packed_are_refused_on_all_ranks() -> None:
     engine.step()
 
 
+@pytest.mark.fast("4-True")
 @pytest.mark.parametrize("weighted", [False, True])
 @on_ranks(4)
 def test_errors_follow_the_loss_scale(weighted: bool) -> None:
@@ -165,6 +166,7 @@ def test_errors_follow_the_loss_scale(weighted: bool) -> None:
     assert_same_bits(*weights, "weights")
 
 
+@pytest.mark.fast("4-2")
 @pytest.mark.parametrize("stage", ["2", "3 tight"])
 @on_ranks(4)
 def test_errors_have_one_unit_in_a_backward_and_in_a_read(stage: str) -> None:

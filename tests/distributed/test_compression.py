@@ -154,6 +154,7 @@ def test_one_rank_exchanges_with_itself() -> None:
     assert torch.equal(comm.all_to_all(sent, "gradients").wait(), sent)
 
 
+@pytest.mark.fast("2-native", "3-messages", "4-shared memory")
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, 3, 4)
 def test_an_exchange_brings_every_rank_its_part_of_all(kind: str) -> None:
@@ -165,6 +166,7 @@ def test_an_exchange_brings_every_rank_its_part_of_all(kind: str) -> None:
             assert torch.equal(received, torch.cat([comm.shard(one) for one in sent]))
 
 
+@pytest.mark.fast("2-native", "3-messages", "4-shared memory")
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, 3, 4)
 def test_a_permutation_brings_every_rank_what_its_source_sends(kind: str) -> None:

@@ -303,6 +303,7 @@ SPOILING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.fast("2-inf", "2-large", "2-foreach", "2-on the host")
 @pytest.mark.parametrize("how", SPOILING)
 @on_ranks(2)
 def test_an_update_that_makes_weights_non_finite_is_named(how: str) -> None:

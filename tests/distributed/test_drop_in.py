@@ -30,8 +30,7 @@ def assert_row_is_true(pools: Pools, name: str, everything: bool, world: int = 2
             assert set(found) == {said}, f"stage {stage}: {sorted(set(found))}, the table says {said}"
 
 
-FAST = ("the_engines_loop", "torchs_loop", "accumulated", "joined", "closure", "autocast", "clipped_by_torch")
-FAST += ("grad_read", "own_updates", "module_hooks", "muon_by_name")
+FAST = ("torchs_loop", "closure", "clipped_by_torch", "grad_read", "own_updates", "module_hooks")
 
 
 @pytest.mark.fast(*FAST)

@@ -111,6 +111,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fast("2-host, stage 3", "2-disk")
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
 def test_offloaded_states_have_the_bits_of_others(place: str, tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def load(stage: int, directory: str, optimizer: Any = EIGHT_BIT) -> dict[str, An
 def test_checkpoints_load_at_other_stages_and_worlds_and_into_adamw(pools: Pools, tmp_path: Path) -> None:
     """They have AdamW's states, which are the same codes again."""
     (wanted, *_) = pools(2).run(save, {"directory": str(tmp_path)})
-    for stage in (0, 2, 3):
+    for stage in (0, 3):
         for rank in pools(2).run(load, {"stage": stage, "directory": str(tmp_path)}):
             assert_same_bits(rank["before"], wanted["before"], f"stage {stage}")
             assert_same_bits(rank["after"], wanted["after"], f"a step of stage {stage}")

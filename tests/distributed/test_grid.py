@@ -16,7 +16,7 @@ from tests.toolkit.grids import Gpt, Grid, assert_ranks_agree, make_engine, micr
 from tests.toolkit.pool import Pools
 from zerolite.pipe.schedules import available_schedules
 
-STEPS, CLIP = 6, 0.4
+STEPS, CLIP = 4, 0.4
 
 # Adam divides by the root of the second moment: where a gradient is zero in theory (the bias of a key), it makes a step
 # of lr out of rounding. An eps beside which rounding is small, 1e-7 × 1, leaves rounding what it is.

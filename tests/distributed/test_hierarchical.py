@@ -123,6 +123,7 @@ def test_late_gradients_tied_weights_and_experts(model: str) -> None:
 # -------------------------------------------------------------------- states elsewhere
 
 
+@pytest.mark.fast("nvme-4")
 @on_ranks(4)
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_states_on_host_and_disk(device: str, tmp_path: Path) -> None:

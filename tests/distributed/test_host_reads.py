@@ -72,14 +72,14 @@ def test_a_steady_step_waits_for_nothing(stage: int, loop: str) -> None:
     assert waits[STEADY:] == [0] * 4
 
 
-@pytest.mark.fast("2-2-100")
-@pytest.mark.parametrize(("stage", "layers"), [(0, 100), (2, 100), (1, 20)])
+@pytest.mark.fast("2-2-70")
+@pytest.mark.parametrize(("stage", "layers"), [(0, 70), (2, 70), (1, 20)])
 @on_ranks(2)
 def test_the_device_sees_which_parameters_are_unused(stage: int, layers: int) -> None:
-    """A hundred of them, or twenty in torch's own optimizer. No rank uses the second weight of layer 0 before the last
+    """Seventy of them, or twenty in torch's own optimizer. No rank uses the second weight of layer 0 before the last
     steps, and rank 1 alone that of layer 1 in every second step. A step is one launch that waits for nothing, with the
     numbers of a host that waits."""
-    kernels = layers == 100
+    kernels = layers == 70
     optimizer = ADAMW if kernels else ("AdamW", {"lr": 1e-3, "fused": True})
     outcomes = []
     for on_device in (True, False):

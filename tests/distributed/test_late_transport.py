@@ -73,7 +73,7 @@ def train(given: dict[str, Any], way: str, on_device: bool) -> dict[str, Tensor]
 WAYS = ["plain", "checkpointing", "unused", "clipping", "between", "views"]
 
 
-@pytest.mark.fast(every=7)
+@pytest.mark.fast(every=11)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -170,6 +170,7 @@ def test_a_wait_of_replicas_that_is_left_out_is_seen(stage: str, operation: str)
 # -------------------------------------------------------------------- waits that are left out
 
 
+@pytest.mark.fast("2-1-gradients", "2-2-parameters")
 @pytest.mark.parametrize(
     ("stage", "tag"), [("1", "gradients"), ("2", "parameters"), ("2", "stats"), ("3 tight", "gradients")]
 )

@@ -85,7 +85,7 @@ SKIPPED = [("1", "fp16", "unused"), ("1", "bf16", "weight"), ("2", "bf16", "unus
 SKIPPED += [("3 defaults", "bf16", "weight"), ("3 defaults", "fp16", "unused"), ("3 defaults", "fp16", "weight")]
 
 
-@pytest.mark.fast("2-1-fp16-unused", "2-2-bf16-unused", "2-2-fp16-weight", "2-3 defaults-bf16-weight")
+@pytest.mark.fast("2-1-fp16-unused", "2-2-bf16-unused", "2-3 defaults-bf16-weight")
 @pytest.mark.parametrize(("stage", "precision", "scenario"), SKIPPED)
 @on_ranks(2)
 def test_a_step_that_the_device_skips(stage: str, precision: str, scenario: str) -> None:

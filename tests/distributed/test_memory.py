@@ -54,7 +54,7 @@ DEPTH, WIDTH = 48, 192  # one layer is 2 % of the model, so that a single fresh 
 BUCKET = DEPTH // 8 * WIDTH**2  # an eighth of the model
 
 
-@pytest.mark.fast("1-False-2", "2-True-2")
+@pytest.mark.fast("2-True-2")
 @on_ranks(2, 4, timeout=180)
 @pytest.mark.parametrize(("stage", "shared_memory"), [(1, False), (2, False), (2, True)])
 def test_resident_and_peak_bytes(stage: int, shared_memory: bool) -> None:

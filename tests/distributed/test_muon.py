@@ -140,7 +140,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.fast("3-clip", "3-offload")
+@pytest.mark.fast("3-offload")
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(2, 3)
 def test_settings_have_the_bits_of_stage_0(name: str) -> None:
@@ -205,6 +205,7 @@ def test_a_model_that_zero_init_has_built() -> None:
     assert_same(full(init), full(made))
 
 
+@pytest.mark.fast("2-2", "2-3 moving")
 @pytest.mark.parametrize("stage", [0, 2, "3 moving"])
 @on_ranks(2)
 def test_a_class_of_torch_gets_matrices(stage: int | str) -> None:

@@ -236,14 +236,15 @@ def _without_loss(engine: Any) -> str:
     return said(found)
 
 
-@pytest.mark.fast("exact-2")
+@pytest.mark.fast("stages0-exact-2")
 @on_ranks(1, 2, timeout=240)
 @pytest.mark.parametrize("part", list(PARTS))
-def test_every_cell_of_the_table(part: str) -> None:
+@pytest.mark.parametrize("stages", [(1, 3), (0, 2)])
+def test_every_cell_of_the_table(stages: tuple[int, ...], part: str) -> None:
     cells: dict[tuple[str, str], set[str]] = {}
     alone = dist.get_world_size() == 1
     for mode in MODES:
-        for stage in (0, 3) if alone else range(4):
+        for stage in stages:
             for accumulation in (1, 2):
                 for row, cell in measure(table_config(stage, mode, part, accumulation), part).items():
                     cells.setdefault((row, mode), set()).add(cell)

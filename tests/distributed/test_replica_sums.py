@@ -182,6 +182,7 @@ def test_sums_behind_no_sync_are_in_fp32(stage: str) -> None:
     torch.testing.assert_close(means[1], means[0], rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.fast("4-2")
 @STAGES
 @on_ranks(4)
 def test_steps_that_end_elsewhere_than_predicted(stage: str) -> None:
@@ -200,6 +201,7 @@ def test_steps_that_end_elsewhere_than_predicted(stage: str) -> None:
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.fast("4-2-2", "4-3 tight-0")
 @pytest.mark.parametrize("micro", [0, MICRO - 1])
 @STAGES
 @on_ranks(4)
@@ -217,6 +219,7 @@ def test_a_nan_of_one_micro_batch_of_one_rank_skips_the_step(stage: str, micro: 
     assert_same_on_ranks(snapshot(engine))
 
 
+@pytest.mark.fast("4-3 tight")
 @STAGES
 @on_ranks(4)
 def test_a_checkpoint_within_a_step(stage: str, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ STEPS = 4
 PLAN = {"0": "column", "2": "row"}
 
 
-@pytest.mark.fast("fp32-4-clip")
+@pytest.mark.fast("fp32-1")
 @pytest.mark.parametrize(
     ("precision", "accumulation", "clip"),
     [("fp32", 4, CLIP), ("fp32", 1, 0.0), ("bf16", 1, CLIP), ("bf16", 4, 0.0), ("fp16", 1, CLIP)],
@@ -119,6 +119,7 @@ def test_two_sets_of_four_ranks_and_four_of_two(size: int) -> None:
         replicated_bits(name, 2, size)
 
 
+@pytest.mark.fast("2-4", "hierarchical-4")
 @on_ranks(4)
 @pytest.mark.parametrize("name", SETS)
 def test_without_the_sum_over_replicas_weights_are_others(name: str) -> None:
@@ -167,7 +168,7 @@ def states_of(engine: Any) -> dict[str, Any]:
 _SAVED = ("plain", "replicated")
 
 
-@pytest.mark.fast("2-4", "hierarchical-4")
+@pytest.mark.fast("hierarchical-4")
 @on_ranks(4)
 @pytest.mark.parametrize("name", SETS)
 def test_replicas_count_once(name: str, tmp_path: Path) -> None:
@@ -267,6 +268,7 @@ def test_a_replica_that_computes_something_else_is_named() -> None:
     assert "rank 1" not in said and "rank 3" not in said
 
 
+@pytest.mark.fast("4-step", "4-a save*")
 @pytest.mark.parametrize("then", ["step", "save", "a save that one rank refuses"])
 @on_ranks(4)
 def test_replicas_are_compared_behind_the_sums_of_their_gradients(then: str, tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ def test_an_exception_inside_on_one_rank_leaves_the_ranks_in_step() -> None:
     run_steps(engine, 2)
 
 
+@pytest.mark.fast("2-other parameters")
 @pytest.mark.parametrize("on_the_other", ["nothing", "other parameters", "more uses"])
 @on_ranks(2)
 def test_a_graph_of_one_rank_alone_outlives_the_gather(on_the_other: str) -> None:

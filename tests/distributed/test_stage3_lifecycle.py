@@ -175,13 +175,13 @@ def test_disturbances_of_one_rank() -> None:
 @on_ranks(2)
 def test_whole_parameters() -> None:
     """Nothing is released, or the whole model is one unit."""
-    alone = train(make_engine(2))["state"]
+    alone = train(make_engine(2), steps=4)["state"]
     for fails in (
         functools.partial(failing_forward, "inside the block", Boom),
         functools.partial(failing_backward, "block ends", False),
     ):
         for setting in ("defaults", "one unit"):
-            assert_same(train(make_engine(3, setting), disturb=fails)["state"], alone, f"{fails}, {setting}")
+            assert_same(train(make_engine(3, setting), 4, disturb=fails)["state"], alone, f"{fails}, {setting}")
 
 
 # ---------------------------------------------------------------- other steps
@@ -315,6 +315,7 @@ def test_100_steps_grow_nothing() -> None:
         assert not grown and (late["ModuleExecution"], late["AllGather"]) == (0, 0), (stage, setting, grown)
 
 
+@pytest.mark.fast("2-*")
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(1, 2)
 def test_a_module_outlives_its_engine(stage: int) -> None:
@@ -368,13 +369,14 @@ def test_gradients_after_the_end_of_an_engine(stage: int) -> None:
     assert torch.equal(model.head.weight, before.add(model.head.weight.grad, alpha=-0.1))
 
 
-@pytest.mark.fast("False-2")
+@pytest.mark.fast("before-False-2")
 @on_ranks(2)
 @pytest.mark.parametrize("prepend", [False, True])
-def test_users_hooks_see_whole_weights(prepend: bool) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_users_hooks_see_whole_weights(when: str, prepend: bool) -> None:
     """Hooks of forward and backward run in the order of stage 2."""
 
-    def read_by_hooks(stage: int, setting: str, when: str) -> list[Any]:
+    def read_by_hooks(stage: int, setting: str = "") -> list[Any]:
         model, seen = build(), []
 
         def read(module: nn.Module, *_: Any) -> None:
@@ -394,8 +396,7 @@ def test_users_hooks_see_whole_weights(prepend: bool) -> None:
         train(engine, steps=4)
         return seen
 
-    for when in ("before", "after"):
-        wanted = read_by_hooks(2, "", when)
-        assert wanted
-        for setting in SETTINGS:
-            assert_same(read_by_hooks(3, setting, when), wanted, f"{when}, {setting}")
+    wanted = read_by_hooks(2)
+    assert wanted
+    for setting in SETTINGS:
+        assert_same(read_by_hooks(3, setting), wanted, setting)

@@ -97,7 +97,7 @@ def joined_plain(micros: int, epochs: int = 2) -> Any:
     return reference.train(models.build(models.Mlp), models.square_loss, windows, "fp32", SGD)
 
 
-@pytest.mark.fast("2-2", "3 tight-2", "3 defaults-3")
+@pytest.mark.fast("1-2", "3 tight-3")
 @on_ranks(2, 3, timeout=120)
 @pytest.mark.parametrize("stage", STAGES)
 def test_uneven_passes_are_those_of_the_joint_batches(stage: str) -> None:
@@ -239,6 +239,7 @@ def test_weights_give_the_gradient_of_the_joint_batch() -> None:
             assert_same_bits(results[first], results[stage], f"stages {first} and {stage}")
 
 
+@pytest.mark.fast("2-fp16-*", "3-fp32-*")
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("stage", "precision", "rel"),
@@ -278,6 +279,7 @@ def test_equal_weights_change_no_bit() -> None:
         assert_same_bits(one["parameters"], other["parameters"], f"stage {stage}, with weights and without")
 
 
+@pytest.mark.fast("1-2", "3-2")
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
 def test_what_is_no_weight(stage: str) -> None:

@@ -29,7 +29,7 @@ def assert_like_one_process(model: str, size: int, tolerance: float, **how: Any)
     assert norms == pytest.approx(wanted_norms, rel=tolerance)
 
 
-@pytest.mark.fast("2-2", "3 moving-3")
+@pytest.mark.fast("3 moving-3")
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 moving", "3 tight"])
 def test_stages_match_one_process(stage: str) -> None:
@@ -92,7 +92,7 @@ def test_rings_match_one_process(way: str, stage: str) -> None:
 
 
 @sequences.needs_transformers
-@pytest.mark.fast("ring-True-llama-packed-2", "ring-False-mistral-masked-2")
+@pytest.mark.fast("ring-True-llama-packed-2")
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize("how", ["", "masked", "packed"])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "mistral"])
@@ -164,7 +164,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt_
 
 
 @sequences.needs_transformers
-@pytest.mark.fast("qwen3-2")
+@pytest.mark.slow
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_of_families_are_those_of_one_process(name: str) -> None:
