@@ -201,22 +201,6 @@ def test_what_changes_alike_is_no_difference() -> None:
     assert (engine.global_steps, warnings.messages) == (4, [])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_a_parameter_that_nothing_trains_is_told_once(stage: int) -> None:
-    """A module that was added after the start and given to no optimizer."""
-    engine = make_engine(setting(stage, "fp32", consistency_check_interval=2), "Mlp")
-    setattr(engine.module, f"late{stage}", nn.Linear(3, 3))  # its name is told once in a process
-    for parameter in engine.module.get_submodule(f"late{stage}").parameters():
-        parameter.data.fill_(1.0)  # alike on all ranks
-    with Warnings() as warnings:
-        run_steps(engine, 5)
-    said = f"parameter 'late{stage}.weight' and 1 more requires a gradient and is in no param group"
-    assert [warning.startswith(said) for warning in warnings.messages] == [True] * (engine.rank == 0)
-    assert all("engine.optimizer.add_param_group" in warning for warning in warnings.messages)
-
-
 # -------------------------------------------------------------------- weights
 
 
@@ -338,19 +322,6 @@ def test_spoilt_weights_are_not_saved(tmp_path: Path) -> None:
     said = raised(lambda: engine.save_checkpoint(str(tmp_path)))
     assert said.startswith("FloatingPointError: the update of step 3 made weights")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (2, "bf16")])
-@on_ranks(2)
-def test_weights_that_are_infinite_from_the_start_are_trained_around(stage: int, precision: str) -> None:
-    """As plain PyTorch does: elements without a gradient."""
-    model = torch.nn.Linear(4, 3)
-    with torch.no_grad():
-        model.bias[0] = -torch.inf
-    engine = zerolite.initialize(model, config(stage, precision, optimizer=("SGD", {"lr": 0.1})))
-    for _ in range(3):
-        engine.backward(engine(torch.ones(2, 4))[:, 1:].sum())
-        engine.step()
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from tests.toolkit.configs import at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raises, run_steps, train_engine
-from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.optim.adamw8bit import MAXIMA, AdamW8bit
-from zerolite.planning import plan
 
 PARAMS = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}
 EIGHT_BIT = ("AdamW8bit", PARAMS)
@@ -187,26 +184,6 @@ def test_embeddings_are_in_fp32_however_the_class_is_given(given: str) -> None:
     assert dtypes == {"embed": torch.float32, "up": torch.uint8}
 
 
-@on_ranks(1)
-def test_full_states_are_on_the_device() -> None:
-    engine = make_engine(settings(0))
-    run_steps(engine, 1, model="OddModel")
-    with mock.patch.object(engine._parts.buffer.placements, "device", torch.device("meta")):
-        assert zerolite.get_full_optimizer_state(engine.module.up.weight, "exp_avg").is_meta
-
-
-@on_ranks(1)
-def test_a_load_that_fails_leaves_nothing_to_the_next_one(tmp_path: Path) -> None:
-    engine = make_engine(settings(2))
-    run_steps(engine, 1, model="OddModel")
-    engine.save_checkpoint(tmp_path)
-    before = zerolite.get_full_optimizer_state(engine.module.up.weight, "exp_avg")
-    with mock.patch.object(CheckpointReader, "load", side_effect=OSError("no disk")), raises(Exception, "no disk"):
-        engine.load_checkpoint(tmp_path)
-    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
-    assert torch.equal(zerolite.get_full_optimizer_state(engine.module.up.weight, "exp_avg"), before)
-
-
 def save(directory: str) -> dict[str, Any]:
     engine = chain(settings(2))
     steps(engine, 2)
@@ -280,9 +257,3 @@ def test_a_state_dict_of_this_rank_and_parameters_that_are_unfrozen() -> None:
     assert engine.skipped_steps == 1
     steps(engine, 1, 2)
     assert_same_bits(held(engine), wanted, "after going back")
-
-
-def test_a_plan_shows_two_bytes_for_each_element() -> None:
-    made = plan(models.Chain, settings(2, "bf16"), 4, device="cpu")
-    numel = 12 * 384 * 384
-    assert made.states["optimizer_states"] == (2 + 8 / 256) * numel / 4

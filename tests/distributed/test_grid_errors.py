@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from tests.distributed.test_grid import CLIP, FP32, expected, run
-from tests.distributed.test_grid_loops import PIPE, PIPE_TENSOR, TENSOR, settings
+from tests.distributed.test_grid import FP32, PIPE, PIPE_TENSOR, TENSOR, expected, run, settings
 from tests.toolkit import models
 from tests.toolkit.configs import dynamic_fp16
 from tests.toolkit.grids import Block, Gpt, Grid, assert_ranks_agree, make_engine, micro_batches, own_batches, train
@@ -109,23 +108,6 @@ def raise_in_a_step(stage: int, when: str, schedule: str) -> None:
 def test_a_stage_that_raises(pools: Pools, data: int, stage: int, when: str, schedule: str) -> None:
     """All ranks of one pipeline or of two hear of it at once, and training goes on as if the step had not been."""
     run(pools, (2, data, 1), raise_in_a_step, timeout=30, stage=stage, when=when, schedule=schedule)
-
-
-@pytest.mark.slow
-@on_ranks(4, timeout=30)
-def test_a_tensor_in_p_grad_of_one_rank() -> None:
-    """The other data rank of its stage would wait for its gradients."""
-    engine = make_engine(settings((2, 2, 1)))
-    train(engine, 1)
-    weights = [p for p in engine.module.parameters() if p.numel()]
-    if engine.rank == 0:
-        weights[0].grad = torch.ones_like(weights[0])
-    said = raised(lambda: engine.train_batch(own_batches(engine, 1)))
-    assert "use zerolite.set_full_grad(p, value) on all ranks" in said
-    assert engine.rank == 0 or "rank 0 could not begin: RuntimeError: p.grad of parameter" in said
-    engine.zero_grad()
-    losses, _ = train(engine, 1, 1)
-    assert losses == pytest.approx(expected(2).losses[1:2], rel=FP32)
 
 
 @pytest.mark.fast("2")
@@ -243,17 +225,3 @@ def test_what_does_not_fit_is_said_on_all_ranks() -> None:
 
     said = raised(init)
     assert "zero.Init" in said and "tensor_parallel" in said
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_configs_that_differ_are_named() -> None:
-    first = settings(PIPE, pipeline={"split": ["blocks.2"]})
-    for odd, words in (
-        (settings(PIPE, pipeline={"split": ["blocks.1"]}), "config key pipeline.split is ['blocks.2'] on rank 0"),
-        (settings(TENSOR), "config key pipeline.stages is 2 on rank 0, but 1 on rank 1"),
-        (first | {"gradient_clipping": 3.0}, f"config key gradient_clipping is {CLIP} on rank 0, but 3.0 on rank 1"),
-    ):
-        made = odd if dist.get_rank() else first
-        said = raised(lambda made=made: make_engine(made))
-        assert words in said, (words, said)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import ROOT, free_port, job_environment, wait_until
+from tests.cli.helpers import ROOT, free_port, job_environment
 from zerolite.diagnostics.watchdog import EXIT_STATUS
 
 pytestmark = pytest.mark.slow
@@ -108,33 +106,6 @@ for i in range(4):
     assert status == EXIT_STATUS and "TimedOut" in said and "rank 1 is outside of the engine" in said
 
 
-def test_a_suspended_job_goes_on(tmp_path: Path) -> None:
-    """Rank 0 waits for rank 1, which waits for the test: whether it goes on depends on no speed but the watchdog's."""
-    script = """
-engine = make(15.0)  # so a watchdog looks every 1.5 s
-for i in range(4):
-    if rank == 1 and i == 2:
-        print("waits", flush=True)
-        while not os.path.exists(os.environ["GO_ON"]):
-            time.sleep(0.01)
-    step(engine)
-print("done")
-"""
-    go_on = tmp_path / "go_on"
-    with ranks(tmp_path, script, GO_ON=str(go_on)) as processes:
-        wait_until(lambda: "waits" in (tmp_path / "1").read_text())
-        time.sleep(2)  # it sees the wait
-        for process in processes:
-            process.send_signal(signal.SIGSTOP)
-        time.sleep(18)  # longer than a rank may wait
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
-        time.sleep(3)  # it looks again
-        go_on.touch()
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    assert "done" in (tmp_path / "0").read_text()
-
-
 @pytest.mark.parametrize("call", ["make(2.0)", "engine.reduce(1)"])
 def test_waits_outside_of_steps_are_seen(tmp_path: Path, call: str) -> None:
     first = "engine = make(2.0)\nstep(engine)" if "engine" in call else "zerolite.init_distributed()"
@@ -148,37 +119,6 @@ if rank == 1:
         assert processes[0].wait(timeout=60) == EXIT_STATUS
     said = (tmp_path / "0").read_text()
     assert "rank 1 is outside of the engine" in said or "rank 1 has not come to zerolite.initialize yet" in said
-
-
-@pytest.mark.slow
-def test_a_handler_of_ones_own_outlives_destroy(tmp_path: Path) -> None:
-    script = """
-engine = make(30.0)
-signal.signal(signal.SIGUSR1, lambda *_: print("mine", flush=True))
-del engine
-zerolite.destroy()
-os.kill(os.getpid(), signal.SIGUSR1)
-time.sleep(0.2)
-"""
-    assert run(tmp_path, script) == [(0, "mine\n"), (0, "mine\n")]
-
-
-def test_training_in_another_thread_than_the_main_one(tmp_path: Path) -> None:
-    script = """
-def train():
-    engine = make(2.0)
-    for i in range(4):
-        if rank == 1 and i == 2:
-            time.sleep(100)
-        step(engine)
-
-thread = threading.Thread(target=train)
-thread.start()
-thread.join()
-"""
-    for status, said in run(tmp_path, script):
-        assert status == EXIT_STATUS
-        assert "rank 0" in said and "in engine.step(), at" in said and "in train; waits for no rank" in said
 
 
 @pytest.mark.parametrize("shared_memory", ["0", "1"])

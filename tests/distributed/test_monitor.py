@@ -18,10 +18,10 @@ import torch.distributed as dist
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, PARTITIONED, config, dynamic_fp16
-from tests.toolkit.monitoring import STEPS, events_of, monitors, run_watched
+from tests.toolkit.monitoring import events_of, monitors, run_watched
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import WINDOWS, backward, make_engine, raises, snapshot
+from tests.toolkit.training import make_engine, raises
 from zerolite.monitor.wall_clock import PhaseClock
 
 HALVING = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
@@ -209,42 +209,6 @@ def test_flops_of_a_known_model(tmp_path: Path) -> None:
         assert re.search(line, printed, re.MULTILINE)
         assert re.search(r"^step 4: .*FLOP/s on rank 0 .* model FLOPs utilization", printed, re.MULTILINE)
         assert found["watched"] == ["on_step_end"]
-
-
-class _Stopped(Exception):
-    pass
-
-
-def _stop(*_: Any) -> None:
-    raise _Stopped
-
-
-def interrupted(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Four windows; in the second one, which a profiler counts, a forward and a backward raise."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        engine = make_engine(config, "Mlp")
-        for step in range(STEPS):
-            for where in ("forward", "backward") if step == 1 else ():
-                if where == "forward":
-                    handle = engine.module.second.register_forward_pre_hook(_stop)
-                else:
-                    handle = engine.module.first.register_forward_hook(lambda m, a, y: y.register_hook(_stop) and None)
-                with raises(_Stopped):
-                    backward(engine, 9)
-                handle.remove()
-                assert torch._C._len_torch_dispatch_stack() == 0
-                engine.zero_grad()
-            WINDOWS["engine"](engine, "Mlp", step, 1)
-        return snapshot(engine)
-
-
-@on_ranks(2)
-def test_an_exception_in_the_counted_step() -> None:
-    """No mode is left, and training goes on as without the profiler."""
-    for stage in (1, 3):
-        plain = config(stage, zero=PARTITIONED["moving"])
-        with_it = interrupted(plain | {"flops_profiler": PROFILER})
-        assert_same_bits(with_it, interrupted(plain), "with the profiler")
 
 
 @on_ranks(2)

@@ -17,8 +17,6 @@ import torch.distributed as dist
 import zerolite
 from tests.checkpoint.runs import differences, facts, make_engine
 from tests.distributed.test_offload import RUNS, engine_loop, offload
-from tests.toolkit.disks import small_disk
-from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
 from zerolite.offload import swap_file
@@ -201,16 +199,3 @@ def test_a_disk_that_is_full_on_one_rank_is_said_on_all(files: int, tmp_path: Pa
         phase, error = begin(tmp_path, "wide in bf16", 1)
     assert phase == "initialize" and "expected room for" in error and "the swap file of rank 1 in swap" in error
     assert rank or "zerolite.initialize: rank 1" in error
-
-
-@pytest.mark.slow
-def test_a_full_disk_shows_at_the_start(pools: Pools, tmp_path: Path) -> None:
-    """However little there is; it was not checked before."""
-    (tmp_path / "0" / "swap").mkdir(parents=True)
-    given = {"directory": tmp_path, "name": "wide in bf16", "steps": 2}
-    for size, failed in (("8k", True), ("300k", True), ("500k", None), ("2m", False)):
-        with small_disk(tmp_path / "0" / "swap", size):
-            ((phase, error),) = pools(1).run(begin, given)
-        assert phase in ("initialize", "") and failed in (bool(phase), None)
-        if error:
-            assert "expected room for" in error and "the swap file of rank 0 in swap" in error

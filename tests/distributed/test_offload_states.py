@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import tempfile
@@ -233,60 +232,3 @@ def test_room_at_the_end_of_a_file_without_holes_is_zero_again(tmp_path: Path, m
         first = file.zeros(8192).fill_(7)
         del first
         assert not file.zeros(8192).any()
-
-
-class Streams:
-    """Stands for CUDA's streams and events: writes down who waits for what, and the copies between."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.current = "A"
-
-    def stream(self, device: object = None) -> Any:
-        name = self.current
-        log = self.log.append
-        return mock.Mock(
-            synchronize=lambda: log(f"the host waits for {name}"),
-            wait_event=lambda event: log(f"{name} waits for the copies of {event.of}"),
-        )
-
-    def event(self) -> Any:
-        event = mock.Mock(of="")
-        event.record = lambda stream: setattr(event, "of", self.current)
-        return event
-
-
-@on_ranks(1)
-def test_a_reload_on_another_stream_waits_for_the_copies_to_the_host() -> None:
-    engine = mixed_engine(settings(2, "bf16"))
-    run_steps(engine, 1)
-    offload, streams, copy = engine._offload, Streams(), torch.Tensor.copy_
-    device = mock.Mock(type="cuda")
-
-    def copy_(*args: Any, **kwargs: Any) -> Any:
-        streams.log.append("copy")
-        return copy(*args, **kwargs)
-
-    with (
-        mock.patch.object(torch.cuda, "current_stream", streams.stream),
-        mock.patch.object(torch.cuda, "Event", streams.event),
-        mock.patch.object(
-            torch.Tensor, "record_stream", lambda self, stream: streams.log.append("kept for A"), create=True
-        ),
-        mock.patch.object(torch.Tensor, "copy_", copy_),
-        mock.patch.object(state_offload, "host_memory", lambda nbytes, pin: torch.empty(nbytes, dtype=torch.uint8)),
-        mock.patch.object(state_offload, "_moves", lambda tensor, device: bool(tensor.untyped_storage().nbytes())),
-        mock.patch.object(offload, "_parts", dataclasses.replace(offload._parts, device=device)),
-    ):
-        for non_blocking in (True, False):
-            streams.log.clear()
-            streams.current = "A"
-            engine.offload_states(["optim_states"], non_blocking=non_blocking)
-            moved = streams.log.count("copy")
-            out = ["kept for A"] * moved if non_blocking else ["the host waits for A"]
-            assert moved and streams.log == ["copy"] * moved + out
-            streams.log.clear()
-            streams.current = "B"
-            engine.reload_states()
-            first = ["B waits for the copies of A"] if non_blocking else []
-            assert streams.log == [*first, *["copy"] * moved, "the host waits for B"]

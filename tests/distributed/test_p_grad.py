@@ -1,7 +1,5 @@
-"""``p.grad`` between backward and step: the bits of the config's clipping, what using it costs, and what is refused.
-
-What loops do with it is compared with plain PyTorch in test_p_grad_loops.py and test_drop_in.py.
-"""
+"""``p.grad`` between backward and step: the bits of the config's clipping, what using it costs, what is refused, and
+loops that use it in unusual places beside plain PyTorch (others are in test_drop_in.py)."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, SGD, at, config
+from tests.toolkit.drop_in import Case, Run, outcome_of
 from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, loss_of, make_engine, raises, run_steps, snapshot
@@ -69,29 +68,6 @@ def test_clipping_by_torch_has_the_bits_and_the_collectives_of_the_config(
         assert found[1] == pytest.approx(norms, rel=1e-12)
         assert_same_bits(found[0], parameters, f"foreach {foreach}")
         assert found[2] == launched
-
-
-USES: dict[str, Any] = {
-    "norms": lambda engine: [p.grad.norm() for p in engine.module.parameters()],
-    "product": lambda engine: torch._foreach_mul_([p.grad for p in engine.module.parameters()], 0.5),
-    "elementwise": lambda engine: [p.grad.clamp_(-1.0, 1.0) for p in engine.module.parameters()],
-}
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_step_launches_what_it_would_without_p_grad() -> None:
-    """No call and no byte more, in steps that are as test_traffic.py wants them where p.grad is not used."""
-    for stage in range(4):
-        engine, launched = make_engine(at(stage), "Mlp"), []
-        for step, use in enumerate([lambda engine: None] * 4 + list(USES.values())):
-            with record() as recorder:
-                backward(engine, step)
-                use(engine)
-                engine.step()
-                engine.module  # noqa: B018 waits for the gathers that are still in flight
-            launched.append([(call.op, call.tag, call.nbytes) for call in recorder.calls])
-        assert launched[4:] == [launched[3]] * len(USES), stage
 
 
 @pytest.mark.fast("2-2")
@@ -358,3 +334,138 @@ def test_an_assigned_tensor_that_overflows_is_noticed_on_all_ranks() -> None:
             if large > 1.0:
                 assert_same_bits(snapshot(engine), before, "after a skipped step")
         assert engine.get_global_grad_norm() >= 1.0
+
+
+# ---------------------------------------------------------------- loops, over an engine and in plain PyTorch
+
+
+CLIPPED = 2e-7  # a clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double
+
+
+def own_gradient(run: Run, name: str = "first.weight") -> torch.Tensor:
+    shape = run.initial[name].shape
+    return torch.linspace(-1, 1, shape.numel()).view(shape)
+
+
+def unscaled_after_a_change(run: Run, how: str) -> None:
+    run.start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for step in range(3):
+        scaler.scale(run.loss(step)).backward()
+        run.average()
+        first, second = run.module.first, run.module.second
+        if how in ("both", "kept"):
+            mask = (torch.arange(91) % 2).view(13, 7).float()
+            first.weight.grad = first.weight.grad * mask
+            second.bias.grad = second.bias.grad + 0.5  # of which the last of three ranks has nothing
+        if how == "both":
+            second.weight.grad = own_gradient(run, "second.weight")
+        if how == "not finite here" and step == 1:  # in the last rank's part
+            mask = torch.ones(13, 7)
+            mask[12, 6] = float("inf")
+            first.weight.grad = first.weight.grad * mask
+        kept = first.weight.grad
+        scaler.unscale_(run.optimizer)
+        if how == "kept":
+            run.see(kept)
+        run.see(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3))
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        run.see(scaler.get_scale())
+
+
+def read_after_an_assignment(run: Run, how: str) -> None:
+    """Statistics that have been collected before an assignment do not stand for it."""
+    run.start()
+    run.train(1)
+    run.backward(run.loss(1))
+    run.average()
+    run.see(nn.utils.get_total_norm([p.grad for p in run.module.parameters()]))
+    run.module.first.weight.grad = own_gradient(run)
+    gradients = [p.grad for p in run.module.parameters()]
+    if run.plain:
+        run.see(gradients if how == "full" else float(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)))
+    elif how == "full":
+        run.see(zerolite.get_full_grad(list(run.module.parameters())))
+    else:
+        run.see(run.engine.clip_gradients(0.3))
+    run.torch_step()
+
+
+def clipped_after_an_assignment(run: Run, how: str) -> None:
+    """Torch's functions take a list of ``p.grad`` first, and change the tensors in it afterwards."""
+    run.start()
+    run.train(1)
+    for step in range(2):
+        run.backward(run.loss(step))
+        run.average()
+        parameters = list(run.module.parameters())
+        if how == "after a factor":
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+        run.module.first.weight.grad = own_gradient(run)
+        if how == "value":
+            nn.utils.clip_grad_value_(parameters, 0.03)
+        elif how == "scaled":
+            torch._foreach_mul_([p.grad for p in parameters], 0.5)
+        elif how == "half":
+            nn.utils.clip_grad_norm_(parameters[:2], 0.3)
+            nn.utils.clip_grad_norm_(parameters[2:], 0.3)
+        elif how == "by hand":
+            norm = nn.utils.get_total_norm([p.grad for p in parameters])
+            for parameter in parameters:
+                parameter.grad.mul_(0.3 / (norm + 1.0))
+        else:
+            foreach = {"clip foreach": True, "clip each": False}.get(how)
+            run.see(nn.utils.clip_grad_norm_(parameters, 0.3, foreach=foreach))
+        run.see(float(run.module.first.weight.grad.sum()))
+        run.torch_step()
+
+
+LOOPS: dict[str, tuple[Any, list[str]]] = {
+    "unscaled": (unscaled_after_a_change, ["both", "not finite here", "kept"]),
+    "read": (read_after_an_assignment, ["full", "clip"]),
+    "clipped": (
+        clipped_after_an_assignment,
+        ["clip", "clip foreach", "clip each", "value", "scaled", "after a factor", "half", "by hand"],
+    ),
+}
+
+
+@pytest.mark.fast("unscaled-2", "read-2")
+@on_ranks(2, 3, timeout=120)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_is_that_of_plain_pytorch(name: str) -> None:
+    warnings.simplefilter("ignore")
+    function, variants = LOOPS[name]
+    for variant in variants:
+        wanted = Run(None)
+        function(wanted, variant)
+        for stage in range(4):
+            case = Case(function, error=(), close=CLIPPED)
+            outcome = outcome_of(case, (variant,), stage, "moving", (wanted.parameters(), wanted.seen))
+            assert outcome == "works", f"{variant}, stage {stage}: {outcome}"
+
+
+@pytest.mark.fast("1-2")
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_assigned_tensor_is_not_changed_behind_a_norm(stage: int) -> None:
+    """A norm has taken its values, and what is in ``p.grad`` from then on is another tensor."""
+    run = Run(stage, "moving")
+    run.start()
+    parameters = list(run.module.parameters())
+    for again in (False, True):
+        run.backward(run.loss(0))
+        run.module.first.weight.grad = own_gradient(run)
+        gradients = [p.grad for p in parameters]
+        norm = nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.mul_(0.3 / norm)
+        if again:
+            run.module.first.weight.grad = gradients[0]
+            run.torch_step()
+        else:
+            with pytest.raises(RuntimeError, match=r"'first.weight' was changed after a norm"):
+                run.torch_step()
+            run.engine.zero_grad()

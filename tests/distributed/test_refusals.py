@@ -11,23 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zerolite
 from tests.distributed.test_agreement import is_last
-from tests.distributed.test_grid import run
-from tests.distributed.test_grid_loops import DATA_TENSOR, PIPE, PIPE_TENSOR, settings
+from tests.distributed.test_grid import DATA_TENSOR, PIPE, PIPE_TENSOR, run, settings
 from tests.toolkit import grids, models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, PARTITIONED, at, config, dynamic_fp16
+from tests.toolkit.configs import ADAMW, at, config, dynamic_fp16
 from tests.toolkit.grids import Grid
 from tests.toolkit.lockstep import skipping_on_device
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.traffic import Tower
 from tests.toolkit.training import backward, counters, loss_of, make_engine, raised, run_steps, snapshot
 from zerolite.comm import record
-from zerolite.utils.torch_private import as_plain_tensors
 
 Undo = Callable[[], Any]
 
@@ -61,12 +57,6 @@ def _lacks(engine: Any) -> Undo:
     state = _state(engine)
     before = state.pop("exp_avg")
     return lambda: state.update({"exp_avg": before, **{name: state.pop(name) for name in list(state)}})
-
-
-def _counted(engine: Any) -> Undo:
-    state = _state(engine)
-    state["step"] += 1
-    return lambda: engine.optimizer.method.show()
 
 
 def _no_group(engine: Any) -> Undo:
@@ -243,21 +233,6 @@ def test_a_refusal_behind_the_statistics_is_told_by_the_next_ones(stage: int, un
         assert "collected, so this rank alone has left that update out: load the last checkpoint" in said
 
 
-@pytest.mark.parametrize("unread", [False, True])
-@on_ranks(2)
-def test_a_count_that_one_rank_has_changed_is_told_and_a_load_ends_it(unread: bool, tmp_path: Path) -> None:
-    engine = two_groups(at(1, "bf16", optimizer=ADAMW, consistency_check_interval=0), unread)
-    train(engine, 2)
-    engine.save_checkpoint(str(tmp_path))
-    if is_last():
-        _counted(engine)
-    *quiet, said = [raised(train, engine, 1, step) for step in range(2, 3 + unread)]
-    assert quiet == [""] * unread
-    assert "optimizer.state[p]['step']: expected a count that only the optimizer changes" in said
-    engine.load_checkpoint(str(tmp_path))
-    train(engine, 2, 2)
-
-
 # -------------------------------------------------------------------- a backward that one rank has not ended
 
 
@@ -318,48 +293,3 @@ def test_a_launch_or_a_wait_without_memory_leaves_nothing_unpaired(stage: str, n
     train(engine, 1, 3)
     train(twin, 1, 3)
     assert_same_bits(snapshot(engine), snapshot(twin), then)
-
-
-class Held(nn.Linear):
-    """A layer with graphs of its bias that nothing sees: with its output, and without."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = super().forward(x)
-        self.graphs = [output.sum(), self.bias.sum()]
-        return output
-
-
-class LateOnOneRank(Tower):
-    """The backward of the first layer brings the last one's bias another gradient, and on one rank the second's too."""
-
-    def __init__(self) -> None:
-        super().__init__(layer=Held)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
-        x.register_hook(self.bring_more)
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        return x
-
-    def bring_more(self, gradient: torch.Tensor) -> None:
-        last: Any = self.layers[-1]
-        with as_plain_tensors():
-            last.graphs[0].backward(retain_graph=True, inputs=[last.bias])
-        if is_last():
-            self.layers[1].graphs[1].backward()
-
-
-@on_ranks(2)
-def test_a_gradient_that_is_lost_on_one_rank_is_told() -> None:
-    """The error comes behind the second reduction of another bucket, in which the other rank waits."""
-    zero = {**PARTITIONED["moving"], "stage3_prefetch_bucket_size": 0}
-    engine = zerolite.initialize(models.build(LateOnOneRank), config(3, "bf16", optimizer=ADAMW, zero=zero))
-    loss = loss_of(engine, 0, model="Mlp")
-    with record() as recorder:
-        said = raised(engine.backward, loss, retain_graph=True)
-    assert ("parameter 'layers.1.bias' got another gradient in the same backward" in said) is is_last(), said
-    assert recorder.count("reduce_scatter", "gradients") == 4
-    said = raised(engine.step)
-    assert "is nothing on rank 0, but left incomplete by a backward that raised an error on rank 1" in said
-    engine.zero_grad()

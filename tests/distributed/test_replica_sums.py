@@ -52,7 +52,7 @@ def traffic(zero: dict[str, Any], stage: str, between: Callable[[Any], Any] = la
     return found
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @STAGES
 @on_ranks(4)
 def test_gradients_cross_between_sets_once_a_step(stage: str) -> None:
@@ -148,7 +148,7 @@ def test_between_two_backwards(stage: str, name: str) -> None:
         torch.testing.assert_close(other, runs[0], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @STAGES
 @on_ranks(4)
 def test_a_backward_that_closes_behind_dropped_gradients(stage: str) -> None:
@@ -164,7 +164,7 @@ def test_a_backward_that_closes_behind_dropped_gradients(stage: str) -> None:
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @STAGES
 @on_ranks(4)
 def test_sums_behind_no_sync_are_in_fp32(stage: str) -> None:

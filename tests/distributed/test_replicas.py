@@ -102,21 +102,13 @@ def replicated_bits(name: str, accumulation: int, size: int = 2) -> None:
     assert_same_bits(found, in_one_process(name, accumulation, engine.world_size, size), name)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("name", SETS)
 def test_replicas_have_the_bits_of_one_process(name: str) -> None:
     """The embedding of a token is a sum over the batch, OddModel has an unused parameter, and one without elements."""
     for accumulation in (1, 4):
         replicated_bits(name, accumulation)
-
-
-@pytest.mark.slow
-@on_ranks(8, timeout=300)
-@pytest.mark.parametrize("size", [4, 2])
-def test_two_sets_of_four_ranks_and_four_of_two(size: int) -> None:
-    for name in SETS:
-        replicated_bits(name, 2, size)
 
 
 @pytest.mark.fast("2-4", "hierarchical-4")
@@ -188,7 +180,7 @@ def test_replicas_count_once(name: str, tmp_path: Path) -> None:
         assert_same_bits(values, {name: saved[name] for name in values}, "loaded")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @on_ranks(4)
 def test_late_gradients_of_replicas() -> None:
     """A gradient that comes after its bucket was reduced is reduced once more, on all ranks."""
@@ -297,7 +289,7 @@ def test_sets_that_do_not_fit() -> None:
     expect_words(said, "RuntimeError", "different grids", key, "rank 0")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @on_ranks(4)
 def test_parts_of_sequences_and_shards_have_groups_of_their_own() -> None:
     """Sets of equal size have the same ranks, and launch in other orders."""

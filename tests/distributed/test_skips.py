@@ -163,7 +163,7 @@ def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gra
             torch.testing.assert_close(snapshot(grown), snapshot(fixed), rtol=2.0**-10, atol=atol)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @on_ranks(2)
 def test_states_that_the_device_left_out_are_let_go() -> None:
     """A parameter that no rank has used gets states from torch's kernels, and loses them when the host knows."""

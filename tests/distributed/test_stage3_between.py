@@ -96,12 +96,6 @@ def test_programs_give_the_bits_of_stage_1(precision: str) -> None:
     assert_program(aliases, ("moving", "kept", "one unit"), precision)
 
 
-@pytest.mark.slow
-@on_ranks(1, 3)
-def test_programs_on_other_numbers_of_ranks() -> None:
-    assert_program(aliases, ("moving", "defaults"), "fp32")
-
-
 @on_ranks(2)
 def test_parameters_that_rest_elsewhere(tmp_path: Path) -> None:
     """They are read and written alike."""
@@ -249,28 +243,3 @@ def test_classes_of_the_user() -> None:
     assert data.norm() > wanted.norm() and (coordinator is not None) is (dist.get_rank() > 0)
     with zerolite.zero.GatheredParameters(weight):
         assert type(weight) is Named and torch.equal(weight, data)
-
-
-@pytest.mark.fast("2")
-@on_ranks(2, 3)
-def test_odd_parameters() -> None:
-    """0-dim, empty, tied, frozen and unused parameters; after the engine has gone, too."""
-    engine = make_engine(at(3))
-    model = engine.module
-    for _ in range(2):
-        run_steps(engine, model="OddModel")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            before = parameter.clone()
-            parameter.add_(1)
-            assert torch.equal(parameter.data, before + 1) and parameter.shape == before.shape
-            parameter.data -= 1  # which sets p.data to itself
-            assert torch.equal(nn.Parameter(parameter, parameter.requires_grad), parameter)
-            assert torch.equal(parameter, before + 1 - 1)
-    assert torch.equal(model.head.weight.data, model.embed.weight.data)
-    wanted = engine.full_state_dict()
-    run_steps(engine, 1, 1, "OddModel")
-    assert not torch.equal(model.embed.weight.detach(), wanted["embed.weight"])
-    state = engine.full_state_dict()
-    del engine
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())

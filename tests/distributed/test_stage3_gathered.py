@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -237,30 +235,6 @@ def test_a_graph_of_one_rank_alone_outlives_the_gather(on_the_other: str) -> Non
         found.append(whole(engine.module))
     assert_same_bits(found[1], found[0], "stages 3 and 2")
     assert_same_bits(found[2], found[0], "stages 3 and 2, without a check")
-
-
-@on_ranks(2)
-def test_other_memory_behind_parameters_that_stay_whole_is_copied_read_and_saved(tmp_path: Path) -> None:
-    """p.data = values, of one that is trained and of one that is frozen."""
-    wanted = {"first.bias": torch.full((13,), 5.0), "second.bias": torch.full((3,), 7.0)}
-
-    def start(zero: dict[str, int], changes: bool) -> Any:
-        model = models.build(models.Mlp)
-        model.second.bias.requires_grad_(False)
-        engine = zerolite.initialize(model, config(3, zero=zero))
-        for name in wanted if changes else ():
-            engine.module.get_parameter(name).data = wanted[name].clone()
-        return engine
-
-    whole_biases = {"stage3_param_persistence_threshold": 13}
-    copied = dict(copy.deepcopy(start(whole_biases, True).module).named_parameters())
-    with zero.GatheredParameters(start(whole_biases, True).module) as gathered:
-        read = {handle.name: handle.parameter.clone() for handle in gathered._sharded_params}
-    start(whole_biases, True).save_checkpoint(tmp_path)
-    loaded = start({}, False)
-    loaded.load_checkpoint(tmp_path)
-    for found in (copied, read, loaded.full_state_dict()):
-        assert_same({name: found[name] for name in wanted}, wanted)
 
 
 @on_ranks(2)

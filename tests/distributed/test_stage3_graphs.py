@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, Parts, batch, loss_of
+from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, Parts
 
 CASES = Cases()
 
@@ -67,26 +67,6 @@ class Frozen(Stack):
         super().__init__()
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not any(part in name for part in parts))
-
-
-class LoraLinear(Parts):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base=base.requires_grad_(False), a=nn.Parameter(torch.randn(2, base.in_features)))
-        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.a.t() @ self.b.t()
-
-
-@CASES.variants(plain=directly, checkpointed=plain_checkpoint)
-class Lora(Stack):
-    """Adapters on a base of which everything is frozen."""
-
-    def __init__(self, call: Callable[..., Tensor]) -> None:
-        super().__init__(call)
-        self.requires_grad_(False)
-        for block in self.blocks:
-            block.up, block.down = LoraLinear(block.up), LoraLinear(block.down)
 
 
 # -------------------------------------------------------------------- checkpointing
@@ -185,29 +165,6 @@ class ViewChangedInPlace(Case):
         z = self.two(y)
         z[..., 0] *= 2
         return z
-
-
-@CASES.add
-class InputChangedInPlace(Stack):
-    """A module that writes into its input and returns it, and results written into a larger tensor."""
-
-    class Scaled(Parts):
-        def __init__(self) -> None:
-            super().__init__(scale=nn.Parameter(torch.ones(WIDTH)), inner=nn.Linear(WIDTH, WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.add_(self.inner(x.clone()) * self.scale)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scaled, self.again = self.Scaled(), self.Scaled()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.again(self.scaled(super().forward(x) * 1.0))
-        parts = torch.zeros_like(x)
-        for index in range(x.shape[1]):
-            parts[:, index] = self.blocks[0](x[:, index])
-        return parts
 
 
 # -------------------------------------------------------------------- functions of their own
@@ -319,26 +276,6 @@ class WritesInForward(Case):
         return x
 
 
-@CASES.add
-class WritesBeforeSecondOrder(Case):
-    """A written weight that stays gathered until the step, because a gradient of its gradient may need it."""
-
-    stable = False
-
-    def __init__(self) -> None:
-        super().__init__(first=Normalised(WIDTH, WIDTH), last=Normalised(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())
-
-    @staticmethod
-    def step(engine: Any, step: int) -> Tensor:
-        x = batch(step).requires_grad_()
-        loss = loss_of(engine(x))
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss + slope.square().mean()
-
-
 @CASES.variants(leaf=True, alone=False)
 class Adjoint(Case):
     """A function of autograd that is given a module and its parameters, which are released then where the module that
@@ -359,10 +296,3 @@ def test_stage_3_gives_the_bits_of_stage_2(name: str) -> None:
     found = CASES.compare(name)
     assert len(found["one unit"]["units"]) == 1 < len(found["moving"]["units"])
     assert found["moving"]["gathers"][-1] > found["one unit"]["gathers"][-1]
-
-
-@pytest.mark.slow
-@on_ranks(1, 3, timeout=90)
-def test_other_numbers_of_ranks() -> None:
-    for name in ("Lora-checkpointed", "Checkpointed-reentrant"):
-        CASES.compare(name, ("moving", "tight"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib
 import os
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +19,6 @@ from tests.toolkit import models
 from tests.toolkit.compare import assert_same, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.partitioned import ATTRIBUTES, assert_partitioned, build_in_init, seed_by_rank, stage3, whole
-from tests.toolkit.pool import Pool
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises, run_steps
 from zerolite import zero
@@ -415,22 +412,3 @@ def test_meta_engine() -> None:
 
 
 # -------------------------------------------------------------------- on its own
-
-
-def starts_by_itself() -> tuple[bool, int]:
-    """Run in a process without a group."""
-    assert not dist.is_initialized()
-    try:
-        with zero.Init():
-            model = nn.Sequential(nn.Linear(3, 2))
-        assert_partitioned(model)
-        again = copy.deepcopy(model)
-        assert again[0].weight.shape == (2, 3)
-        return dist.is_initialized(), dist.get_world_size()
-    finally:
-        zerolite.comm.destroy()
-
-
-def test_init_starts_torch_distributed() -> None:
-    with Pool(1, init_group=False) as pool:
-        assert pool.run(starts_by_itself) == [(True, 1)]

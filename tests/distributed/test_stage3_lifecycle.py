@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
@@ -166,12 +165,6 @@ def test_disturbances(group: str) -> None:
     undisturbed([group], SETTINGS if "evaluation" in group or group == "reading" else ("moving", "tight"))
 
 
-@pytest.mark.slow
-@on_ranks(1, timeout=180)
-def test_disturbances_of_one_rank() -> None:
-    undisturbed(["reading", "failed evaluation"], ("moving",))
-
-
 @on_ranks(2)
 def test_whole_parameters() -> None:
     """Nothing is released, or the whole model is one unit."""
@@ -249,29 +242,6 @@ def test_plain_state_dicts_are_whole() -> None:
     train(engine, steps=2)
 
 
-@pytest.mark.slow
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_load_errors_on_all_ranks(stage: int) -> None:
-    """Only rank 0's state counts; nothing is changed."""
-    engine = make_engine(stage)
-    state, first = engine.full_state_dict(), dist.get_rank() == 0
-    wrong = {**state, "head.bias": torch.zeros(4)}
-    short = {name: value for name, value in state.items() if not name.startswith("first")}
-    with raises(RuntimeError, "head.bias (expected (3,))"):
-        engine.load_full_state_dict(wrong if first else state)
-    with raises(RuntimeError, "missing first.weight, first.bias"):
-        engine.load_full_state_dict(short if first else None)
-    with raises(RuntimeError, "unexpected"):
-        engine.load_full_state_dict({**state, "spare.weight": torch.zeros(1)})
-    with raises(RuntimeError, "head.bias"):
-        engine.load_full_state_dict(wrong, strict=False)
-    engine.load_full_state_dict({**short, "spare": state["gain"]}, strict=False)
-    engine.load_full_state_dict(state if first else wrong)
-    assert_same(engine.full_state_dict(), state)
-    assert not left_gathered(engine)
-
-
 # ---------------------------------------------------------------- memory and objects
 
 
@@ -335,38 +305,6 @@ def test_a_module_outlives_its_engine(stage: int) -> None:
     if stage == 2:
         model(batch(9)).sum().backward()
         assert all(p.grad is not None for p in model.head.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@on_ranks(2)
-def test_gradients_after_the_end_of_an_engine(stage: int) -> None:
-    """They are refused where nobody can have meant it: before a first backward, and at stage 3."""
-    model, config = build(), settings(stage)
-    del config["optimizer"]
-    own = torch.optim.SGD(model.parameters(), lr=0.1)
-    zerolite.initialize(model, config, optimizer=own)
-    with raises(RuntimeError, "parameter 'head.", "is gone", "Keep what zerolite.initialize returns"):
-        model(batch(1)).sum().backward()
-    with raises(RuntimeError, "SGD.step", "is gone", "engine.destroy()"):
-        own.step()
-    model.zero_grad()
-    engine = zerolite.initialize(model, config, optimizer=own)
-    train(engine, steps=2)
-    optimizer = engine.optimizer
-    engine.destroy()
-    for use in (optimizer.step, engine.step, functools.partial(loss_of, engine, 1), engine.full_state_dict):
-        with raises(RuntimeError, "engine.destroy()"):
-            use().backward()
-    model.zero_grad()
-    if stage == 3:
-        with raises(RuntimeError, "parameter 'head.", "is gone"):
-            model(batch(1)).sum().backward()
-        return
-    before = model.head.weight.detach().clone()
-    model(batch(1)).sum().backward()
-    own.step()
-    assert torch.equal(model.head.weight, before.add(model.head.weight.grad, alpha=-0.1))
 
 
 @pytest.mark.fast("before-False-2")

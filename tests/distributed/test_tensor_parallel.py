@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from examples.gpt.model import GPT, GPTConfig
 from tests.toolkit import tensor_parallel as toolkit
 from tests.toolkit.compare import assert_same_on_ranks, from_all_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
-from tests.toolkit.memory import tensor_bytes
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.tensor_parallel import CPU, LOSS, Shapes, Stack, communicator, compare, relative, settings, tokens
 from tests.toolkit.training import raises
@@ -91,14 +89,6 @@ def test_ways_of_writing_a_block(kind: str) -> None:
             rows = 2 if kind == "nano" else 4  # attention alone, or with a feed-forward layer
             op, count = ("reduce_scatter", rows) if sequence_parallel else ("all_reduce", rows + 1)
             assert calls(result, "backward")[op] == count
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_the_embedding_cut_alone_and_the_head_alone() -> None:
-    plan = {"blocks.*.c_attn": "column", "blocks.*.c_proj": "row"}
-    for extra in ({"embed": "vocab"}, {"head": "vocab"}, {"head": "colwise_gather_output"}, {}):
-        blocks("nano", plan={**plan, **extra}, vocabulary=38)
 
 
 # -------------------------------------------------------------------- layers by themselves
@@ -279,57 +269,3 @@ def test_random_numbers(sequence_parallel: bool) -> None:
     here, there = from_all_ranks((loss, state.tolist(), drawn["outside"], drawn["inside"]))
     (*one, outside, inside), (*other, outside_there, inside_there) = here, there
     assert one == other and inside != inside_there and (outside == outside_there) is not sequence_parallel
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_failure_inside_leaves_the_common_random_numbers() -> None:
-    """A forward that raised between a column and its row."""
-    comm = communicator()
-    torch.manual_seed(11)
-    model = Stack([Shapes("separate", dropout=0.3)])
-    parallelize_module(model, settings(comm.world_size), comm, CPU)
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError
-
-    handle = model.blocks[0].dropout.register_forward_hook(fail)
-    with raises(ArithmeticError):
-        model(tokens(vocabulary=37))
-    handle.remove()
-    state = torch.get_rng_state().tolist()
-    loss = F.cross_entropy(model(tokens(vocabulary=37)).flatten(0, 1), tokens(vocabulary=37).flatten())
-    assert_same_on_ranks({"state": state, "loss": loss.item()})
-
-
-@pytest.mark.slow
-@on_ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_nothing_is_kept(sequence_parallel: bool) -> None:
-    """No activation lives when the graph is gone, or after a forward without one, and no step grows what lives."""
-    comm = communicator()
-    torch.manual_seed(0)
-    model = Stack([Shapes("separate")])
-    parallelize_module(model, settings(comm.world_size, sequence_parallel=sequence_parallel), comm, CPU)
-    seen: list[tuple[str, weakref.ref[Tensor]]] = []
-
-    def note(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        seen.append((type(module).__name__, weakref.ref(out)))
-        seen.extend((f"input of {type(module).__name__}", weakref.ref(x)) for x in args if x.is_floating_point())
-
-    for module in model.modules():
-        module.register_forward_hook(note)
-    x, living = tokens(vocabulary=37), []
-    gc.disable()
-    try:
-        for _ in range(3):
-            F.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
-            assert not [name for name, tensor in seen if tensor() is not None]
-            with torch.no_grad():
-                model(x)
-            assert not [name for name, tensor in seen if tensor() is not None]
-            seen.clear()
-            living.append(tensor_bytes())
-    finally:
-        gc.enable()
-    assert living[2] - living[1] < 500  # the smallest activation takes 1536; the record of fences grows by some numbers

@@ -117,19 +117,6 @@ def test_train_batch_over_uneven_parts(stage: str) -> None:
     torch.testing.assert_close(found["parameters"], wanted.parameters, rtol=0, atol=2e-6)
 
 
-@on_ranks(2)
-def test_rows_of_repeated_batches_are_left_out() -> None:
-    engine = make_engine(at("3"), "Mlp")
-    rows = []
-    for x, _ in engine.deepspeed_io(Part(), batch_size=BATCH, route="eval"):
-        with torch.no_grad():
-            engine(x)
-        rows.append(engine.gather_for_metrics(x))
-    wanted = torch.cat([x for step in joint_batches() for x, _ in step])
-    assert torch.equal(torch.cat(rows), wanted)
-    assert len(engine.gather_for_metrics(wanted[:2])) == 4, "outside of a pass rows are rows"
-
-
 @on_ranks(2, timeout=30)
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_uneven_parts_that_all_ranks_refuse(stage: str) -> None:
@@ -180,20 +167,17 @@ def mean_loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
     return torch.nn.functional.mse_loss(model(batch[0], "left").to(batch[1].dtype), batch[1])
 
 
-def weighted(
-    config: dict[str, Any], micros: int = 1, flush: bool = False, equal: bool = False, weights: bool = True
-) -> dict[str, Any]:
+def weighted(config: dict[str, Any], micros: int = 1, flush: bool = False) -> dict[str, Any]:
     """Train with ``weight=`` the number of samples, also as a tensor. flush: the window holds one micro-batch less than
-    the config says. equal: all batches are of 4 samples."""
+    the config says."""
     engine = zerolite.initialize(models.build(models.TwoBranches), config)
     gradients, norms = [], []
     for step in range(STEPS):
         for micro in range(micros):
-            rank = engine.rank
-            x, y = models.float_batch(step, micro, rank) if equal else batch_of(step, micro, rank, engine.world_size)
+            x, y = batch_of(step, micro, engine.rank, engine.world_size)
             loss = mean_loss(engine, (x, y))
             weight: Any = torch.tensor(len(x)) if micro else len(x)
-            engine.backward(loss, weight=weight if weights else None)
+            engine.backward(loss, weight=weight)
             if micro == micros - 1:
                 gradients.append(zerolite.get_full_grad(engine.module.stem.weight))
             engine.step(flush=flush and micro == micros - 1)
@@ -269,14 +253,6 @@ def test_fp16_finds_a_unit_for_large_weights() -> None:
         engine.step()
         assert not step or engine.get_global_grad_norm() == pytest.approx(plain, rel=0.003)
     assert (engine.skipped_steps, engine.global_steps) == (1, 4)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_equal_weights_change_no_bit() -> None:
-    for stage in ("0", "1", "2", "3"):
-        one, other = (weighted(at(stage), equal=True, weights=weights) for weights in (True, False))
-        assert_same_bits(one["parameters"], other["parameters"], f"stage {stage}, with weights and without")
 
 
 @pytest.mark.fast("1-2", "3-2")

@@ -381,14 +381,14 @@ def outcomes(module: str, row: str, everything: bool) -> dict[int, list[str]]:
         del wanted
         settings = the_case.settings if everything else the_case.settings[:1]
         for stage, setting in [(0, ""), (1, ""), (2, ""), *((3, setting) for setting in settings)]:
-            outcome = _outcome(the_case, arguments, stage, setting, reference)
+            outcome = outcome_of(the_case, arguments, stage, setting, reference)
             where = "" if outcome in ("works", "raises") else f"{variant}, {setting}: "
             result[stage].append(where + " ".join(outcome.split())[:400])
         gc.collect()
     return result
 
 
-def _outcome(the_case: Case, arguments: tuple[Any, ...], stage: int, setting: str, reference: Any) -> str:
+def outcome_of(the_case: Case, arguments: tuple[Any, ...], stage: int, setting: str, reference: Any) -> str:
     torch.manual_seed(0)
     run = Run(stage, setting)
     rounds = run.world > 2 or (the_case.reordered and run.world > 1)

@@ -1,4 +1,4 @@
-"""Training runs whose optimizer is looked at: param groups, changes midway, states, masters, launches of kernels."""
+"""Training runs whose optimizer is looked at: states, masters, launches of kernels."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "Lion": Lion,
 }
 TORCH_NAMES = {"Adam": "AdamW"}  # of the config: decoupled weight decay unless it says otherwise
-Groups = Sequence[tuple[str, dict[str, Any]]]  # a part of a parameter's name, and the options of its group
 Branches = Sequence[Sequence[str]]  # by step, by rank: the layers that a forward of Late goes through
-Changes = dict[int, dict[str, Any]]  # by step, what is written into all param groups before it
 
 
 def loss_of(model: Any, name: str, step: int, micro: int, rank: int, branches: Branches | None = None) -> Tensor:
@@ -40,13 +38,8 @@ def loss_of(model: Any, name: str, step: int, micro: int, rank: int, branches: B
     return LOSSES[name](model, BATCHES[name](step, micro, rank))
 
 
-def grouped(model: nn.Module, groups: Groups | None) -> list[dict[str, Any]]:
-    """Param groups by name; the parameters that no entry names are in a last group without options."""
-    rest = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    made = []
-    for part, options in groups or ():
-        made.append({"params": [rest.pop(name) for name in list(rest) if part in name], **options})
-    return [*made, {"params": list(rest.values())}]
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def torchs(optimizer: Optimizer) -> tuple[str, dict[str, Any]]:
@@ -63,12 +56,9 @@ def plain_steps(
     name: str,
     steps: Sequence[int],
     branches: Branches | None = None,
-    changes: Changes | None = None,
 ) -> None:
     """Train in plain PyTorch on the joint batch of all ranks."""
     for step in steps:
-        for group in optimizer.param_groups:
-            group.update((changes or {}).get(step, {}))
         optimizer.zero_grad()
         ranks = range(dist.get_world_size())
         torch.stack([loss_of(model, name, step, 0, rank, branches) for rank in ranks]).mean().backward()
@@ -77,22 +67,18 @@ def plain_steps(
 
 
 def plain(
-    optimizer: Optimizer, steps: int = 4, model: str = "OddModel", groups: Groups | None = None, **more: Any
+    optimizer: Optimizer, steps: int = 4, model: str = "OddModel", **more: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and the optimizer after plain PyTorch's training."""
     module = models.build(getattr(models, model))
     name, params = torchs(optimizer)
-    made = CLASSES[name](grouped(module, groups), **params)
+    made = CLASSES[name](_trained(module), **params)
     plain_steps(module, made, model, range(steps), **more)
     return module, made
 
 
-def engine_steps(
-    engine: Any, name: str, steps: Sequence[int], branches: Branches | None = None, changes: Changes | None = None
-) -> None:
+def engine_steps(engine: Any, name: str, steps: Sequence[int], branches: Branches | None = None) -> None:
     for step in steps:
-        for group in engine.optimizer.param_groups:
-            group.update((changes or {}).get(step, {}))
         for micro in range(engine.gradient_accumulation_steps):
             engine.backward(loss_of(engine, name, step, micro, dist.get_rank(), branches))
             engine.step()
@@ -123,22 +109,20 @@ def train(
     config: dict[str, Any],
     model: str = "OddModel",
     steps: int = 4,
-    groups: Groups | None = None,
     own: tuple[str, dict[str, Any]] | None = None,
     before: int = 0,
-    dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> dict[str, Any]:
     """Train, and return :func:`facts`.
 
     own: class and arguments of an optimizer instance of the user's, with which plain PyTorch takes the first ``before``
-    steps. more: branches and changes.
+    steps. more: branches.
     """
-    module = models.build(getattr(models, model)).to(dtype)
+    module = models.build(getattr(models, model))
     if own is None:
-        engine = zerolite.initialize(module, config, model_parameters=grouped(module, groups))
+        engine = zerolite.initialize(module, config)
     else:
-        optimizer = CLASSES[own[0]](grouped(module, groups), **own[1])
+        optimizer = CLASSES[own[0]](_trained(module), **own[1])
         plain_steps(module, optimizer, model, range(before), **more)
         engine = zerolite.initialize(module, config, optimizer=optimizer)
     engine_steps(engine, model, range(before, steps), **more)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -188,29 +187,6 @@ class Normed(nn.Module):
         return F.mse_loss(self.behind(x), targets)
 
 
-@functools.lru_cache
-def ramp(length: int) -> Tensor:
-    return torch.linspace(0.5, 1.0, length).unsqueeze(-1)
-
-
-class Caching(TiedGpt):
-    """Tables that are made once for each length: one kept by the module, one by a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: dict[int, Tensor] = {}
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        length = tokens.shape[1]
-        if length not in self.tables:
-            self.tables[length] = torch.ones(length, 1) * 0.5
-        x = self.embed(tokens) * ramp(length) + self.positions[:length]
-        for block in self.blocks:
-            x = block(x, self.tables[length])
-        logits = self.head(x)
-        return cross_entropy(logits, targets), logits
-
-
 class Checkpointed(TiedGpt):
     """Every block is checkpointed by the model itself."""
 
@@ -223,26 +199,13 @@ class Checkpointed(TiedGpt):
         return cross_entropy(logits, targets), logits
 
 
-def hf_batch(generator: torch.Generator, length: int) -> dict[str, Tensor]:
-    tokens = torch.randint(CLASSES, (2, length), generator=generator)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-
-
-def _hugging_face(build: Callable[[], Any], layers: str) -> nn.Module:
-    model = build()
-    return type(model)(type(model.config)(**{**model.config.to_dict(), layers: 4}))
-
-
 # By name: a model that computes its loss, and batches. The example's loss is computed outside.
 NAMED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "TiedGpt": (TiedGpt, token_batch),
     "Checkpointed": (Checkpointed, token_batch),
     "Normed": (Normed, float_batch),
-    "Caching": (Caching, token_batch),
     "Opened": (Opened, token_batch),
     "example": (lambda: models.example_gpt(4), token_batch),
-    "gpt2": (lambda: _hugging_face(models.hugging_face_gpt2, "n_layer"), hf_batch),
-    "llama": (lambda: _hugging_face(models.hugging_face_llama, "num_hidden_layers"), hf_batch),
 }
 
 
@@ -264,9 +227,7 @@ def plain_loss(whole: nn.Module, batches: list[list[Any]], loss_fn: Any, backwar
     flat = [micro for ranks in batches for micro in ranks]
     total = 0.0
     for micro in flat:
-        if isinstance(micro, dict):
-            loss = whole(**micro).loss
-        elif loss_fn is None:
+        if loss_fn is None:
             outputs = whole(*micro)
             loss = outputs[0] if isinstance(outputs, tuple) else outputs
         else:
