@@ -135,12 +135,8 @@ def three_steps(stage: str, precision: str, way: Way) -> tuple[list[float], dict
 
 
 @pytest.mark.fast(
-    "2-0-fp32-counted",
-    "2-2-bf16-no_sync",
-    "2-2-bf16-boundary by hand",
-    "2-2-bf16-un*",
-    "2-2-bf16-m*",
-    "2-2-bf16-phases",
+    *("2-0-fp32-counted", "2-0-fp32-plain with no_sync", "2-2-bf16-no_sync", "2-2-bf16-boundary by hand, *"),
+    *("2-2-bf16-unmanaged, *", "2-2-bf16-mixed, *", "2-2-bf16-phases twice"),
 )
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize(

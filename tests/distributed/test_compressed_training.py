@@ -209,6 +209,7 @@ def test_a_job_that_goes_on_has_the_bits_of_one_that_went_through(pools: Pools, 
         pools(4).run(run, {"directory": tmp_path, "steps": 3})
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_load_begins_errors_of_gradients_anew(tmp_path: Path) -> None:
     """So an engine that has trained goes on as one that was made for the load."""

@@ -343,6 +343,3 @@ def test_dropout_draws_the_same_numbers_where_the_same_is_computed(
         assert run(pools, grid, with_dropout, config={**made, "activation_checkpointing": block}) == kept
     for how in {TENSOR: ["not"], PIPE: ["not", "reentrant"]}.get(grid, []):
         assert run(pools, grid, with_dropout, config=made, how=how) == kept
-
-
-# ---------------------------------------------------------------- what is printed and written

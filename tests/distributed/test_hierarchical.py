@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests.checkpoint.runs import keep, kept
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, SGD, at
-from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import plain_calls
 from tests.toolkit.training import expect_words, make_engine, raised, run_steps, snapshot
@@ -155,57 +153,6 @@ def test_states_that_leave_for_a_while() -> None:
     assert state["partition"]["rows"] == 2 and state["partition"]["world_size"] == 4
     plain = make_engine(at("3 tight", "bf16", 1, CLIP, ADAMW), "Mlp")
     expect_words(raised(plain.optimizer.load_state_dict, state), "ValueError", "of this rank's partition", "'rows': 2")
-
-
-# -------------------------------------------------------------------- checkpoints
-
-
-def trained(zero: dict[str, Any], stage: str, directory: Path, loads: bool) -> Any:
-    model = models.build(models.Frozen)
-    engine = zerolite.initialize(model, at(stage, "bf16", 1, CLIP, ADAMW, zero=zero))
-    if loads:
-        engine.load_checkpoint(directory)
-    return engine
-
-
-def states_of(engine: Any) -> dict[str, Any]:
-    parameters = [p for p in engine.module.parameters() if p.requires_grad]
-    states = {kind: zerolite.get_full_optimizer_state(parameters, kind) for kind in ("exp_avg", "exp_avg_sq", "step")}
-    return {"masters": zerolite.get_full_master(parameters), **states, **snapshot(engine)}
-
-
-def save(directory: Path, zero: dict[str, Any], stage: str) -> None:
-    engine = trained(zero, stage, directory, loads=False)
-    for step in range(3):
-        x, y = models.float_batch(step, 0, engine.rank)
-        engine.backward(nn.functional.mse_loss(engine(x), y))
-        engine.step()
-    engine.save_checkpoint(directory)
-    keep(directory, **states_of(engine))
-
-
-def load(directory: Path, zero: dict[str, Any], stage: str) -> None:
-    engine = trained(zero, stage, directory, loads=True)
-    torch.testing.assert_close(states_of(engine), kept(directory), rtol=0, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [("3 tight", ROWS), ("3 tight", {"shard_size": 2}), ("1", {"shard_size": 2})],
-    ids=["hierarchical", "3", "1"],
-)
-def test_checkpoints_know_nothing_of_sets(pools: Pools, tmp_path: Path, stage: str, zero: dict[str, Any]) -> None:
-    """Saved by 2 × 2 ranks, loaded at any stage by any number, and the other way."""
-    sets = {"zero": zero, "stage": stage}
-    pools(4).run(save, {"directory": tmp_path / "2 x 2", **sets})
-    for world, other in ((4, "3 moving"), (3, "3 tight"), (2, "2"), (4, "1"), (3, "0"), (1, "0")):
-        pools(world).run(load, {"directory": tmp_path / "2 x 2", "zero": {}, "stage": other})
-    pools(4).run(load, {"directory": tmp_path / "2 x 2", **sets})
-    for world, other, others in ((3, "3 moving", {}), (2, "0", {}), (4, "2", {"shard_size": 2}), (4, "3 tight", ROWS)):
-        directory = tmp_path / f"{world}, {other}"
-        pools(world).run(save, {"directory": directory, "zero": others, "stage": other})
-        pools(4).run(load, {"directory": directory, **sets})
 
 
 # -------------------------------------------------------------------- traffic

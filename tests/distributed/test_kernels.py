@@ -94,9 +94,6 @@ def assert_near(parameters: dict[str, Tensor], wanted: dict[str, Tensor], name: 
     torch.testing.assert_close(parameters, wanted, rtol=1e-6, atol=NEAR_SHARE * ALL[name][1]["lr"])
 
 
-# -------------------------------------------------------------------- against torch
-
-
 # -------------------------------------------------------------------- stages
 
 
@@ -142,12 +139,6 @@ def test_late_and_unused_parameters(name: str, precision: str) -> None:
         if name != "SGD dampening":
             counts = {key: int(state["step"]) for key, state in result["states"].items()}
             assert counts and counts == {key: LATE_COUNTS[key[0]] for key in counts}
-
-
-# -------------------------------------------------------------------- param groups that change midway
-
-
-# -------------------------------------------------------------------- options that torch does not have
 
 
 # -------------------------------------------------------------------- saving

@@ -82,9 +82,12 @@ def test_results_come_in_rank_order_and_workers_persist(pool: Pool) -> None:
 FAILURES: list[Any] = [
     (raise_on, {"ranks": [0, 1]}, 5, CaseFailed, ["failure on rank 0", "failure on rank 1", "in raise_on"]),
     (die_on, {"rank": 1}, 5, WorkerDied, ["rank 1 died: killed by SIGKILL", "last words"]),
-    (leave_a_group, {}, 5, CaseFailed, ["process groups besides the default one are still alive"]),
+    pytest.param(
+        *(leave_a_group, {}, 5, CaseFailed, ["process groups besides the default one are still alive"]),
+        marks=pytest.mark.slow,
+    ),
     (leave_a_collective_on_rank_0, {}, 5, CaseFailed, ["leave_a_collective_on_rank_0"]),
-    (threading.Lock, {}, 5, CaseFailed, ["cannot be pickled"]),
+    pytest.param(threading.Lock, {}, 5, CaseFailed, ["cannot be pickled"], marks=pytest.mark.slow),
     pytest.param(
         *(raise_on_rank_0_while_others_wait, {}, 300, CaseFailed),
         ["failure on rank 0", "rank 1 had not answered after the first failure", "in raise_on_rank_0_while"],

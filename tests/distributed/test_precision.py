@@ -15,17 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 import zerolite
 from tests.toolkit import models, reference
-from tests.toolkit.compare import EPSILON, HALF_RELATIVE, assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, SGD, STATIC_SCALE, Optimizer, at
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
+from tests.toolkit.configs import ADAMW, STATIC_SCALE, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import Tower
 from tests.toolkit.training import raises, run_steps, snapshot
 
 PATTERNS = ["*.norm", "gate", "positions", "blocks.?.adapter"]
-WIDTH, LENGTH, STEPS, CLIP = 7, 7, 5, 0.4
+WIDTH, LENGTH, STEPS = 7, 7, 5
 FOREACH = (ADAMW[0], {**ADAMW[1], "foreach": True})  # torch's own arithmetic
-# Where the order of sums flips the rounding of an activation, gradients differ by a share of 2^-8 of a contribution,
-# and what is kept in fp32 by that times lr.
+# Where the last place of a weight flips the rounding of an activation, gradients differ by a share of 2^-8 of a
+# contribution, and what is kept in fp32 by that times lr.
 FLIPPED = 2e-4
 STAGES = ("0", "1", "2", "3 moving", "3 one unit")
 
@@ -140,62 +140,44 @@ def in_fp32(name: str) -> bool:
     return name.startswith(("norm.", "gate.", "positions.")) or ".adapter." in name
 
 
-def assert_dtypes(found: dict[str, Any], half: torch.dtype, low: bool) -> None:
+def assert_dtypes(found: dict[str, Any], half: torch.dtype) -> None:
     """``separate``: the master is other memory than the parameter."""
     for name, value in found["parameters"].items():
         assert value.dtype is (torch.float32 if in_fp32(name) else half), name
     for name, value in found["masters"].items():
-        assert value.dtype is (half if low and not in_fp32(name) else torch.float32), name
-        assert found["separate"][name] is (not low and not in_fp32(name)), f"{name}: masters"
-
-
-def assert_matches(found: dict[str, Any], wanted: reference.Trajectory, precision: str, exact: bool) -> None:
-    relative = 1e-6 if exact else HALF_RELATIVE[precision]
-    steps = torch.tensor(found["losses"], dtype=torch.float64).view(STEPS, -1).mean(1)
-    dist.all_reduce(steps)
-    assert (steps / dist.get_world_size()).tolist() == pytest.approx(wanted.losses, rel=relative)
-    assert found["norms"] == pytest.approx(wanted.norms, rel=relative)
-    if exact:
-        trained = {name: wanted.masters[name] for name in found["masters"]}
-        assert_same_bits(found["masters"], trained, "masters of the engine and of plain PyTorch")
-    for name, value in wanted.parameters.items():
-        difference = (found["parameters"][name].float() - value).abs()
-        unit = 2e-6 if in_fp32(name) else EPSILON[precision]
-        bound = 0.0 if exact else unit * value.abs() + FLIPPED
-        assert torch.all(difference <= bound), f"{name}: {difference.max()}"
+        assert value.dtype is torch.float32, name
+        assert found["separate"][name] is not in_fp32(name), f"{name}: masters"
 
 
 @pytest.mark.slow
 @on_ranks(2, 3, timeout=240)
 @pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 2), ("fp16", 1)])
 def test_all_stages_match_casts_by_hand(precision: str, accumulation: int) -> None:
+    """Masters have the bits of plain PyTorch on two ranks; on three, of the other stages."""
     world, dtype = dist.get_world_size(), reference.DTYPES[precision]
-    variants: list[tuple[Optimizer, float, bool]] = [(FOREACH, 0.0, False), (ADAMW, CLIP, False), (SGD, CLIP, True)]
-    variants = variants[1:2] if world == 3 else variants
     batches = [
         [[models.token_batch(step, m, r, 2, LENGTH) for r in range(world)] for m in range(accumulation)]
         for step in range(STEPS)
     ]
-    for optimizer, clip, low in variants:
-        scale = STATIC_SCALE if precision == "fp16" else 1.0
-        given = (models.build(Mixed), models.token_loss, batches, precision, optimizer, clip, scale)
-        wanted = reference.train(*given, "rounded" if low else "fp32", compute=plain_model(dtype))
-        runs = {}
-        for stage in STAGES:
-            settings = at(stage, precision, accumulation, clip, optimizer, fp32_modules=PATTERNS)
-            if low:
-                settings[precision][f"{precision}_master_weights_and_grads"] = True
-            runs[stage] = found = train(settings)
-            assert_dtypes(found, dtype, low)
-            # Stages 0 and 1 sum a window's gradients and then reduce; stages 2 and 3 do it as the reference does.
-            exact = optimizer is FOREACH and (accumulation == 1 or stage[0] in "23")
-            assert_matches(found, wanted, precision, exact)
-        pairs = [("0", "1"), ("2", "3 moving"), ("2", "3 one unit")]
-        for one, other in [*pairs, ("0", "2")] if accumulation == 1 else pairs:
-            for what in ("parameters", "masters"):
-                assert_same_bits(runs[one][what], runs[other][what], f"{what} of stages {one} and {other}")
-            assert runs[one]["losses"] == runs[other]["losses"]
-            assert runs[other]["norms"] == pytest.approx(runs[one]["norms"], rel=1e-14, abs=0)
+    scale = STATIC_SCALE if precision == "fp16" else 1.0
+    given = (models.build(Mixed), models.token_loss, batches, precision, FOREACH, 0.0, scale, "fp32")
+    wanted = reference.train(*given, compute=plain_model(dtype))
+    runs = {}
+    for stage in STAGES:
+        runs[stage] = found = train(at(stage, precision, accumulation, 0.0, FOREACH, fp32_modules=PATTERNS))
+        kernels = train(at(stage, precision, accumulation, 0.0, ADAMW, fp32_modules=PATTERNS))
+        torch.testing.assert_close(kernels["masters"], found["masters"], rtol=2e-6, atol=FLIPPED)
+        assert_dtypes(found, dtype)
+        # Stages 0 and 1 sum a window's gradients and then reduce; stages 2 and 3 do it as the reference does.
+        if world == 2 and (accumulation == 1 or stage[0] in "23"):
+            assert found["norms"] == pytest.approx(wanted.norms, rel=1e-6)
+            trained = {name: wanted.masters[name] for name in found["masters"]}
+            assert_same_bits(found["masters"], trained, "masters of the engine and of plain PyTorch")
+    pairs = [("0", "1"), ("2", "3 moving"), ("2", "3 one unit")]
+    for one, other in [*pairs, ("0", "2")] if accumulation == 1 else pairs:
+        for what in ("parameters", "masters"):
+            assert_same_bits(runs[one][what], runs[other][what], f"{what} of stages {one} and {other}")
+        assert runs[one]["losses"] == runs[other]["losses"]
 
 
 # -------------------------------------------------------------------- corners

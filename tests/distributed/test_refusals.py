@@ -47,18 +47,6 @@ def _short(engine: Any) -> Undo:
     return lambda: state.update(exp_avg=before)
 
 
-def _double(engine: Any) -> Undo:
-    state = _state(engine)
-    before, state["exp_avg"] = state["exp_avg"], state["exp_avg"].double()
-    return lambda: state.update(exp_avg=before)
-
-
-def _lacks(engine: Any) -> Undo:
-    state = _state(engine)
-    before = state.pop("exp_avg")
-    return lambda: state.update({"exp_avg": before, **{name: state.pop(name) for name in list(state)}})
-
-
 def _no_group(engine: Any) -> Undo:
     groups = engine.optimizer.param_groups
     before = groups.pop()
@@ -69,12 +57,6 @@ def _variant(engine: Any) -> Undo:
     group = engine.optimizer.param_groups[0]
     group["amsgrad"] = True
     return lambda: group.update(amsgrad=False)
-
-
-def _no_lr(engine: Any) -> Undo:
-    group = engine.optimizer.param_groups[0]
-    before = group.pop("lr")
-    return lambda: group.update(lr=before)
 
 
 def _text(engine: Any) -> Undo:
@@ -107,7 +89,6 @@ Damage = tuple[Callable[[Any], Undo], str]
 KERNELS: dict[str, Damage] = {
     "short": (_short, "ValueError: optimizer.state: expected 'exp_avg' of parameter"),
     "no group": (_no_group, "in the param group of the optimizer in which its training began"),
-    "no lr": (_no_lr, "ValueError: optimizer.param_groups[0]: expected 'lr' as a value like 0.001, got none at all"),
     "text": (_text, "optimizer.param_groups[1]: expected 'weight_decay' as a value like 0.1, got '0.1'"),
     "beta": (_beta, "optimizer.param_groups[0]: expected 'betas' as a value like (0.9, 0.95), got [None, 0.95]"),
     "variant": (_variant, "ValueError: optimizer.param_groups[0]['amsgrad'] is True"),
@@ -115,9 +96,7 @@ KERNELS: dict[str, Damage] = {
 }
 TORCH: dict[str, Damage] = {
     "short": (_short, "as the last update has left it on this rank, got (3,) in torch.float32"),
-    "double": (_double, "in torch.float64; zerolite.set_full_optimizer_state takes the full state"),
-    "lacks": (_lacks, "as the last update has left it on this rank, got None"),
-    **{name: KERNELS[name] for name in ("no group", "no lr", "text", "beta")},
+    **{name: KERNELS[name] for name in ("no group", "text", "beta")},
 }
 UNFUSED = "optimizer.param_groups: expected 'fused' to stay True, as it was in zerolite.initialize"
 

@@ -180,18 +180,6 @@ def test_replicas_count_once(name: str, tmp_path: Path) -> None:
         assert_same_bits(values, {name: saved[name] for name in values}, "loaded")
 
 
-@pytest.mark.slow
-@on_ranks(4)
-def test_late_gradients_of_replicas() -> None:
-    """A gradient that comes after its bucket was reduced is reduced once more, on all ranks."""
-    runs = {}
-    for name in ("plain", "replicated"):
-        zero = PAIRS if name == "replicated" else {}
-        engine = make_engine(at("2", "fp32", 1, CLIP, SGD, zero=zero), "SharedCheckpointed")
-        runs[name] = run_steps(engine, 3, model="SharedCheckpointed"), snapshot(engine)
-    torch.testing.assert_close(*runs.values(), rtol=1e-6, atol=1e-7)
-
-
 @on_ranks(4)
 def test_parameters_split_over_other_ranks_are_refused() -> None:
     made = at("3", "fp32", 1, 0.0, SGD, zero=PAIRS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import torch
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks, from_all_ranks
 from tests.toolkit.configs import ADAMW, Optimizer, at, config, dynamic_fp16
 from tests.toolkit.faults import Warnings, poison
-from tests.toolkit.lockstep import loss_of as lockstep_loss
-from tests.toolkit.lockstep import make_engine as lockstep_engine
 from tests.toolkit.lockstep import skipping_on_device
 from tests.toolkit.optimizers import assert_same_facts, facts
 from tests.toolkit.ranks import on_ranks
@@ -161,18 +158,3 @@ def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gra
             assert grown.get_global_grad_norm() == pytest.approx(fixed.get_global_grad_norm(), rel=1e-5)
             atol = 2.0**-20 if "clip" in more else 2.0**-14
             torch.testing.assert_close(snapshot(grown), snapshot(fixed), rtol=2.0**-10, atol=atol)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_states_that_the_device_left_out_are_let_go() -> None:
-    """A parameter that no rank has used gets states from torch's kernels, and loses them when the host knows."""
-    made = at(1, "fp32", optimizer=("AdamW", {**ADAMW[1], "fused": True}))
-    engine = lockstep_engine(made, on_device=True)
-    engine.backward(lockstep_loss(engine, 0, 0, extras=(True, False, True)))
-    engine.step()
-    method, index = engine.optimizer.method, [n for n, _ in engine.named_parameters()].index("layers.1.extra")
-    states = [weakref.ref(state) for state in method._known.get(index, {}).values()]
-    assert from_all_ranks(len(states)) != [0, 0]
-    assert engine.get_global_grad_norm() is not None
-    assert [state() for state in states] == [None] * len(states)

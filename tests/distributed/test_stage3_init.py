@@ -409,6 +409,3 @@ def test_meta_engine() -> None:
     run_steps(engine, 2)
     with raises(RuntimeError, "'1' (Scale)", "meta device", "reset_parameters()"):
         zero.Init(module=bare)
-
-
-# -------------------------------------------------------------------- on its own

@@ -12,9 +12,8 @@ from torch.nn.utils import spectral_norm
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same
 from tests.toolkit.configs import config
-from tests.toolkit.partitioned import assert_partitioned, build_in_init, stage3, whole
+from tests.toolkit.partitioned import build_in_init, stage3, whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import run_steps
 from zerolite import zero
@@ -62,24 +61,6 @@ def test_tensors_taken_from_parameters() -> None:
     engine = zerolite.initialize(model, config(3))  # it releases once more
     assert all(torch.equal(one, other) for one, other in zip(model.kept, wanted.kept, strict=True))
     assert torch.equal(model.output, wanted.output) and engine.module is model
-
-
-@on_ranks(2)
-def test_state_dict_of_what_no_engine_has() -> None:
-    with zero.Init():
-        model = models.Mlp()
-    with zero.GatheredParameters(model):
-        state = model.state_dict()
-    assert_same(dict(state), whole(model))  # its memory outlives the context
-    state = {name: value.clone() for name, value in state.items()}
-    assert_same(dict(model.state_dict()), whole(model))
-    model.load_state_dict({name: value - 1 for name, value in state.items()})
-    assert_same({name: value - 1 for name, value in state.items()}, whole(model))
-    model.load_state_dict(state)
-    assert_partitioned(model)
-    with zero.GatheredParameters(model, modifier_rank=0):
-        model.load_state_dict({name: value + 1 for name, value in state.items()})
-    assert_same({name: value + 1 for name, value in state.items()}, whole(model))
 
 
 @on_ranks(2)

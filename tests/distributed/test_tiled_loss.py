@@ -199,26 +199,6 @@ def test_collectives(stage: str) -> None:
         assert runs[0]["calls"] == runs[1]["calls"], tied
 
 
-@pytest.mark.slow
-@on_ranks(2, timeout=300)
-def test_precisions() -> None:
-    """16 bits, beside whole logits: both are rounded, at different places. Gathers that overlap the next forward."""
-    found = {}
-    for name, more in PRECISIONS.items():
-        for stage in ("1", "3"):
-            runs = [trained(stage, tiled, "shifted", fp32=True, **more) for tiled in (False, TILE)]
-            found[name, stage] = worst(runs[1], runs[0])
-    assert {key: off for key, off in found.items() if off > (1e-6 if key[0] == "fp32" else 2e-2)} == {}
-
-
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {"zero": {"overlap_comm": True}},
-    "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16"},
-    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-}
-
-
 class WithLogits(Reader):
     """Returns its logits beside the loss, as models of Hugging Face do."""
 

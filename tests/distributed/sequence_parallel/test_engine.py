@@ -193,31 +193,33 @@ def test_parts_draw_other_random_numbers() -> None:
     assert torch.equal(*states)
 
 
-@pytest.mark.fast("True-2")
+ON_HOST = {"device": "cpu"}
+BESIDE: list[tuple[str, dict[str, Any]]] = [
+    ("2", {"activation_checkpointing": {"modules": ["_Block"]}}),
+    ("3 moving", {"activation_checkpointing": {"modules": ["_Block"], "cpu_checkpointing": True}}),
+    ("2", {"zero": {"offload_optimizer": ON_HOST}}),
+    ("2", {"zero": {"offload_optimizer": ON_HOST, "shard_size": 2}}),
+    ("3 moving", {"zero": {"offload_param": ON_HOST, "offload_optimizer": ON_HOST}}),
+    ("3 moving", {"zero": {"zero_hpz_partition_size": 2}}),
+]
+
+
+@pytest.mark.fast("3 moving-more1-2", "3 moving-more4-2")
 @on_ranks(2, 4, timeout=90)
-@pytest.mark.parametrize("double", [True])
-def test_composes_with_what_an_engine_has(double: bool) -> None:
+@pytest.mark.parametrize(("stage", "more"), BESIDE)
+def test_composes_with_what_an_engine_has(stage: str, more: dict[str, Any]) -> None:
     """Activation checkpoints repeat attention, and states are in replicas, hierarchical shards or on the host."""
-    size = 2
-    sets = {"shard_size": 2} if dist.get_world_size() == 4 else {}
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("2", {"activation_checkpointing": {"modules": ["_Block"]}}),
-        ("3 moving", {"activation_checkpointing": {"modules": ["_Block"], "cpu_checkpointing": True}}),
-        ("2", {"zero": {"offload_optimizer": {"device": "cpu"}, **sets}}),
-        ("3 moving", {"zero": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}),
-        ("3 moving", {"zero": {"zero_hpz_partition_size": 2} if sets else {}}),
-    ]
-    batches = [batch_of("Decoder", place, 19) for place in range(8)]
-    for stage, more in cases:
-        engine = make("Decoder", size, stage, double=double, **more)
-        replicas = engine.data_parallel_world_size
-        windows = [batches[step * replicas : (step + 1) * replicas] for step in range(2)]
-        for window in windows:
-            engine.backward(engine(**window[engine.data_parallel_rank]))
-            engine.step()
-        wanted, *_ = in_one_process("Decoder", windows, double, 0.0, 0.5)
-        torch.testing.assert_close(parameters_of(engine), wanted, rtol=0, atol=1e-12)
-        engine.destroy()
+    if dist.get_world_size() == 2 and {"shard_size", "zero_hpz_partition_size"} & more.get("zero", {}).keys():
+        return  # there is one set of data-parallel ranks
+    engine = make("Decoder", 2, stage, double=True, **more)
+    batches = [batch_of("Decoder", place, 19) for place in range(4)]
+    replicas = engine.data_parallel_world_size
+    windows = [batches[step * replicas : (step + 1) * replicas] for step in range(2)]
+    for window in windows:
+        engine.backward(engine(**window[engine.data_parallel_rank]))
+        engine.step()
+    wanted, *_ = in_one_process("Decoder", windows, True, 0.0, 0.5)
+    torch.testing.assert_close(parameters_of(engine), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -237,22 +239,6 @@ def test_composes_with_tensor_parallelism() -> None:
     assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=1e-5)
     full = engine.full_state_dict()
     torch.testing.assert_close({n: full[n] for n in wanted}, wanted, rtol=0, atol=5e-6)
-
-
-@sequences.needs_transformers
-@pytest.mark.fast("bf16-2")
-@on_ranks(2, timeout=60)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits(precision: str) -> None:
-    engine = zerolite.initialize(
-        sequences.build("llama", False), at("2", precision, optimizer=OPTIMIZER, sequence_parallel={"size": 2})
-    )
-    windows = [[batch_of("llama", place, 21)] for place in range(3)]
-    for window in windows:
-        engine.backward(engine(**window[0]).loss)
-        engine.step()
-    _, norms, _ = in_one_process("llama", windows, False, 0.0, 0.5)
-    assert engine.skipped_steps == 0 and engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=0.03)
 
 
 class Experts(sequences.Decoder):

@@ -38,7 +38,7 @@ def test_stages_match_one_process(stage: str) -> None:
     assert_like_one_process("Decoder", size, EXACT, stage=stage, double=True, accumulation=2, clip=0.3)
 
 
-@pytest.mark.fast("2-4")
+@pytest.mark.slow
 @on_ranks(4, timeout=120)
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 moving"])
 def test_data_and_sequence_parallelism_match_one_process(stage: str) -> None:
