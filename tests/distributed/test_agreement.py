@@ -68,11 +68,6 @@ def with_instance(given: Arguments, head_lr: float = 0.1, kind: Any = torch.opti
     given["optimizer"] = kind(groups, lr=0.1)
 
 
-def many_settings(given: Arguments) -> None:
-    with_instance(given)
-    given["optimizer"].param_groups[0].update({f"setting{number}": number for number in range(12)})
-
-
 def other_membership(given: Arguments) -> None:
     with_instance(given)
     one, other = (group["params"] for group in given["optimizer"].param_groups)
@@ -101,7 +96,6 @@ ODD: dict[str, Callable[[Arguments], Any]] = {
 BOTH: dict[str, tuple[Callable[[Arguments], Any], Callable[[Arguments], Any]]] = {
     "instance lr": (with_instance, lambda given: with_instance(given, head_lr=0.01)),
     "instance class": (with_instance, lambda given: with_instance(given, kind=torch.optim.Adagrad)),
-    "many": (with_instance, many_settings),
     "membership": (with_instance, other_membership),
     "function": (by_function, lambda given: by_function(given, momentum=0.5)),
 }
@@ -144,10 +138,6 @@ WORDS = {
     "argument": ["the argument broadcast_buffers is False on {first}, but True on {odd}"],
     "instance lr": ["param group 1 has lr 0.1 on {first}, but 0.01 on {odd}"],
     "instance class": ["the optimizer is torch.optim.sgd.SGD on {first}, but torch.optim.adagrad.Adagrad on {odd}"],
-    "many": [
-        *(f"param group 0 has setting{number} not set on {{first}}, but {number} on {{odd}}" for number in range(10)),
-        "and 2 more differences\n",
-    ],
     "membership": [
         "param group 0 has a size of 2 on {first}, but 3 on {odd}",
         "param group 1 has a size of 2 on {first}, but 1 on {odd}",

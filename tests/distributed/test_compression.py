@@ -147,13 +147,6 @@ def test_bytes_are_those_of_the_codes_and_their_scales() -> None:
     ]
 
 
-@on_ranks(1)
-def test_one_rank_exchanges_with_itself() -> None:
-    comm = create_communicator(CPU)
-    sent = torch.arange(8, dtype=torch.uint8)
-    assert torch.equal(comm.all_to_all(sent, "gradients").wait(), sent)
-
-
 @pytest.mark.fast("2-native", "3-messages", "4-shared memory")
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, 3, 4)

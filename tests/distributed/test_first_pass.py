@@ -162,16 +162,6 @@ def test_numbers_are_those_of_plain_pytorch(micros: int, hows: tuple[str, ...]) 
             assert_close(found["parameters"], wanted, f"{how}, stage {stage}")
 
 
-@pytest.mark.fast("2-contiguous_gradients")
-@pytest.mark.parametrize("option", ["contiguous_gradients", "reduce_scatter", "overlap_comm"])
-@on_ranks(2)
-def test_numbers_with_other_ways_of_reducing(option: str) -> None:
-    for stage in (1, 2):
-        for value in (True, False) if option == "overlap_comm" else (False,):
-            found = train(settings(stage, **{option: value}), model=LATE)
-            assert_close(found["parameters"], plain("engine", 1, LATE), f"stage {stage}, {value}")
-
-
 @pytest.mark.fast("2-bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @on_ranks(2)

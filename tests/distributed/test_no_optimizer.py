@@ -118,27 +118,3 @@ def test_weights_are_saved_and_loaded(tmp_path: Path, stage: int) -> None:
 def test_what_asks_for_training_is_refused(more: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         zerolite.initialize(models.Mlp(), {**settings(0), **more}, **arguments)
-
-
-class _Layers(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-@pytest.mark.fast("keys1-3-2")
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("keys", "stage"),
-    [
-        ({"pipeline": {"stages": 2, "split": ["2"]}}, 1),
-        ({"tensor_parallel": {"size": 2, "plan": {"0": "column", "2": "row"}}}, 3),
-    ],
-)
-def test_a_model_in_parts_is_evaluated(keys: dict[str, Any], stage: int) -> None:
-    batch = [models.float_batch(micro, 0, 0) for micro in range(2)]
-    plain = models.build(_Layers)
-    with torch.no_grad():
-        expected = float(sum(nn.functional.mse_loss(plain(x), y) for x, y in batch) / 2)
-    more = {**settings(stage), "gradient_accumulation_steps": 2, **keys}
-    engine = zerolite.initialize(models.build(_Layers), more, loss_fn=nn.functional.mse_loss)
-    assert float(engine.eval_batch(iter(batch))) == pytest.approx(expected, rel=1e-6)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests.distributed.test_growth import train as train_growing
 from tests.distributed.test_stage3_gathered import Lends
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
@@ -174,17 +173,6 @@ def test_every_kind_of_model_is_the_same_at_every_tier(model: str, setting: str,
     assert_alike(tmp_path, model, setting, disk={"buffer_size": 300, "buffer_count": 1})
     if model in ("Frozen", "OddModel"):
         assert_alike(tmp_path, model, setting, precision="bf16", accumulation=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["config", "group"])
-@on_ranks(2)
-def test_parameters_that_are_trained_later_move_on_at_their_tier(how: str, tmp_path: Path) -> None:
-    configs = placements(tmp_path, "tight", precision="bf16")
-    found = {name: train_growing(settings, how, 7) for name, settings in configs.items()}
-    for name in ("host", "disk"):
-        assert_same_bits(found["device"]["parameters"], found[name]["parameters"], name)
-        assert found[name]["losses"] == found["device"]["losses"]
 
 
 @pytest.mark.slow

@@ -100,32 +100,6 @@ def test_it_is_seen_in_the_first_backward(forward_too: bool, key: bool | None) -
     assert engine._parts.call.call_module is engine.module
 
 
-@pytest.mark.fast("2-2")
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@on_ranks(2)
-def test_a_program_that_communicates_outside_of_backward(stage: int) -> None:
-    """Averages of losses, barriers and metrics in a forward change nothing after the first backward."""
-    engine = zerolite.initialize(build(Mean), config(stage))
-    for step in range(3):
-        loss = engine(torch.ones(2, 8) * (step + dist.get_rank()))
-        mean_of_ranks(loss.detach())
-        engine.backward(loss)
-        dist.barrier()
-        engine.step()
-        assert not engine._parts.reducer.program_communicates
-
-
-class Mean(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x).square().mean()
-        mean_of_ranks(y.detach())
-        return y
-
-
 @pytest.mark.fast("2-shared memory-1-1-True")
 @pytest.mark.parametrize("by_call", [False, True])
 @pytest.mark.parametrize("stages", ["0-0", "1-1", "2-2", "2-3 moving", "3 moving-2"])

@@ -170,42 +170,6 @@ class ViewChangedInPlace(Case):
 # -------------------------------------------------------------------- functions of their own
 
 
-class _Product(torch.autograd.Function):
-    """x @ w.t(); ``how``: w is saved as a tensor, or read from its module in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, module: nn.Module, how: str) -> Tensor:
-        ctx.module = module
-        ctx.save_for_backward(x, *([weight] if how == "saved" else []))
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, *saved = ctx.saved_tensors
-        weight = saved[0] if saved else ctx.module.weight
-        return gradient @ weight, torch.einsum("bti,btj->ij", gradient, x), None, None
-
-
-@CASES.variants(saved="saved", module="module")
-class OwnFunction(Stack):
-    """A custom autograd.Function with a module's weight, inside the module and outside of it."""
-
-    class Layer(Parts):
-        def __init__(self, how: str) -> None:
-            super().__init__(weight=nn.Parameter(torch.randn(WIDTH, WIDTH)), how=how)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return _Product.apply(x, self.weight, self, self.how)
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.one, self.two, self.how = self.Layer(how), self.Layer(how), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.one(super().forward(x))
-        return _Product.apply(self.two(x), self.first.weight, self.first, self.how)
-
-
 @CASES.variants(value=False, graph=True)
 class GradientInForward(Case):
     """A forward that differentiates one of its modules by an input; ``graph``: that is differentiated again, so that
