@@ -65,6 +65,10 @@ def _mark_slow(name: str, cases: list[pytest.Item], complete: bool) -> None:
     else:
         fast = {case for case in cases for wanted in mark.args if ids[case] == wanted or fnmatchcase(ids[case], wanted)}
     unknown = [one for one in mark.args if not any(i == one or fnmatchcase(i, one) for i in ids.values())]
+    if not every and not mark.args:
+        raise pytest.UsageError(
+            f"{name}: the mark `fast` names no case; say `slow`, or name one of {sorted(ids.values())}"
+        )
     if unknown and complete:
         raise pytest.UsageError(f"{name}: the mark `fast` names {unknown}, and the cases are {sorted(ids.values())}")
     for case in cases:
