@@ -73,7 +73,7 @@ def train(given: dict[str, Any], way: str, on_device: bool) -> dict[str, Tensor]
 WAYS = ["plain", "checkpointing", "unused", "clipping", "between", "views"]
 
 
-@pytest.mark.fast(every=11)
+@pytest.mark.fast(every=7)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
