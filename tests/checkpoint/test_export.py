@@ -190,6 +190,7 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     assert peak < 8 * 1.5 + 16 + 6  # MiB: the tensor, half of it as it is stored, two buffers, and reading itself
 
 
+@pytest.mark.fast("hugging_face_gpt2-*")
 @pytest.mark.parametrize(("kind", "size"), [(models.hugging_face_gpt2, "2KB"), (models.hugging_face_llama, "5GB")])
 def test_from_pretrained_loads_it(tmp_path: Path, kind: Any, size: str) -> None:
     """A model whose fp32 masters bf16 does not hold, in either dtype."""
@@ -265,6 +266,7 @@ def check_files(directory: Path, states: dict[Any, Any], half: torch.dtype, tied
         check(out, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @on_ranks(2)
 def test_adapters_are_written_alone(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def at(world: int, *stages: int) -> list[Place]:
     return [(world, {"stage": stage}) for stage in stages]
 
 
-@pytest.mark.fast("mixture", "Lion")
+@pytest.mark.fast("mixture")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_goes_on_with_as_many_ranks(pools: Pools, tmp_path: Path, name: str) -> None:
     """The recipes take turns in the stages at which they are saved and loaded."""
@@ -112,7 +112,7 @@ OTHER_RANKS: dict[str, tuple[list[Place], list[Place]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.fast("mixture", "NAdam")
+@pytest.mark.fast("NAdam")
 @pytest.mark.parametrize("name", OTHER_RANKS)
 def test_a_run_goes_on_with_other_numbers_of_ranks(pools: Pools, tmp_path: Path, name: str) -> None:
     saves, loads = OTHER_RANKS[name]

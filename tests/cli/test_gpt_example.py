@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -119,8 +120,18 @@ def test_stages_agree(stage: int, trained: Trained) -> None:
             assert line[-1] == pytest.approx(expected[-1], rel=1e-14, abs=0)
 
 
-def test_two_processes_train(trained: Trained) -> None:
-    trained("zero2")  # which looks at what a run leaves behind
+def test_the_job_trains(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, alone. The slow tests start it in every way."""
+    command = script(write_config(tmp_path), text, tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.syspath_prepend(str(GPT))
+    for name in ("data", "model", "report"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    runpy.run_path(command[0], run_name="__main__")
+    check_run(subprocess.CompletedProcess(command, 0, *capsys.readouterr()), tmp_path / "out")
 
 
 @pytest.mark.slow

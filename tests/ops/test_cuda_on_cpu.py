@@ -139,6 +139,7 @@ def test_a_skipped_call_changes_nothing(kernels: SimulatedKernels, skip: float) 
     assert differences(call, before) == []
 
 
+@pytest.mark.fast("uploaded-*")
 @pytest.mark.parametrize("dtypes", [FP32, MIXED, Dtypes(F16, F16, F16, None), Dtypes(BF16, F32, F32, None)], ids=str)
 def test_groups_that_lose_finite_elements_are_flagged(
     kernels: SimulatedKernels, cpu: CpuKernels, dtypes: Dtypes

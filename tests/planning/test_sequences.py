@@ -46,6 +46,7 @@ def test_a_plan_of_long_sequences_is_right(
         assert exchanged.ranks == size
 
 
+@pytest.mark.fast("auto-*")
 @pytest.mark.parametrize(
     ("attention", "nodes", "expected"),
     [

@@ -54,6 +54,7 @@ def distance(made: list[Tensor], expected: list[Tensor]) -> float:
     return max(((a - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in pairs)
 
 
+@pytest.mark.fast("dtype0")
 @pytest.mark.parametrize("dtype", EXACT)
 def test_numbers(dtype: torch.dtype) -> None:
     off = {}
