@@ -133,20 +133,6 @@ def test_every_stage_and_world_size_into_every_other(pools: Pools, tmp_path: Pat
     check(pools, tmp_path, name, [at(*save)[0] for save in saves], [[at(*p)[0] for p in places] for places in loads])
 
 
-OTHER_SIZES: list[tuple[int, int, dict[str, int]]] = [
-    (1, 2, {"reduce_bucket_size": 37}),
-    (2, 0, {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}),
-    (3, 3, {"stage3_param_persistence_threshold": 1_000_000}),
-    (0, 3, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 50}),
-]
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_other_buckets_and_thresholds(pools: Pools, tmp_path: Path) -> None:
-    saves = [at(2, saved)[0] for saved, _, _ in OTHER_SIZES]
-    check(pools, tmp_path, "mixture", saves, [[(2, {"stage": to, "zero": zero})] for _, to, zero in OTHER_SIZES])
-
-
 # -------------------------------------------------------------------- placements
 
 PLACEMENTS = ("none", "cpu", "nvme")

@@ -3,7 +3,6 @@ processes for real."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 
 import zerolite
 from tests.cli import helpers
-from tests.cli.helpers import COMMAND, TIMEOUT_S, free_port
+from tests.cli.helpers import TIMEOUT_S, free_port
 
 TRAIN = """
 import os, sys
@@ -100,24 +99,6 @@ def numbers(*outputs: str) -> list[tuple[int, int, int]]:
 def test_ranks_of_mpirun_find_their_place(script: Path) -> None:
     (output,) = finish([start(["mpirun", "-n", "2", sys.executable, script], **ALLOWED)])
     assert numbers(output) == [(0, 2, 0), (1, 2, 1)]
-
-
-@needs_mpirun
-@pytest.mark.slow
-def test_a_job_started_inside_of_mpirun(script: Path) -> None:
-    """The launcher's variables count, not those of the mpirun around it."""
-    (output,) = finish([start(["mpirun", "-n", "1", *COMMAND, "--nproc", "2", "--tee", "all", script], **ALLOWED)])
-    assert sorted(re.findall(r"place (\d \d \d)", output)) == ["0 2 0", "1 2 1"]
-
-
-@pytest.mark.slow
-def test_ranks_of_srun_find_their_place(script: Path) -> None:
-    """Two tasks run with the variables of srun, which are set here."""
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
-    job |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
-    tasks = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    outputs = finish([start([sys.executable, script], **task) for task in tasks])
-    assert numbers(*outputs) == [(0, 2, 0), (1, 2, 1)]
 
 
 @pytest.mark.slow

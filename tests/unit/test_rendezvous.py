@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,73 +17,35 @@ from zerolite.comm.rendezvous import Patience, first_barrier
 from zerolite.launcher.job import NodeJob
 from zerolite.launcher.rendezvous import NodeRendezvous, NodeRendezvousError
 
-WORLD = 24
 
+class SilentStore(dist.Store):
+    """A store whose host is cut off before the others come."""
 
-class CountingStore(dist.Store):
-    """One rank's connection, which counts its requests."""
-
-    def __init__(self, inner: dist.Store) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner, self.requests = inner, 0
-
-    def _ask(self, request: str, *args: Any) -> Any:
-        self.requests += 1
-        return getattr(self.inner, request)(*args)
-
-    check = functools.partialmethod(_ask, "check")
-    set = functools.partialmethod(_ask, "set")
-    get = functools.partialmethod(_ask, "get")
-    add = functools.partialmethod(_ask, "add")
-    compare_set = functools.partialmethod(_ask, "compare_set")
-    wait = functools.partialmethod(_ask, "wait")
-
-
-class SilentStore(CountingStore):
-    """One whose host is cut off before the others come."""
-
-    def __init__(self, inner: dist.Store) -> None:
-        super().__init__(inner)
         self.over = threading.Event()  # a request that came back while the interpreter ends would abort the process
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+    def set(self, key: str, value: Any) -> None:
+        pass
+
+    def compare_set(self, key: str, expected: Any, value: Any) -> Any:
+        return value
 
     def check(self, keys: list[str]) -> bool:
         self.over.wait(60.0)
         return False
 
 
-def come(arrivals: dict[int, float], timeout_s: float) -> tuple[dict[int, str], dict[int, int]]:
-    """Return what each rank is told, and its requests. arrivals: seconds after which a rank comes."""
-    inner, errors, requests = dist.HashStore(), {}, {}
-
-    def run(rank: int, after_s: float) -> None:
-        store = CountingStore(inner)
-        time.sleep(after_s)
-        try:
-            first_barrier(store, rank, WORLD, timeout_s)
-            errors[rank] = ""
-        except RuntimeError as error:
-            errors[rank] = str(error)
-        requests[rank] = store.requests
-
-    threads = [threading.Thread(target=run, args=item) for item in arrivals.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors, requests
-
-
-@pytest.mark.slow
-def test_many_ranks_together_ask_at_a_bounded_rate() -> None:
-    errors, requests = come({rank: 1.0 if rank == 3 else 0.0 for rank in range(WORLD)}, 60.0)
-    assert errors == dict.fromkeys(range(WORLD), "")
-    assert max(requests.values()) <= 120, requests
+def test_many_ranks_ask_seldom() -> None:
     assert Patience(60.0, lookers=4096)._shortest_s > 1.0
 
 
 def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "SILENT_S", 0.2)
-    silent, began = SilentStore(dist.HashStore()), time.monotonic()
+    silent, began = SilentStore(), time.monotonic()
     with pytest.raises(RuntimeError, match="init_distributed: rank 0 .*store of the rendezvous has not answered"):
         first_barrier(silent, 0, 2, 60.0)
     assert time.monotonic() - began < 4.0
