@@ -1,9 +1,10 @@
-"""Idioms that read a weight in flight, each in one row: those that wait for its values, and those that raise or, where
-torch cannot refuse reads, find NaN."""
+"""Idioms that read a weight in flight, each in one row: all wait for its values, also those that go past functions of
+torch. A pointer to its memory is refused."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.toolkit.refused_reads import refuse_reads
 from tests.unit.test_launches import stack, train
@@ -26,13 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*torch.ao.quantization", "ignore:To copy construct"),
 ]
 X = torch.ones(1, 8)
-
-
-@pytest.fixture(params=[False, True], ids=["reads", "reads refused"])
-def refuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Torch lets reads of a stand-in raise, as it can where it is built with CUDA."""
-    refuse_reads(monkeypatch, request.param)
-    return bool(request.param)
 
 
 def in_flight(model: nn.Module) -> Any:
@@ -205,16 +200,6 @@ READS |= {
 }
 
 
-@pytest.mark.fast(every=2)
-@pytest.mark.parametrize("read", READS)
-def test_whoever_reads_weights_after_a_step_waits_for_them(read: str, refuses: bool) -> None:
-    model = stack()
-    comm, engine = in_flight(model)
-    assert all(value.isfinite().all() and not isinstance(value, AbsentParameter) for value in READS[read](model))
-    train(engine)
-    assert all(comm.of("wait").count(bucket) >= 2 for bucket in range(8))  # more, where the read leaves a view
-
-
 def data_of(weight: Tensor) -> Tensor:
     x = torch.zeros(8, 8)
     x.data = weight
@@ -236,38 +221,74 @@ PAST: dict[str, Callable[[Any], list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("read", PAST)
-def test_what_goes_past_functions_of_torch_finds_no_old_values(read: str, refuses: bool) -> None:
+READS |= PAST
+
+
+@pytest.mark.fast(every=2)
+@pytest.mark.parametrize("read", READS)
+def test_whoever_reads_weights_after_a_step_waits_for_them(read: str) -> None:
+    model = stack()
+    comm, engine = in_flight(model)
+    found = [value.detach().clone() for value in READS[read](model)]
+    assert all(value.isfinite().all() and type(value) is Tensor for value in found)
+    if read in PAST:
+        assert engine.module is not None, "which waits for all"
+        torch.testing.assert_close(found, [value.detach() for value in PAST[read](model)], rtol=0, atol=0)
+    train(engine)
+    assert all(comm.of("wait").count(bucket) >= 2 for bucket in range(8))  # more, where the read leaves a view
+
+
+def test_an_alias_that_code_past_functions_of_torch_has_made_gets_the_values() -> None:
     model = stack()
     _, engine = in_flight(model)
-    if refuses:
-        with pytest.raises(RuntimeError, match=r"parameter '2\.weight': expected a read that waits|'0\.weight': exp"):
-            assert [found.detach().clone() for found in PAST[read](model)]
-    else:
-        assert any(found.isnan().any() for found in PAST[read](model))
-    assert engine.module is not None
-    assert all(found.isfinite().all() for found in PAST[read](model)), "engine.module has waited for all"
+    weight = model[2].weight
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # as a C++ extension
+        alias, row = weight.data, weight.data[1]
+        alias.add_(1.0)
+    assert engine.module is not None and weight.isfinite().all()
+    assert torch.equal(alias, weight) and torch.equal(row, weight[1]) and alias.data_ptr() == weight.data_ptr()
 
 
-def test_a_pointer_to_a_weight_in_flight_is_refused(refuses: bool) -> None:
+def test_an_alias_outlives_the_engine_without_values() -> None:
+    model = stack()
+    _, engine = in_flight(model)
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = model[2].weight.data
+    del engine, model, _
+    gc.collect()
+    with pytest.raises(RuntimeError, match="whose engine has ended: keep the engine"):
+        alias.sum()
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["torch for CPUs", "torch built with CUDA"])
+def test_a_pointer_to_a_weight_in_flight_is_refused(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_reads(monkeypatch, refuses)
     model = stack()
     _, engine = in_flight(model)
     weight = model[2].weight
     with torch._C.DisableTorchFunctionSubclass():  # as a C++ extension
         assert weight.shape == (8, 8)
-        for use in (lambda: weight.data_ptr(), lambda: weight.data.add_(1.0)):
-            with pytest.raises(RuntimeError):
-                use()
-        if refuses:
-            with pytest.raises(RuntimeError, match="on their way"):
-                weight.sum()
-        else:
-            assert weight.sum().isnan()
-    with pytest.raises(RuntimeError):
-        torch.utils.dlpack.to_dlpack(weight)
+        with pytest.raises(RuntimeError):
+            weight.data_ptr()
+        with pytest.raises(
+            RuntimeError, match=r"parameter '2\.weight': expected a read" if refuses else "not allocated"
+        ):
+            weight.untyped_storage().tolist()
     with pytest.raises(RuntimeError, match="Creating a Parameter"):
         nn.Parameter(weight)
     assert engine.module[2].weight.data_ptr()
+
+
+@pytest.mark.parametrize("read", ["vmap", "a scripted function", "tensor(p)"])
+def test_inside_a_dispatch_mode_what_goes_past_functions_of_torch_raises(read: str) -> None:
+    """Torch does not find the operators' fallback there."""
+    model = stack()
+    _, engine = in_flight(model)
+    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="INTERNAL ASSERT"):
+        PAST[read](model)
+    with FlopCounterMode(display=False):
+        assert model[2](X).isfinite().all() and engine.module is not None
+        assert all(value.isfinite().all() for value in PAST[read](model))
 
 
 # ---------------------------------------------------------------- TorchScript
@@ -289,7 +310,7 @@ OF_SCRIPTED: dict[str, Callable[[Any], list[Tensor]]] = {
 
 @pytest.mark.parametrize("use", OF_SCRIPTED)
 @pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, X)], ids=["script", "trace"])
-def test_scripted_models_have_the_values_and_end_gathers_with_the_step(make: Any, use: str, refuses: bool) -> None:
+def test_scripted_models_have_the_values_and_end_gathers_with_the_step(make: Any, use: str) -> None:
     model = stack()
     comm, engine = in_flight(model)
     scripted = make(model)

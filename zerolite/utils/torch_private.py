@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
+
+from zerolite.utils.nested import find_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -118,21 +121,86 @@ def storage_users(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def refuse_pointers(tensor: torch.Tensor, message: str) -> None:
-    """Let every request for a pointer to the memory of ``tensor`` raise: for writing always, for reading where
-    :func:`reads_are_refused`. C++ extensions often ask for writing when they only read.
+_DEFERRED_KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
+_DEFERRED: Any = torch._C.DispatchKeySet(_DEFERRED_KEY)
+_sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()  # by storage of a deferred tensor
+_operators: list[torch.library.Library] = []  # what it has registered lasts as long as the object
 
-    The stand-in of values that are not here has one element, whatever its shape: such code would go beyond it.
+
+class Source(Protocol):
+    """Source of the values of deferred tensors."""
+
+    def wait_in_operator(self) -> None:
+        """Wait for the values, in an operator that reads them. Parameters have them then."""
+
+    def values_of(self, alias: torch.Tensor) -> torch.Tensor:
+        """Return the values of another tensor that has the data of such a parameter, or of a view of that data."""
+
+
+class _Deferred(torch.Tensor):
+    __torch_dispatch__ = None  # type: ignore[assignment]  # ``_make_wrapper_subclass`` asks for it; nothing calls it
+
+
+def deferred_tensor(like: torch.Tensor, source: Source, message: str) -> torch.Tensor:
+    """Return a tensor with the geometry of ``like`` and without memory, to be the data of a parameter for a while.
+
+    Every operator that is given the parameter asks ``source`` first, from Python or C++, in a function of TorchScript
+    or a transform of torch.func. A pointer to the memory cannot be had past operators. If torch
+    is built with CUDA, ``message`` is the error; otherwise torch says that no memory has been allocated.
+
+    A class with ``__torch_function__`` sees only what Python gives the parameter to, and one with
+    ``__torch_dispatch__`` cannot be assigned to a parameter that exists. The dispatch key is one that torch leaves to
+    others: torchdistx had it, for values that come later. It works in no dispatch mode; torch raises there.
     """
-    storage = tensor.untyped_storage()
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
-    if reads_are_refused():
-        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+    if not _operators:
+        _operators.append(torch.library.Library("_", "IMPL"))
+        _operators[0].fallback(_run_with_values, "DeferredInit")
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        _Deferred,
+        like.shape,
+        like.stride(),
+        like.storage_offset(),
+        dtype=like.dtype,
+        device=like.device,
+        storage_size=like.untyped_storage().nbytes(),
+        _extra_dispatch_keys=_DEFERRED,
+    )
+    storage = made.untyped_storage()._cdata
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"):
+        torch._C._set_storage_data_ptr_access_error_msg(storage, message)
+    _sources[storage] = source
+    return cast(torch.Tensor, made)
 
 
-def reads_are_refused() -> bool:
-    """Return True if torch can let reads of a tensor's memory raise. It can if it is built with CUDA, on any device."""
-    return hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")
+def _is_deferred(tensor: torch.Tensor) -> bool:
+    keys: Any = torch._C._dispatch_keys(tensor)
+    return bool(keys.has(_DEFERRED_KEY))
+
+
+def undeferred() -> contextlib.AbstractContextManager[Any]:
+    """Context in which operators take deferred tensors as they are, and must not touch their values."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_DEFERRED)
+    return guard
+
+
+def _run_with_values(operator: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+    with as_plain_tensors():
+        for tensor in find_tensors((args, kwargs), torch.Tensor):
+            if not _is_deferred(tensor):
+                continue
+            source = _sources.get(tensor.untyped_storage()._cdata)
+            if source is None:
+                raise RuntimeError(
+                    f"{operator}: expected a tensor with values, got an alias of a parameter that C++ code has made "
+                    "while the parameter's values were on their way, and whose engine has ended: keep the engine, or "
+                    "make the alias after engine.module"
+                )
+            source.wait_in_operator()
+            if _is_deferred(tensor):
+                with undeferred():
+                    tensor.data = source.values_of(tensor)
+    return operator(*args, **kwargs)
 
 
 def swap_tensor(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -26,13 +26,13 @@ from zerolite.offload.placement import Placement
 from zerolite.utils.accelerator import address, is_fake
 from zerolite.utils.dtypes import sync_master_from_param_
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, GRADIENTS, MASTERS, tag_memory
-from zerolite.utils.torch_private import as_plain_tensors, refuse_pointers, storage_users
+from zerolite.utils.torch_private import as_plain_tensors, deferred_tensor, storage_users, undeferred
 from zerolite.zero.flat import copy_assigned_data, dense_strides
 from zerolite.zero.gradient_dtypes import GradientDtypes
 from zerolite.zero.layout import BucketLayout, Fragment
 from zerolite.zero.local_sum import LocalSum
 from zerolite.zero.offload import OffloadedGradient
-from zerolite.zero.stage3.absent_parameter import AbsentParameter, in_flight_error, not_a_number
+from zerolite.zero.stage3.absent_parameter import AbsentParameter, in_flight_error
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 if TYPE_CHECKING:
@@ -243,24 +243,25 @@ class Bucket:
         """
         if self.layout.rows:
             return True  # parameters of stage 3 have no values of the row, and gathers from it wait
-        if self._has_readers or any(type(parameter) is not torch.nn.Parameter for parameter in self.parameters):
+        if self._has_readers or set(map(type, self.parameters)) != {torch.nn.Parameter}:
             return False
         if not self._stand_ins:
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-                element = not_a_number(self.compute.dtype, self.device)
-                refuse_pointers(element, in_flight_error(slot.name))
-                self._stand_ins.append(element.expand(parameter.shape))
-        for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
-            parameter.data = stand_in
-            parameter.__class__ = self.absent_class
+            source = self.absent_class.source  # type: ignore[attr-defined]
+            for slot, view in zip(self.layout.slots, self._views, strict=True):
+                data = view if is_fake(view) else deferred_tensor(view, source, in_flight_error(slot.name))
+                self._stand_ins.append(data)
+        with undeferred():
+            for parameter, data in zip(self.parameters, self._stand_ins, strict=True):
+                parameter.data = data
+                parameter.__class__ = self.absent_class
         self.is_hidden = True
         return True
 
     def reveal_parameters(self) -> None:
         """Undo :meth:`hide_parameters`, after the gather. Other threads find the class only after the values."""
-        with as_plain_tensors():
+        with undeferred(), as_plain_tensors():
             for parameter, view in zip(self.parameters, self._views, strict=True):
-                if isinstance(parameter, self.absent_class):
+                if type(parameter) is self.absent_class:
                     parameter.data = view
                     parameter.__class__ = torch.nn.Parameter
         self.is_hidden = False

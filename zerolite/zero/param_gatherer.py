@@ -165,13 +165,17 @@ class ParamGatherer:
             _hook.append(register_module_forward_pre_hook(_before_forward))
 
     @untraced
-    def wait(self, buckets: Iterable[Bucket]) -> None:
+    def wait(self, buckets: Iterable[Bucket], in_operator: bool = False) -> None:
         """Wait for the gathers of these buckets. A forward must not read parameters that a gather still writes, and an
-        update must not write parameters that a gather still sends."""
+        update must not write parameters that a gather still sends.
+
+        Args:
+            in_operator: an operator waits, in whatever state of autograd, autocast and torch.func it was called.
+        """
         for bucket in buckets:
             if bucket.gathering is None:
                 continue
-            if transform_level() is None:
+            if transform_level() is None and not in_operator:
                 self._wait_undispatched(bucket)
             else:  # inside of torch.func's transforms, which are a thread's own, nothing else may be written
                 with ThreadPoolExecutor(1) as thread:
@@ -222,6 +226,12 @@ class _Gathered:
     def wait(self) -> None:
         self._param_gatherer.wait([self._bucket])
 
+    def wait_in_operator(self) -> None:
+        self._param_gatherer.wait([self._bucket], in_operator=True)
+
+    def values_of(self, alias: torch.Tensor) -> torch.Tensor:
+        return self._bucket.compute.as_strided(alias.shape, alias.stride(), alias.storage_offset())
+
     def run(self, function: Function, args: Arguments, kwargs: Keywords, absent: Sequence[torch.Tensor]) -> object:
         """Return the result of ``function`` after a wait for ``absent``."""
         for parameter in absent:
@@ -236,20 +246,28 @@ def _wait_for(parameter: torch.Tensor | None) -> None:
 
 
 def _before_forward(module: nn.Module, args: object) -> None:
-    """Wait for the parameters of a module that is called. Its forward may give them to code that goes past torch's
-    functions."""
-    if "_orig_mod" in module._modules:  # what is compiled in this call must meet neither such parameters nor this hook
-        _end_all_gathers()
-    for parameter in module.parameters() if _reads_children(module) else module._parameters.values():
-        _wait_for(parameter)
-
-
-def _reads_children(module: nn.Module) -> bool:
-    """Return True if the forward may give parameters of other modules to code that goes past torch's functions.
+    """Wait for the parameters of a module that is called. Its forward may give them to code that asks for pointers.
 
     A fused kernel takes those of all layers of a block, which are its children and have none themselves (the mixer of
     Mamba, fused MLPs). A block that calls such children waits for all of them together, which hides little less.
     """
-    children = [child for child in module._modules.values() if child is not None]
-    is_block = bool(children) and type(module) is not nn.Sequential and not any(child._modules for child in children)
-    return is_block or isinstance(module, _READ_CHILDREN)
+    for parameter in module._parameters.values():
+        if type(parameter) is not nn.Parameter:
+            _wait_for(parameter)
+    if children := module._modules:
+        if "_orig_mod" in children:  # what is compiled in this call must meet neither such parameters nor this hook
+            _end_all_gathers()
+        for reader in _modules_read_by(module, children.values()):
+            for parameter in reader._parameters.values():
+                if type(parameter) is not nn.Parameter:
+                    _wait_for(parameter)
+
+
+def _modules_read_by(module: nn.Module, children: Iterable[nn.Module | None]) -> Iterable[nn.Module]:
+    """Return modules whose parameters the forward of ``module`` may use before, or without, calling them."""
+    if isinstance(module, _READ_CHILDREN):
+        return module.modules()
+    if type(module) is nn.Sequential:
+        return ()
+    present = [child for child in children if child is not None]
+    return () if any(child._modules for child in present) else present

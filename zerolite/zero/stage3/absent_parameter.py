@@ -4,9 +4,9 @@ The object stays the same and keeps its dtype, device and full shape, so that au
 ``p.shape`` need nothing. A function of torch that touches values brings them: it waits for values in flight, and
 gathers released ones (zero/stage3/live_view.py).
 
-Its ``data`` has the memory of one element, which is not a number, and torch refuses to write there. Code that goes past
-torch's functions (``torch.tensor(p)``, a C++ extension) and reads it computes NaN. Below stage 3 such a read raises,
-where torch is built with CUDA.
+At stage 3 its ``data`` has the memory of one element, which is not a number. Code that goes past torch's functions
+(``torch.tensor(p)``, a C++ extension) and reads it computes NaN. Below stage 3 its ``data`` has no memory
+(``deferred_tensor``): operators of all code wait for the values too, and a pointer to it cannot be had.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def no_values_error(name: str, why: str) -> RuntimeError:
 
 
 def in_flight_error(name: str) -> str:
-    """Return the error of code that reads a parameter in flight past torch's functions."""
+    """Return the error of code that asks for a pointer to the memory of a parameter in flight."""
     return (
         f"parameter '{name}': expected a read that waits for its new values, which are on their way from the other "
-        "ranks, got one past PyTorch's functions (torch.tensor(p), a function of TorchScript or torch.func, a C++ "
-        "extension), or of what was made of p by such code. Give it p.data, or access engine.module first, which waits "
-        'for all parameters; with "overlap_comm": false nothing is on its way after a step'
+        "ranks, got a pointer that C++ or Triton code asks for past PyTorch's operators. Give that code p.data, or "
+        'access engine.module first, which waits for all parameters; with "overlap_comm": false nothing is on its '
+        "way after a step"
     )
 
 
