@@ -352,6 +352,24 @@ def test_a_second_hop_that_raises_is_launched_before_the_next_first_one(
     assert hop == "compressed" or all(map(torch.equal, *results)), "what nobody sends has no values to compare"
 
 
+def test_a_compressed_sum_that_raised_halfway_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second half, which this rank owes the others, is launched before."""
+    between = NullCommunicator(0, 2)
+    compression = Compression(between)
+    with use_platform(Queues()), record() as recorder:
+        no_memory(monkeypatch, between, "all_gather")
+        with pytest.raises(torch.OutOfMemoryError):
+            compression.all_reduce(torch.ones(512), "gradients", key=1)
+        summed = compression.all_reduce(torch.ones(1024), "gradients", key=2).wait()
+    assert summed.numel() == 1024
+    assert [(call.op, call.key) for call in recorder.calls] == [
+        ("all_to_all", 1),
+        ("all_gather", 1),
+        ("all_to_all", 2),
+        ("all_gather", 2),
+    ]
+
+
 @pytest.mark.parametrize("at", ["launch", "wait", "store"])
 def test_sums_over_replicas_that_raise_go_on_where_they_have_stopped(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the launch of the first second hop of three, in the wait for it, and behind that."""
@@ -403,6 +421,18 @@ def test_nothing_overwrites_what_a_wait_that_raised_has_not_read(monkeypatch: py
     for number in (1.0, 2.0):
         comm.all_to_all(torch.full((8192,), number), "values")
     assert not pending.wait().any()
+
+
+def test_a_launch_that_raises_in_its_copy_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks have had no such launch, so the next one is in the same place as theirs."""
+    comm = SharedMemoryCommunicator(Mapped(0, 2))
+    comm.all_to_all(torch.full((8192,), 0.0), "values").wait()
+    before = comm._large.count, comm._launched
+    with monkeypatch.context() as patch:
+        no_memory(patch, torch.Tensor, "copy_")
+        with pytest.raises(torch.OutOfMemoryError):
+            comm.all_to_all(torch.full((8192,), 1.0), "values")
+    assert (comm._large.count, comm._launched) == before
 
 
 def test_a_mean_that_raises_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,18 @@ def test_every_element_of_a_sliced_bucket_has_one_owner():
             assert all(bool((of_parameter == 1).all()) for of_parameter in owners)
 
 
+def test_the_lengths_of_all_ranks_parts_at_once():
+    for sizes, world, bucket_numel, alignment, kinds in random_cases():
+        specs = [ParameterSpec(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(zip(sizes, kinds, strict=True))]
+        sliced = [PartitionLayout.build_sliced(specs, [range(len(specs))], world, ranks) for ranks in (1, 3)]
+        for layout in (PartitionLayout.build(specs, world, bucket_numel, alignment), *sliced):
+            for bucket in layout.buckets:
+                slots = bucket.slots[::2]
+                numels = list(layout.part_numels(bucket, slots))
+                ranks = range(layout.world_size)
+                assert numels == [[layout.param_range(slot, rank).numel for slot in slots] for rank in ranks]
+
+
 def test_slots_and_gaps_are_all_of_a_sliced_bucket():
     for sizes, world, _, _, kinds in random_cases():
         specs = [ParameterSpec(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(zip(sizes, kinds, strict=True))]

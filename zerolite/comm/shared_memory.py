@@ -183,7 +183,12 @@ class SharedMemoryCommunicator(GlooCommunicator):
             regions = lane.take_turn(nbytes, tensors[0])
             if regions is None:
                 return None
-            copy_in(regions[self.rank])
+            try:
+                copy_in(regions[self.rank])
+            except BaseException:  # nothing is launched: the next launch takes this turn, and this number
+                lane.count -= 1
+                self._launched -= 1
+                raise
             fence, highest = self.transport.highest(ticket)
 
             def conclude() -> torch.Tensor:

@@ -51,7 +51,8 @@ class Compression:
         # By the key of the collective, which is a bucket's: what this rank has lost, and the number of reductions.
         self._errors: dict[int, tuple[torch.Tensor, int]] = {}
         self._scale = 1.0  # of the gradients whose errors these are
-        self._half: Chained | None = None  # an all-reduce whose second half could not be launched
+        # An all-reduce whose second half could not be launched, and the tensor that it sums.
+        self._half: tuple[torch.Tensor, Chained] | None = None
 
     def memory(self) -> Sequence[torch.Tensor]:
         """Return the errors that are kept between steps."""
@@ -114,8 +115,15 @@ class Compression:
         """Sum ``full`` over ranks, divided by ``divisor``: 4 bits an element to the rank that adds, 8 bits from there.
         ``wait()`` returns the sum, of the length of ``full``.
 
-        Without memory for its second half it raises, and is then called again before any other collective.
+        Without memory for its second half it raises. A call with the same tensor goes on there. Any other call first
+        launches the half that this rank owes the others, and drops its sum.
         """
+        if self._half is not None:
+            of, summed = self._half
+            summed.advance()
+            self._half = None
+            if of is full:
+                return summed
         numel, padded = full.numel(), full
         unit = self.comm.world_size * QUANT_BLOCK  # no block has elements of two parts, nor of two aligned parameters
         if numel % unit:
@@ -127,9 +135,9 @@ class Compression:
             self.comm.shard(padded).copy_(part)
             return Chained(self.all_gather(padded, tag, key), lambda total: done(total[:numel]))
 
-        summed = self._half or Chained(self.reduce_scatter(padded, tag, divisor, key), gather, keep=(padded,))
+        summed = Chained(self.reduce_scatter(padded, tag, divisor, key), gather, keep=(padded,))
         if current_platform().queues(full):  # the current stream launches the gather behind the sum
-            self._half = summed
+            self._half = full, summed
             summed.advance()
             self._half = None
         return summed

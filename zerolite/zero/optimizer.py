@@ -395,10 +395,18 @@ class ShardedOptimizer(Optimizer):
         if not (self._buffer.shard or got.get("shard")):  # whole on each rank, whatever the buckets
             expected, got = ({key: partition.get(key) for key in _GRID} for partition in (expected, got))
         if got != expected:
+            differ = [key for key in {**expected, **got} if expected.get(key) != got.get(key)]
+            expected, got = ({key: partition.get(key) for key in differ} for partition in (expected, got))
+            both = [partition.get("owners") or () for partition in (expected, got)]
+            if len(both[0]) == len(both[1]) > 0:  # name one parameter of maybe thousands
+                index = next(i for i, (owner, other) in enumerate(zip(*both, strict=True)) if owner != other)
+                name = self._buffer.layout.slots[index].name
+                for partition in (expected, got):
+                    partition["owners"] = {name: partition["owners"][index]}
             raise ValueError(
-                f"engine.optimizer.load_state_dict: expected a state of this rank's partition {expected}, got one "
-                f"of {got}; each rank loads the state that it has saved itself, at the same stage, world "
-                "size and bucket size. A checkpoint of engine.save_checkpoint fits any"
+                "engine.optimizer.load_state_dict: expected a state of this rank's partition, with "
+                f"{expected}, got one with {got}; each rank loads the state that it has saved itself, at the same "
+                "stage, world size and bucket size. A checkpoint of engine.save_checkpoint fits any"
             )
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         expected_sizes = [len(group["params"]) for group in self.param_groups]

@@ -50,11 +50,20 @@ class OwnerExchange:
         ranks = range(comm.world_size)
         self._comm, self._device = comm, device
         # This rank's parts as they are sent, those of rank 0's parameters first.
-        by_owner = [[slot for slot, owner in zip(slots, owners, strict=True) if owner == rank] for rank in ranks]
+        by_owner: list[list[Slot]] = [[] for _ in ranks]
+        for slot, owner in zip(slots, owners, strict=True):
+            by_owner[owner].append(slot)
         self.owned = by_owner[comm.rank]
         in_order = [slot for of_owner in by_owner for slot in of_owner]
         self._parts = [(slot.index, layout.param_range(slot, comm.rank).numel) for slot in in_order]
-        sent = [[sum(layout.param_range(s, rank).numel for s in slots) for slots in by_owner] for rank in ranks]
+        sent = [[0] * comm.world_size for _ in ranks]  # elements by rank and owner
+        owner_of = {slot.index: owner for slot, owner in zip(slots, owners, strict=True)}
+        for bucket in {slot.bucket: layout.buckets[slot.bucket] for slot in slots}.values():
+            exchanged = [slot for slot in bucket.slots if slot.index in owner_of]
+            targets = [owner_of[slot.index] for slot in exchanged]
+            for row, numels in zip(sent, layout.part_numels(bucket, exchanged), strict=True):
+                for target, numel in zip(targets, numels, strict=True):
+                    row[target] += numel
         self._sent, self._largest = sent[comm.rank], max(map(max, sent))  # the largest of all ranks
         # The parts of all ranks as they arrive, those of rank 0 first.
         self._ranges = [[layout.param_range(slot, rank) for slot in self.owned] for rank in ranks]

@@ -31,16 +31,18 @@ class ReplicaSums(StepObserver):
         self._reducer, self._accumulation = reducer, accumulation
         self._waits = False  # True in a backward that does not close its step
         self._partial: dict[int, float] = {}  # buckets that are sums of this set alone, by key: their divisors
+        self._unsent: tuple[int, torch.Tensor] | None = None  # key and sum of a launch that has raised
         groups.reduce_scatter, groups.partial = self.reduce_scatter, self._partial
 
     def before_backward(self) -> None:
         self._waits = not self._accumulation.next_backward_closes()
+        self._unsent = None  # its bucket's sum goes on
 
     def on_backward_end(self) -> None:
         self._waits = False
 
     def on_gradients_dropped(self) -> None:
-        self._waits = False
+        self._waits, self._unsent = False, None
         self._partial.clear()
 
     @collective
@@ -65,8 +67,10 @@ class ReplicaSums(StepObserver):
             bucket = self._reducer.buffer.buckets[key - 1]
             part = bucket.fetch()
             # Undivided, as in a backward: so is what error feedback keeps of it. A copy: a launch that raises is made
-            # again.
-            part = part.to(exact_dtype(part.dtype)) * divisor
-            pending = self._two_hops.second(part, "gradients", divisor=divisor, key=key)
+            # again, with the same tensor.
+            if self._unsent is None or self._unsent[0] != key:
+                self._unsent = key, part.to(exact_dtype(part.dtype)) * divisor
+            pending = self._two_hops.second(self._unsent[1], "gradients", divisor=divisor, key=key)
+            self._unsent = None
             del self._partial[key]
             self._reducer.replace_mean(bucket, pending)

@@ -75,8 +75,9 @@ class WholeUpdate(TorchUpdate):
 
     def leave_out(self, sub_group: Sequence[SpanTensors]) -> None:
         exchange, dtype = self._exchange_of(sub_group), _common_dtype(sub_group)
+        parts = {f.slot.index: _part(t.master, f) for t in sub_group for f in t.span.bucket.fragments}
         exchange.to_owners({}, dtype)
-        exchange.to_parts(exchange.to_owners({}, dtype), dtype)
+        exchange.to_parts(exchange.to_owners(parts, dtype), dtype)  # other ranks keep what this one owns as it was
 
     def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs, shares_gradient: bool = False) -> None:
         exchange, dtype, used = self._exchange_of(sub_group), _common_dtype(sub_group), inputs.used
