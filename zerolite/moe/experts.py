@@ -9,8 +9,9 @@ are the model's own, and stay on every rank.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from zerolite.utils.torch_private import untraced
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
 
 _KEY = "expert_parallel.size"
+_signature = functools.cache(inspect.signature)  # of the forwards of modules of experts
 
 
 @collective
@@ -67,18 +69,32 @@ def describe_experts(found: Mapping[str, nn.Module]) -> dict[str, dict[str, str]
     }
 
 
-def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
-    """Return the modules of experts in ``model``, by name. Nothing is changed.
-
-    Raises ConfigError if there are none, for one of which it is not known how it is called, and if ``size`` ranks
-    cannot have equally many experts of one.
-    """
+def experts_in(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
+    """Return the modules of experts in ``model``, by name, and descriptions of those that are called in another way."""
     found, unknown = {}, []
     for name, module in model.named_modules():
         if _is_experts(module):
             found[name] = module
         elif _resembles_experts(name, module) and not any(map(_is_experts, module.modules())):
             unknown.append(f"'{name}' ({type(module).__name__})")
+    return found, unknown
+
+
+def routes_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a module of experts is called with: hidden states [n, width], the experts of each token [n, k], and
+    their weights [n, k]."""
+    bound = _signature(type(module).forward).bind(module, *args, **kwargs)
+    _, hidden, index, weights = bound.arguments.values()
+    return hidden, index, weights
+
+
+def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
+    """Return the modules of experts in ``model``, by name. Nothing is changed.
+
+    Raises ConfigError if there are none, for one of which it is not known how it is called, and if ``size`` ranks
+    cannot have equally many experts of one.
+    """
+    found, unknown = experts_in(model)
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         sentence = (
@@ -162,7 +178,6 @@ class SpreadCall:
 
     def __init__(self, module: nn.Module, comm: Communicator, capacity: int) -> None:
         self._module, self._comm, self._capacity = module, comm, capacity
-        self._signature = inspect.signature(type(module).forward)
 
     @property
     def experts(self) -> int:
@@ -172,7 +187,7 @@ class SpreadCall:
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         module, comm = self._module, self._comm
-        hidden, index, weights = list(self._signature.bind(module, *args, **kwargs).arguments.values())[1:]
+        hidden, index, weights = routes_of(module, args, kwargs)
         if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(hidden):
             raise ValueError(
                 f"{type(module).__name__}: expected hidden states [n, width], experts [n, k] and weights [n, k], got "
