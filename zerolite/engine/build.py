@@ -83,15 +83,15 @@ def build_engine(
             tensors on the CPU, and passes "cuda".
         pipe_stage: the pipeline stage, if ``model`` is one.
     """
-    optimizer, model_parameters, comm = arguments.optimizer, arguments.model_parameters, topology.data
+    optimizer, comm = arguments.optimizer, topology.data
     builder = PartsBuilder(model, config, topology, device, device_kind or device.type, pipe_stage)
     trains = optimizer is not None or config.optimizer is not None
     if trains:
-        groups = param_groups_of(model, optimizer, model_parameters, pipe_stage is not None)
+        groups = param_groups_of(model, optimizer, arguments.model_parameters, pipe_stage is not None)
         if optimizer is None and config.optimizer is not None and config.optimizer.type.lower() == "muon":
             groups = muon_groups(model, groups)
     else:
-        groups = freeze(model, config, model_parameters, arguments.lr_scheduler)
+        groups = freeze(model, config, arguments.model_parameters, arguments.lr_scheduler)
     others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)
@@ -106,16 +106,21 @@ def build_engine(
     if choice.existing is not None and choice.existing is not optimizer:  # a function has made it just now
         check_made_optimizer(choice.existing, model, comm, device)
     _check_states_on_all_ranks(choice, model, topology, device, not builder.policy.shard_optimizer)
-    if choice.untested and comm.is_rank0:
+    if comm.is_rank0:
+        _warn(choice, model, comm.world_size > 1, builder.policy.shard_parameters)
+    parts = builder.build(choice, groups, trains)
+    schedule = LearningRateSchedule(scheduler_of(arguments.lr_scheduler, config, parts.optimizer), parts.pipeline.state)
+    return _make_engine(parts, builder, arguments, schedule, pipe_stage, divided)
+
+
+def _warn(choice: OptimizerChoice, model: torch.nn.Module, is_divided: bool, shards_parameters: bool) -> None:
+    if choice.untested:
         logger.warning(
             "zero_allow_untested_optimizer: this optimizer updates flat parts of parameters. If an update depends on "
             "more than the element's own gradient and state (norms, rows and columns), its results are wrong"
         )
-    if comm.is_rank0 and comm.world_size > 1:
-        warn_if_compiled_whole(model, builder.policy.shard_parameters)
-    parts = builder.build(choice, groups, trains)
-    schedule = LearningRateSchedule(scheduler_of(arguments.lr_scheduler, config, parts.optimizer), parts.pipeline.state)
-    return _make_engine(parts, builder, arguments, schedule, pipe_stage, divided)
+    if is_divided:
+        warn_if_compiled_whole(model, shards_parameters)
 
 
 def _check_states_on_all_ranks(

@@ -273,9 +273,8 @@ def wait_for(
     Returns:
         The status of the rank, or the part, that failed first; 128 + the number of a signal that came before; else 0.
     """
-    passed = 0
+    passed, is_failed, is_told = 0, False, False
     tell_at = kill_at = float("inf")
-    is_failed = is_told = False
     while True:
         ended = [part.poll() for part in parts]  # all of them, so that no part waits for another
         now = time.monotonic()

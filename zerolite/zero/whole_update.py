@@ -77,7 +77,8 @@ class WholeUpdate(TorchUpdate):
         exchange, dtype = self._exchange_of(sub_group), _common_dtype(sub_group)
         parts = {f.slot.index: _part(t.master, f) for t in sub_group for f in t.span.bucket.fragments}
         exchange.to_owners({}, dtype)
-        exchange.to_parts(exchange.to_owners(parts, dtype), dtype)  # other ranks keep what this one owns as it was
+        # The masters are sent: what other ranks own is whole there, and of what this one owns they get theirs back.
+        exchange.to_parts(exchange.to_owners(parts, dtype), dtype)
 
     def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs, shares_gradient: bool = False) -> None:
         exchange, dtype, used = self._exchange_of(sub_group), _common_dtype(sub_group), inputs.used

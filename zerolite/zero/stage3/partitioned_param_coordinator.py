@@ -148,8 +148,8 @@ class PartitionedParameterCoordinator:
                 group.buckets.append(bucket)
         persistent = [p for p in self.sharded_params if p.persistent and p.index in self._trained]
         self._trained_persistent = AvailableParameters(self.context, persistent)
-        disk = [p for p in self.sharded_params if p.placement.location == DISK]
-        self.schedule.set_on_disk({p.index: p.shard.numel() for p in disk})
+        on_disk = (p for p in self.sharded_params if p.placement.location == DISK)
+        self.schedule.set_on_disk({p.index: p.shard.numel() for p in on_disk})
 
     def wait_for_shards(self, sharded_params: Iterable[PartitionedParameter]) -> None:
         """Wait for the new values of these shards, which an update still sends where several ranks have a shard."""
@@ -470,8 +470,7 @@ class PartitionedParameterCoordinator:
             if read and self.context.reader is not None:
                 self.context.reader.read_ahead([self.sharded_params[index] for index in read])
             for index in needed:
-                pending = self.sharded_params[index].pending
-                if pending is not None:
+                if (pending := self.sharded_params[index].pending) is not None:
                     pending.wait()
         except RuntimeError as error:
             if type(error) not in (RuntimeError, Mismatch):
@@ -483,16 +482,14 @@ class PartitionedParameterCoordinator:
                     notify(GATHER)
 
     def _issue_all_gather(self, indices: Iterable[int]) -> None:
-        sharded_params = self.sharded_params
-        missing = [sharded_params[index] for index in indices if sharded_params[index].status is NOT_AVAILABLE]
-        if missing:
+        chosen = [self.sharded_params[index] for index in indices]
+        if missing := [sharded_param for sharded_param in chosen if sharded_param.status is NOT_AVAILABLE]:
             self.context.issue_all_gather(missing)
 
     def release(self, indices: Iterable[int]) -> None:
         """Release these parameters, with what their modules have written into them."""
-        sharded_params = self.sharded_params
         for index in indices:
-            sharded_params[index].release(keep_writes=True)
+            self.sharded_params[index].release(keep_writes=True)
 
     def describe_position(self) -> str:
         """Return a description of the execution and the module at which this rank is, for messages."""
