@@ -216,7 +216,8 @@ class PartsBuilder:
         gathers = self._groups.for_gathers(self.device)
         if self._groups.experts is not None:
             experts = {id(p) for p in self.model.parameters() if is_of_experts(p)}
-            partition_experts(self.model, experts, self._groups.experts, self.device)
+            on_host = self.config.zero_optimization.offload_param.enabled
+            partition_experts(self.model, experts, self._groups.experts, self.device, on_host)
         partitioned = PartitionedModel(
             self.model, self._groups, gathers, self.device, self._placements, self._transfers
         )

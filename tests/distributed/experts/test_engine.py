@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,16 @@ def test_checkpointed_modules_of_the_config(stage: str) -> None:
 def test_states_on_the_host(stage: str) -> None:
     offload = {"offload_optimizer": {"device": "cpu"}}
     assert_like_one_process("Mixture", 2, stage, EXACT, double=True, clip=0.3, config={"zero": offload})
+
+
+@pytest.mark.fast("cpu-2")
+@on_ranks(2, 4, timeout=60)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_parameters_on_the_host(device: str, tmp_path: Path) -> None:
+    block = {"device": device} | ({"nvme_path": str(tmp_path)} if device == "nvme" else {})
+    zero = {"offload_param": block, "offload_optimizer": block}
+    how: dict[str, Any] = {"double": True, "accumulation": 2, "clip": 0.3, "config": {"zero": zero}}
+    assert_like_one_process("Mixture", 2, "3 moving", EXACT, **how)
 
 
 @pytest.mark.fast("2-4")
@@ -250,11 +261,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (experts.Mixture, {"tensor_parallel": {"size": 2}}, "does not know experts on several ranks yet"),
     (experts.Mixture, {"pipeline": {"stages": 2}}, "does not know experts on several ranks yet"),
     (experts.Mixture, {"zero": {"shard_size": 1}}, "does not know experts on several ranks yet"),
-    (
-        experts.Mixture,
-        {"zero": {"stage": 3, "offload_param": {"device": "cpu"}}},
-        "does not know experts on several ranks yet",
-    ),
 ]
 
 

@@ -83,8 +83,8 @@ class PartitionedModel:
         self.context = CommContext(gathers, device, reader)
         experts = self.context
         if gathers.experts is not None:
-            self.context = _WithExperts(gathers, device)
-            experts = CommContext(gathers.experts, device, shared=self.context.shared)
+            self.context = _WithExperts(gathers, device, reader)
+            experts = CommContext(gathers.experts, device, reader, shared=self.context.shared)
         self.parameters = list(model.parameters())
         self.sharded_params: list[PartitionedParameter] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -147,7 +147,8 @@ class PartitionedModel:
         if not self._offloads and all(
             sharded_param.placement.location == DEVICE for sharded_param in self.sharded_params
         ):
-            self.context.set_reader(None)
+            for context in {sharded_param.context for sharded_param in self.sharded_params}:
+                context.set_reader(None)
         self.context.gather([sharded_param for sharded_param in self.sharded_params if sharded_param.persistent])
         self.coordinator = PartitionedParameterCoordinator(self, parts)
         self.hooks = install_hooks(self.model, self.groups, self.coordinator)
@@ -164,14 +165,18 @@ class _WithExperts(CommContext):
 
 
 @collective
-def partition_experts(model: torch.nn.Module, ids: Collection[int], groups: RankGroups, device: torch.device) -> None:
+def partition_experts(
+    model: torch.nn.Module, ids: Collection[int], groups: RankGroups, device: torch.device, on_host: bool
+) -> None:
     """Partition the parameters of this rank's experts, before the model's others are.
 
     Args:
         ids: ids of these parameters.
         groups: the groups of experts.
+        on_host: partition into host memory: the model may not fit on the device.
     """
-    context = CommContext(groups, device)
+    host = HostPlacement(pin=False)
+    context = CommContext(groups, device, placement_for=(lambda _: host) if on_host else None)
     for name, parameter in model.named_parameters():
         if id(parameter) in ids:
             partition(parameter, name, context)
