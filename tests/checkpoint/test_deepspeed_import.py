@@ -1,11 +1,9 @@
-"""Importing DeepSpeed's checkpoints, hand-made ones: what is in the files, every reason to refuse them, and the command
-`zerolite import-deepspeed`. Real ones are imported in test_deepspeed_real.py."""
+"""Importing DeepSpeed's universal checkpoints, hand-made ones: what is in the files, every reason to refuse them, and
+the command `zerolite import-deepspeed`. Real ones are imported in test_deepspeed_real.py."""
 
 from __future__ import annotations
 
-import re
 import struct
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,135 +17,85 @@ from tests.checkpoint.runs import assert_equal
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import SavedGrid
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.compat import deepspeed_reader
 from zerolite.compat.deepspeed_import import import_deepspeed, main
-from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
+from zerolite.compat.deepspeed_universal import UniversalReader, find_checkpoint
 from zerolite.precision.loss_scaler import LossScaler
 
 
-def values_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
-    found = {}
-    for shard in imported.tensors:
-        found[shard.key] = shard.tensor()
-        assert found[shard.key].shape == shard.shape and found[shard.key].dtype == shard.dtype
-    assert len(found) == len(list(imported.tensors))
-    return found
+def read(directory: Path, tag: str | None = None) -> UniversalReader:
+    return UniversalReader(find_checkpoint(directory, tag))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 3), (3, 1), (3, 4)])
 def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, world_size: int) -> None:
-    client_state = {"epoch": 3, "weights": torch.arange(3.0), "nothing": torch.empty(0, 2)}
+    """Also buffers under two names, empty parameters, and wrappers in names."""
+    client_state = {"epoch": 3, "weights": torch.arange(3.0)}
     fake = Fake(stage, world_size, client_state=client_state)
-    fake.buffers["nothing"] = fake.heads[0]["module"]["nothing"] = torch.empty(2, 0)
-    fake.heads[0]["buffer_names"].append("nothing")
+    for head in fake.heads:
+        head["module"] |= {"mean_again": head["module"]["mean"], "_orig_mod.nothing": torch.empty(0, 3)}
+        head["module"] |= {"nothing_either": torch.empty(0)}
+        head["buffer_names"].append("mean_again")
+    if stage < 3:  # it compares addresses there, and all empty tensors are at 0
+        fake.heads[0]["shared_params"]["nothing_either"] = "_orig_mod.nothing"
     fake.write(tmp_path / "theirs")
-    imported = read_deepspeed(tmp_path / "theirs")
+    path = import_deepspeed(tmp_path / "theirs", tmp_path / "ours")
+    assert path == tmp_path / "ours" / "step6_universal"
     expected = {f"parameters/{name}": value for name, value in {**fake.trained, **fake.frozen}.items()}
+    expected |= {"parameters/nothing": torch.empty(0, 3), "parameters/nothing_either": torch.empty(0)}
     expected |= {f"buffers/{name}": value for name, value in fake.buffers.items()}
     for kind, values in fake.moments.items():
         expected |= {f"optimizer/{kind}/{name}": value for name, value in values.items()}
-    assert_equal(values_of(imported), expected)
-    state = imported.state
-    assert list(state["parameters"]) == ["a.weight", "scale", "b.bias", "b.pair", "c.weight"]
+    reader = CheckpointReader(path)
+    assert_equal(
+        {key: reader.read(key) for key in reader.tensors}, expected | {"client_state/0": client_state["weights"]}
+    )
+    assert list(reader.problems()) == []
+    state = reader.state
     assert state["parameters"]["a.weight"] == {
         "shape": [3, 5], "dtype": "F32", "trained": True, "aliases": ["head.weight"],
     }  # fmt: skip
     assert state["parameters"]["c.weight"] == {"shape": [2, 3], "dtype": "BF16", "trained": False, "aliases": []}
-    assert state["parameters"]["scale"]["shape"] == []
-    assert state["buffers"]["seen"] == {"shape": [], "dtype": "I64", "aliases": []}
+    assert state["buffers"]["mean"]["aliases"] == ["mean_again"]
     (group,) = state["optimizer"]["groups"]
     assert group["names"] == list(fake.trained)
     assert group["values"] == {
         "lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.25, "amsgrad": False, "decoupled_weight_decay": True,
     }  # fmt: skip
     assert_equal(state["optimizer"]["scalars"]["step"], dict.fromkeys(fake.trained, torch.tensor(5.0)))
-    assert state["optimizer"]["type"] == "AdamW"
     assert state["lr_scheduler"] == {"type": None, "state": {"last_epoch": 5}}
-    assert state["counters"] == {
-        "global_steps": 6, "skipped_steps": 1, "skipped_in_a_row": 0, "micro_steps": 12, "last_norm": None,
-        "weight_unit": 1.0,
-    }  # fmt: skip
+    counters = state["counters"]
+    assert (counters["global_steps"], counters["skipped_steps"], counters["micro_steps"]) == (6, 1, 12)
     assert state["loss_scaler"] is None and state["client_state"]["epoch"] == 3
-    assert (imported.tag, imported.stage, imported.world_size) == ("global_step6", stage, world_size)
-    assert imported.left_out == []
-    path = import_deepspeed(tmp_path / "theirs", tmp_path / "ours")
-    assert path == tmp_path / "ours" / "global_step6"
-    assert (tmp_path / "ours" / "latest").read_text().strip() == "global_step6"
-    reader = CheckpointReader(path)
-    of_client = {"client_state/0": client_state["weights"], "client_state/1": client_state["nothing"]}
-    assert_equal({key: reader.read(key) for key in reader.tensors}, expected | of_client)
-    assert list(reader.problems()) == []
-    restored = dict(reader.state["client_state"])
-    assert restored.pop("epoch") == 3
-    assert_equal(restored, {name: client_state[name] for name in ("weights", "nothing")})
-    for key in state.keys() - {"client_state"}:
-        assert reader.state[key] == state[key], key
     manifest = reader.manifest
-    assert (manifest.tag, manifest.global_steps, manifest.stage) == ("global_step6", 6, stage)
-    assert manifest.grid == SavedGrid(1, world_size, 1)
-    assert manifest.versions["deepspeed"] == "0.19.8"
-    assert not manifest.exclude_frozen_parameters
+    assert (manifest.global_steps, manifest.stage, manifest.grid) == (6, stage, SavedGrid(1, world_size, 1))
+    assert manifest.versions["deepspeed"] == "0.19.8" and not manifest.exclude_frozen_parameters
 
 
-def test_the_checkpoint_is_found_by_its_tag_by_latest_and_by_its_own_directory(tmp_path: Path) -> None:
+def test_the_checkpoint_is_found_by_its_tag_by_a_file_and_by_its_own_directory(tmp_path: Path) -> None:
     Fake(2, 1).write(tmp_path, "old")
     path = Fake(2, 1).write(tmp_path, "new")
-    assert read_deepspeed(tmp_path).tag == "new"
-    assert read_deepspeed(tmp_path, "old").tag == "old"
-    assert read_deepspeed(path).tag == "new"
-    with pytest.raises(CheckpointError, match=re.escape("no checkpoint 'newer' in") + r".*\['new', 'old'\]"):
-        read_deepspeed(tmp_path, "newer")
-    (tmp_path / "latest").unlink()
-    with pytest.raises(CheckpointError, match="expected a file 'latest'"):
-        read_deepspeed(tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
-        read_deepspeed(tmp_path / "nowhere")
+    (tmp_path / "latest").write_text("native")
+    assert find_checkpoint(tmp_path, None) == find_checkpoint(path, None) == path
+    assert find_checkpoint(tmp_path, "old").name == "old"
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "manifest.json").touch()
+    (tmp_path / "latest").write_text("ours")
+    assert find_checkpoint(tmp_path, None).name == "ours", "what zerolite has saved since"
+    with pytest.raises(CheckpointError, match=r"no checkpoint 'newer' in .*\['new', 'old', 'ours'\]"):
+        find_checkpoint(tmp_path, "newer")
+    with pytest.raises(CheckpointError, match="expected a file 'latest_universal'"):
+        find_checkpoint(tmp_path / "nowhere", None)
 
 
-def test_a_buffer_with_two_names_is_stored_once(tmp_path: Path) -> None:
-    fake = Fake(1, 1)
-    fake.heads[0]["module"]["mean_again"] = fake.heads[0]["module"]["mean"]
-    fake.heads[0]["module"]["mean_part"] = fake.heads[0]["module"]["mean"][:2]
-    fake.heads[0]["buffer_names"] += ["mean_again", "mean_part"]
-    fake.write(tmp_path)
-    imported = read_deepspeed(tmp_path)
-    assert imported.state["buffers"]["mean"]["aliases"] == ["mean_again"]
-    assert {key for key in values_of(imported) if "mean" in key} == {"buffers/mean", "buffers/mean_part"}
-
-
-@pytest.mark.parametrize("corrects", [True, False])
-def test_settings_that_no_optimizer_of_torch_has(tmp_path: Path, corrects: bool) -> None:
+def test_steps_in_the_param_group_and_settings_that_torch_lacks(tmp_path: Path) -> None:
     fake = Fake(3, 1)
-    optimizer(fake, 0)["param_groups"][0]["bias_correction"] = corrects
+    fake.optimizer["optimizer_state_dict"] = {"state": {0: {}}}
+    fake.optimizer["param_groups"][0] |= {"step": 4, "bias_correction": False}
     fake.write(tmp_path)
-    imported = read_deepspeed(tmp_path)
-    assert "bias_correction" not in imported.state["optimizer"]["groups"][0]["values"]
-    assert imported.left_out == ["parameter group 0['bias_correction'], which is False"] * (not corrects)
-
-
-@pytest.mark.parametrize(
-    ("of_state", "of_group", "expected"),
-    [({"step": 3}, {}, 3.0), ({"step": 4}, {"step": 0}, 4.0), ({}, {"step": 5}, 5.0)],
-    ids=["state", "state before group", "group"],
-)
-def test_steps_are_counted_in_the_state_or_else_in_the_group(
-    tmp_path: Path, of_state: dict[str, int], of_group: dict[str, int], expected: float
-) -> None:
-    """Counts of steps are numbers of Python. An optimizer that counts in its state can have an old count in the
-    group."""
-    fake = Fake(2, 2)
-    for saved in (optimizer(fake, rank) for rank in range(2)):
-        del saved["state"][0]["step"]
-        saved["state"][0] |= of_state
-        saved["param_groups"][0] |= of_group
-    fake.write(tmp_path)
-    found = read_deepspeed(tmp_path).state["optimizer"]
-    assert_equal(found["scalars"]["step"], dict.fromkeys(fake.trained, torch.tensor(expected)))
-    assert "step" not in found["groups"][0]["values"]
-
-
-# -------------------------------------------------------------------- the loss scale
+    imported = read(tmp_path)
+    assert_equal(imported.state["optimizer"]["scalars"]["step"], dict.fromkeys(fake.trained, torch.tensor(4.0)))
+    assert not {"step", "bias_correction"} & set(imported.state["optimizer"]["groups"][0]["values"])
+    assert imported.left_out == ["parameter group 0['bias_correction'], which is False"]
 
 
 def deepspeed_step(state: dict[str, Any], overflow: bool) -> dict[str, Any]:
@@ -177,7 +125,7 @@ def test_the_loss_scale_grows_when_it_would_have_grown(tmp_path: Path, window: i
             fake.heads[0]["module"][name] = fake.heads[0]["module"][name].half()
         fake.write(tmp_path / str(step))
         ours = LossScaler(window=window)
-        ours.load_state_dict(read_deepspeed(tmp_path / str(step)).state["loss_scaler"])
+        ours.load_state_dict(read(tmp_path / str(step)).state["loss_scaler"])
         scale = ours.scale
         assert scale == theirs["cur_scale"]
         later, count, wanted = theirs, 0, 0
@@ -192,32 +140,30 @@ def test_the_loss_scale_grows_when_it_would_have_grown(tmp_path: Path, window: i
 # -------------------------------------------------------------------- refusals
 
 
-def rename(path: Path, old: str, new: str) -> None:
-    (path / old).rename(path / new)
-
-
 def cut(path: Path, keep: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
 
 
-OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt".format
-MODEL = "zero_pp_rank_{}_mp_rank_00_model_states.pt".format
-HEAD = "mp_rank_00_model_states.pt"
+def flip_a_bit(path: Path) -> None:
+    """Flip a bit of the last element of b.pair."""
+    content = (path / "zero" / "b.pair" / "fp32.pt").read_bytes()
+    flip(path / "zero" / "b.pair" / "fp32.pt", content.index(struct.pack("<2f", 3.0, 4.0)) + 6)
 
+
+HEAD = "mp_rank_00_model_states.pt"
 BROKEN_FILES: dict[str, tuple[int, Callable[[Path], Any], str]] = {
-    "no_head": (2, lambda p: (p / HEAD).unlink(), "is no DeepSpeed checkpoint"),
-    "no_first_head": (3, lambda p: (p / MODEL(0)).unlink(), "zero_pp_rank_0_mp_rank_00_model_states.pt' is missing"),
-    "missing_rank": (2, lambda p: (p / OPTIM(1)).unlink(), r"of rank\(s\) 1 are missing: zero_pp_rank_1_mp"),
-    "rank_too_many": (1, lambda p: (p / OPTIM(3)).write_bytes(b""), r"saved by 3 ranks, but .* of rank\(s\) 3 too"),
-    "two_saves": (2, lambda p: (p / f"bf16_{OPTIM(1)}").write_bytes(b""), "two files of rank 1, 'bf16_zero_pp_rank_1"),
-    "stage_0": (2, lambda p: [(p / OPTIM(r)).unlink() for r in range(3)], "was saved without ZeRO"),
-    "truncated": (2, lambda p: cut(p / OPTIM(2), 0.7), "rank_2_mp_rank_00_optim_states.pt' is truncated or damaged"),
-    "empty": (2, lambda p: cut(p / HEAD, 0), "truncated or damaged: .* got 0 bytes"),
-    "not_deepspeed": (2, lambda p: torch.save({"model": 1}, p / HEAD), "expected an entry \\['ds_version'\\]"),
-    "model_parallel": (2, lambda p: rename(p, OPTIM(2), "zero_pp_rank_2_mp_rank_01_optim_states.pt"), "model p"),
-    "pipeline": (2, lambda p: (p / "layer_00-model_00-model_states.pt").touch(), "is a checkpoint of a pipeline"),
-    "experts": (2, lambda p: (p / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), "mixture of experts"),
-    "nvme": (3, lambda p: (p / "offloaded_tensors").mkdir(), "NVMe offload"),
+    "native": (
+        2, lambda p: (p / "zero" / "optimizer_state.pt").unlink(),
+        "-m deepspeed.checkpoint.ds_to_universal --input_folder {path} --output_folder {path}_universal --inject_mis",
+    ),
+    "no_head": (2, lambda p: (p / HEAD).unlink(), "no DeepSpeed checkpoint: it has no files"),
+    "missing_rank": (3, lambda p: (p / f"zero_pp_rank_1_{HEAD}").unlink(), "expected 3 files"),
+    "missing_weight": (2, lambda p: (p / "zero" / "scale" / "fp32.pt").unlink(), "scale/fp32.pt' cannot be read: No"),
+    "truncated": (2, lambda p: cut(p / "zero" / "scale" / "fp32.pt", 0.7), "scale/fp32.pt' is truncated or damaged"),
+    "empty": (2, lambda p: cut(p / HEAD, 0), "got 0 bytes"),
+    "flipped": (2, flip_a_bit, "does not have the checksum that was written with it"),
+    "not_deepspeed": (2, lambda p: torch.save({"model": 1}, p / HEAD), "does not have the layout of DeepSpeed 0.19"),
+    "model_parallel": (2, lambda p: (p / "mp_rank_01_model_states.pt").touch(), "a pipeline, tensor parallelism or"),
 }  # fmt: skip
 
 
@@ -226,57 +172,23 @@ def test_missing_damaged_and_foreign_files_are_named(tmp_path: Path, name: str) 
     stage, breaks, message = BROKEN_FILES[name]
     path = Fake(stage, 3).write(tmp_path)
     breaks(path)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        read_deepspeed(tmp_path)
-    assert str(path) in str(caught.value)
-
-
-def flats(fake: Fake, rank: int) -> list[torch.Tensor]:
-    saved = fake.states[rank]["optimizer_state_dict"]
-    found: list[torch.Tensor] = saved["fp32_flat_groups" if fake.stage == 3 else "single_partition_of_fp32_groups"]
-    return found
-
-
-def optimizer(fake: Fake, rank: int) -> dict[str, Any]:
-    saved = fake.states[rank]["optimizer_state_dict"]
-    found: dict[str, Any] = saved["optimizer_state_dict" if fake.stage == 3 else "base_optimizer_state"]
-    return found
-
-
-def set_flat(fake: Fake, rank: int, value: Any) -> None:
-    flats(fake, rank)[0] = value
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path)
+    assert str(path) in str(caught.value) and message.format(path=path) in str(caught.value)
 
 
 BROKEN_CONTENT: dict[str, tuple[int, Callable[[Fake], Any], str]] = {
-    "world_size": (2, lambda f: f.heads[0].update(dp_world_size=4), r"by 4 ranks, but .* rank\(s\) 3 are missing"),
-    "stages": (
-        2, lambda f: f.states[1]["optimizer_state_dict"].update(zero_stage=1), "expected one ZeRO stage .* got 1, 2",
-    ),
-    "tensor_parallel": (
-        2, lambda f: f.heads[0].update(checkpoint_parallel_dimensions={"tp_degree": 2}), "parallelism .of degree 2",
-    ),
     "experts": (2, lambda f: f.heads[0].update(ds_autoep_layers=[{}]), "mixture of experts"),
-    "short_master": (2, lambda f: set_flat(f, 1, flats(f, 1)[0][:-2]), "25 elements together, but .* 3 ranks 23"),
-    "uneven_masters": (
-        2, lambda f: (set_flat(f, 0, torch.ones(8)), set_flat(f, 2, torch.ones(7))), r"same length .* got \[8, 10, 7\]",
+    "mixed_up": (
+        2, lambda f: f.heads[0]["ds_config"].update(zero_optimization={"round_robin_gradients": True}), "takes values",
     ),
-    "short_slice": (3, lambda f: set_flat(f, 2, flats(f, 2)[0][:-1]), r"10 elements .* partitions \[10, 10, 9\]"),
-    "no_tensor": (2, lambda f: set_flat(f, 1, None), "expected flat tensors in 'single_partition.*got NoneType"),
-    "groups": (3, lambda f: flats(f, 1).append(torch.ones(2)), "expected 1 groups of master weights.*got 2"),
-    "short_state": (
-        2, lambda f: optimizer(f, 1)["state"][0].update(exp_avg=torch.ones(3)), "'exp_avg' of rank 1 .* shape \\(3,\\)",
-    ),
-    "other_state": (
-        2, lambda f: optimizer(f, 0)["state"][0].update(rows=torch.ones(3)), "'rows' to be a number, or .* shape"
-    ),
-    "steps": (
-        3, lambda f: optimizer(f, 1)["state"][0].update(step=torch.tensor(6.0)), r"'step' on all ranks, got \[5.0, 6",
-    ),
+    "shape": (2, lambda f: f.trained.update(scale=torch.ones(2)), r"expected a tensor of shape \(\), got \(2,\)"),
+    "no_model": (3, lambda f: f.heads[0].update(module=None), "the layout of"),
+    "groups": (3, lambda f: f.heads[0]["param_shapes"].append({}), "expected 2 flat groups .* got 1"),
     "frozen_part": (
         3, lambda f: f.heads[1]["frozen_param_fragments"].update({"c.weight": torch.ones(1)}),
-        r"part of 2 elements of frozen parameter 'c.weight' .* got \[2, 1, 2\]",
+        r"frozen parameter 'c.weight' of shape \(2, 3\) .* got \[2, 1, 2\]",
     ),
-    "shape": (2, lambda f: f.heads[0]["param_shapes"][0].update(scale=(-1,)), "expected shapes in 'param_shapes'"),
     "complex": (2, lambda f: f.heads[0]["module"].update(mean=torch.ones(2).to(torch.complex128)), "which no ch"),
 }  # fmt: skip
 
@@ -288,52 +200,13 @@ def test_contents_that_do_not_fit_together_are_refused(tmp_path: Path, name: str
     breaks(fake)
     fake.write(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        read_deepspeed(tmp_path)
-
-
-def flip_a_bit(path: Path) -> None:
-    """Flip a bit of the last element of b.bias."""
-    content = path.read_bytes()
-    flip(path, content.index(struct.pack("<2f", 3.0, 4.0)) - 2)
-
-
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    flip_a_bit(Fake(2, 2).write(tmp_path) / OPTIM(1))
-    with pytest.raises(CheckpointError, match="does not have the checksum that was written with it"):
-        read_deepspeed(tmp_path)
-
-
-# -------------------------------------------------------------------- what is written
-
-
-def test_wrappers_are_no_part_of_names(tmp_path: Path) -> None:
-    fake = Fake(2, 2)
-    for mapping in (fake.heads[0]["module"], fake.heads[0]["param_shapes"][0]):
-        for name in list(mapping):
-            mapping[f"_orig_mod.{name}"] = mapping.pop(name)
-    fake.heads[0]["shared_params"] = {"_orig_mod.head.weight": "_orig_mod.a.weight"}
-    fake.heads[0]["buffer_names"] = [f"_orig_mod.{name}" for name in fake.buffers]
-    fake.write(tmp_path / "wrapped")
-    Fake(2, 2).write(tmp_path / "plain")
-    wrapped, plain = read_deepspeed(tmp_path / "wrapped"), read_deepspeed(tmp_path / "plain")
-    assert wrapped.state == plain.state
-    assert sorted(shard.key for shard in wrapped.tensors) == sorted(shard.key for shard in plain.tensors)
-
-
-def test_without_frozen_parameters_the_checkpoint_says_so(tmp_path: Path) -> None:
-    fake = Fake(2, 1)
-    del fake.heads[0]["module"]["c.weight"]
-    fake.write(tmp_path / "theirs")
-    path = import_deepspeed(tmp_path / "theirs", tmp_path / "ours")
-    assert CheckpointReader(path).manifest.exclude_frozen_parameters
+        read(tmp_path)
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
     path = Fake(2, 1).write(tmp_path)
-    before = sorted(path.iterdir())
     with pytest.raises(CheckpointError, match="is there already, and is no checkpoint of zerolite"):
         import_deepspeed(tmp_path, tmp_path)
-    assert sorted(path.iterdir()) == before
     first = import_deepspeed(tmp_path, tmp_path / "ours")
     assert import_deepspeed(tmp_path, tmp_path / "ours") == first  # one of zerolite is replaced
     path.rename(tmp_path / ".hidden")
@@ -344,46 +217,15 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
 def test_the_command_says_what_it_did_and_what_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    Fake(2, 2, client_state={"where": Path("/x")}).write(tmp_path / "theirs", "one")
+    fake = Fake(2, 2, client_state={"where": Path("/x")})
+    del fake.heads[0]["module"]["c.weight"]
+    fake.write(tmp_path / "theirs", "one")
     Fake(2, 2).write(tmp_path / "theirs", "two")
     assert main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--tag", "one"]) == 0
     assert capsys.readouterr().out == f"imported '{tmp_path}/theirs' to '{tmp_path}/ours/one'\n"
     assert "left out: client_state['where'], a pathlib.PosixPath" in caplog.text
-    assert main([str(tmp_path / "nowhere"), str(tmp_path / "ours")]) == 1
-    assert capsys.readouterr().err.startswith("zerolite import-deepspeed: ")
-    flip_a_bit(tmp_path / "theirs" / "two" / OPTIM(1))
+    assert CheckpointReader(tmp_path / "ours" / "one").manifest.exclude_frozen_parameters
+    flip_a_bit(tmp_path / "theirs" / "two")
     assert main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 1
-    assert "checksum" in capsys.readouterr().err
-
-
-def test_empty_parameters_are_not_taken_for_tied_ones(tmp_path: Path) -> None:
-    """Below stage 3 DeepSpeed compares addresses, and all empty tensors are at 0."""
-    fake = Fake(2, 2)
-    empty = {"nothing": torch.empty(0, 3), "nothing_either": torch.empty(0)}
-    fake.heads[0]["module"].update(empty)
-    fake.heads[0]["shared_params"]["nothing_either"] = "nothing"
-    fake.write(tmp_path)
-    imported = read_deepspeed(tmp_path)
-    assert imported.state["parameters"]["nothing"]["shape"] == [0, 3]
-    assert imported.state["parameters"]["nothing_either"]["shape"] == [0]
-    assert values_of(imported)["parameters/nothing_either"].shape == (0,)
-
-
-def test_one_tensor_at_a_time_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is put together before it is asked for, and nothing is kept; the rest are views of mapped files."""
-    Fake(3, 2).write(tmp_path)
-    made: list[weakref.ref[torch.Tensor]] = []
-    gather = deepspeed_reader.gather
-
-    def watched(*arguments: Any) -> torch.Tensor:
-        assert [value for value in made if value() is not None] == []
-        value = gather(*arguments)
-        made.append(weakref.ref(value))
-        return value
-
-    monkeypatch.setattr(deepspeed_reader, "gather", watched)
-    shards = read_deepspeed(tmp_path).tensors
-    assert made == []
-    for shard in shards:
-        shard.tensor()
-    assert len(made) == 3 * 4 + 1
+    output = capsys.readouterr().err
+    assert output.startswith("zerolite import-deepspeed: ") and "checksum" in output

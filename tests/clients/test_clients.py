@@ -199,6 +199,9 @@ def test_a_run_of_deepspeed_is_resumed(tmp_path: Path, stage: int, precision: st
     save = ("save", str(stage), precision, checkpoint)
     run_python(tmp_path, *torchrun, script, out, *save, python=python, DS_ACCELERATOR="cpu")
     theirs = json.loads(out.read_text())
+    folders = ("--input_folder", f"{checkpoint}/global_step3", "--output_folder", f"{checkpoint}/universal")
+    universal = ("-m", "deepspeed.checkpoint.ds_to_universal", *folders, "--inject_missing_state")
+    run_python(tmp_path, *universal, python=python, DS_ACCELERATOR="cpu")
     ours = run(tmp_path, "resume_loop.py", "resume", str(stage), precision, checkpoint)
     assert ours["losses"][:2] == theirs["losses"][:2] and ours["rate"] == theirs["rate"]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=3e-7)

@@ -219,7 +219,7 @@ def test_a_checkpoint_of_deepspeed_is_loaded(stage: int, tmp_path: Path) -> None
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
     engine = deepspeed.initialize(model=Theirs(), config=config)[0]
     path, client_state = engine.load_checkpoint(str(tmp_path))
-    assert (Path(path or "").name, client_state) == ("global_step6", {"epoch": 3})
+    assert (Path(path or "").name, client_state) == ("step6_universal", {"epoch": 3})
     assert (engine.get_lr(), engine.global_steps) == ([0.5], 6)
     state = engine.zerolite.full_state_dict(dtype=torch.float32)
     exported = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))

@@ -1,8 +1,6 @@
-"""`zerolite import-deepspeed`: convert a checkpoint of DeepSpeed's ZeRO stages 1, 2 and 3.
+"""`zerolite import-deepspeed`: convert a universal checkpoint of DeepSpeed, in one process on the CPU.
 
-It converts master weights, optimizer states, buffers, counters, schedule and loss scale, in one process on the CPU. It
-does not need DeepSpeed, and runs no code from the files. A tensor is read when it is written, so at most one is in
-memory, beside the system's cache of the mapped files.
+It needs no DeepSpeed and runs no code from the files. They are mapped, so a tensor is read when it is written.
 """
 
 from __future__ import annotations
@@ -21,15 +19,14 @@ from zerolite.checkpoint.directory import MANIFEST, TrainingRun, check_tag
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.flat_ranges import Shard
 from zerolite.checkpoint.manifest import Manifest, SavedGrid, library_versions
-from zerolite.checkpoint.state import StoredModel
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
-from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
+from zerolite.compat.deepspeed_universal import UniversalReader, find_checkpoint
 from zerolite.utils.text import command_parser
 
 DESCRIPTION = """\
-Convert a checkpoint of DeepSpeed (ZeRO stages 1, 2 and 3) to one of zerolite, with its
-optimizer states. No code from the files is run. A part that needs code is left out with
-a message, or the checkpoint is refused."""
+Convert a universal checkpoint of DeepSpeed to one of zerolite, with its optimizer
+states. No code from the files is run. A part that needs code is left out with a
+message, or the checkpoint is refused."""
 
 EPILOG = """\
 OUT becomes a directory of checkpoints for engine.load_checkpoint."""
@@ -38,14 +35,14 @@ logger = logging.getLogger("zerolite")
 
 
 def import_deepspeed(directory: Path, out: Path, tag: str | None = None) -> Path:
-    """Convert a checkpoint of DeepSpeed's ``directory`` into the directory of checkpoints ``out``, under the same tag.
+    """Convert a universal checkpoint of DeepSpeed into the directory of checkpoints ``out``, under the same tag.
 
     Parts that are left out are logged.
 
     Args:
-        directory: directory that was passed to DeepSpeed's ``save_checkpoint``.
+        directory: directory of DeepSpeed's checkpoints, or the checkpoint itself.
         out: directory to write into.
-        tag: the checkpoint; default: the latest.
+        tag: the checkpoint; default: the one that ``latest_universal`` names.
 
     Returns:
         Directory of the new checkpoint.
@@ -53,32 +50,24 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None) -> Path
     Raises:
         CheckpointError: the checkpoint cannot be imported, or ``out`` contains something else with that name.
     """
-    imported = read_deepspeed(directory, tag)
+    source = find_checkpoint(directory, tag)
     try:
-        check_tag(imported.tag)
+        check_tag(source.name)
     except ValueError as error:
-        raise CheckpointError(f"'{imported.directory}' cannot be imported under its name: {error}") from error
-    path = out / imported.tag
+        raise CheckpointError(f"'{source}' cannot be imported under its name: {error}") from error
+    path = out / source.name
     if path.exists() and not (path / MANIFEST).is_file():
         raise CheckpointError(f"'{path}' is there already, and is no checkpoint of zerolite; choose another directory")
+    imported = UniversalReader(source)
     for text in imported.left_out:
-        logger.warning("import-deepspeed: '%s': left out: %s", imported.directory, text)
+        logger.warning("import-deepspeed: '%s': left out: %s", source, text)
     tensors: list[torch.Tensor] = []
     scalars = imported.state["optimizer"].pop("scalars")
     state = {key: json_codec.encode(value, key, tensors) for key, value in imported.state.items()}
     of_client = [Shard.whole(f"client_state/{index}", tensor) for index, tensor in enumerate(tensors)]
-    # The manifest of an imported checkpoint names no run, so every job may replace it.
-    commit = Commit(out, _manifest(imported), state, TrainingRun())
-    try:
-        return write_checkpoint(out, imported.tag, imported.tensors + of_client, scalars, commit)
-    except CheckpointError as error:
-        raise CheckpointError(f"'{imported.directory}' was not imported: {error}") from error
-
-
-def _manifest(imported: ImportedCheckpoint) -> Manifest:
-    parameters = StoredModel.model_validate(imported.state).parameters
-    return Manifest(
-        tag=imported.tag,
+    parameters = imported.state["parameters"].values()
+    manifest = Manifest(
+        tag=source.name,
         saved_at=now(),
         global_steps=imported.state["counters"]["global_steps"],
         grid=SavedGrid(1, imported.world_size, 1),
@@ -86,18 +75,21 @@ def _manifest(imported: ImportedCheckpoint) -> Manifest:
         config=imported.config,
         versions={**library_versions(), "deepspeed": imported.deepspeed_version},
         # DeepSpeed does not record if it has left out frozen parameters. Assume so if there are none with elements.
-        exclude_frozen_parameters=all(entry.trained or not math.prod(entry.shape) for entry in parameters.values()),
+        exclude_frozen_parameters=all(entry["trained"] or not math.prod(entry["shape"]) for entry in parameters),
     )
-
-
-# -------------------------------------------------------------------- the command
+    try:
+        # The manifest of an imported checkpoint names no run, so every job may replace it.
+        commit = Commit(out, manifest, state, TrainingRun())
+        return write_checkpoint(out, source.name, imported.tensors + of_client, scalars, commit)
+    except CheckpointError as error:
+        raise CheckpointError(f"'{source}' was not imported: {error}") from error
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = command_parser(prog, DESCRIPTION, EPILOG)
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the directory that was passed to save_checkpoint")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the directory of DeepSpeed's checkpoints")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write into; it is made if necessary")
-    parser.add_argument("--tag", help="the checkpoint in DIR (default: the one that its file 'latest' names)")
+    parser.add_argument("--tag", help="the checkpoint in DIR (default: the one that 'latest_universal' names)")
     return parser
 
 

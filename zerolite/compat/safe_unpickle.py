@@ -34,35 +34,25 @@ class StubObject:
 
     Attributes:
         name: "module.class" of the object.
-        arguments: arguments of the constructor or function.
-        state: state that the pickle sets afterwards, or None.
+        fields: attributes of an ordinary object; an empty dict if it has another state.
     """
 
     name = ""
 
-    arguments: tuple[Any, ...]
-    state: Any
+    fields: dict[str, Any]
 
-    def __new__(cls, *arguments: Any) -> StubObject:
+    def __new__(cls, *_: Any) -> StubObject:
         self = object.__new__(cls)
-        self.arguments, self.state = arguments, None
+        self.fields = {}
         return self
 
-    def __init__(self, *arguments: Any) -> None: ...
+    def __init__(self, *_: Any) -> None: ...
 
     def __setstate__(self, state: object) -> None:
-        self.state = state
+        self.fields = state if isinstance(state, dict) else {}
 
     def __setitem__(self, key: object, value: object) -> None:
         raise pickle.UnpicklingError(f"it has items of a {self.name}")
-
-    def __repr__(self) -> str:
-        return f"<an object of {self.name}>"
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Attributes of an ordinary object; an empty dict if the state is not a dict."""
-        return self.state if isinstance(self.state, dict) else {}
 
 
 def _stub_class(name: str) -> type[StubObject]:
@@ -95,7 +85,6 @@ def load_safely(path: Path) -> Any:
     Raises:
         CheckpointError: the file cannot be read safely, or is damaged.
     """
-    _check_archive(path)
     _verify_archive(path)
     try:
         with warnings.catch_warnings(), _nothing_declared_safe():
@@ -116,33 +105,21 @@ def load_safely(path: Path) -> Any:
         ) from error
 
 
-def _check_archive(path: Path) -> None:
-    try:
-        size = path.stat().st_size
-        if zipfile.is_zipfile(path):
-            return
-        with path.open("rb") as file:
-            start = file.read(4)
-    except OSError as error:
-        raise CheckpointError(f"'{path}' cannot be read: {error.strerror}") from error
-    # b"\x80" is the first opcode (PROTO) of every binary pickle.
-    if start[:1] == b"\x80":
-        raise CheckpointError(
-            f"'{path}' is a bare pickle, torch's format before 1.6, and would need unpickling, which lets a file run "
-            f"any command; zerolite does not do that. Load it with the program that wrote it, and save it again"
-        )
-    raise CheckpointError(
-        f"'{path}' is truncated or damaged: expected the zip archive that torch.save writes, got {size} bytes without "
-        f"the end of one"
-    )
-
-
 def _verify_archive(path: Path) -> None:
+    damaged = None
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError, zlib.error, RuntimeError, NotImplementedError) as error:
-        raise CheckpointError(f"'{path}' is damaged: {error}") from error
+        size, is_archive = path.stat().st_size, zipfile.is_zipfile(path)
+        if is_archive:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, zlib.error, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is damaged, {error}"
+        raise CheckpointError(f"'{path}' cannot be read: {reason}") from error
+    if not is_archive:
+        raise CheckpointError(
+            f"'{path}' is truncated or damaged, or a bare pickle (torch's format before 1.6): expected the zip archive "
+            f"that torch.save writes, got {size} bytes without the end of one"
+        )
     if damaged is not None:
         raise CheckpointError(
             f"'{path}' is damaged: its record '{damaged}' does not have the checksum that was written with it"

@@ -10,8 +10,8 @@ from typing import Any
 from zerolite.checkpoint.directory import MANIFEST
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.comm import collective, raise_together
-from zerolite.compat.deepspeed_files import find_tag
 from zerolite.compat.deepspeed_import import import_deepspeed
+from zerolite.compat.deepspeed_universal import find_checkpoint
 from zerolite.engine.engine import Engine
 
 IMPORTED = ".zerolite-import"
@@ -94,7 +94,7 @@ def load(
 def is_from_deepspeed(directory: Path, tag: str | None) -> bool:
     """Return True if the checkpoint that would be loaded was written by DeepSpeed."""
     try:
-        path = find_tag(directory, tag)
+        path = find_checkpoint(directory, tag)
     except CheckpointError:
         return False
     return not (path / MANIFEST).is_file() and any(path.glob("*_model_states.pt"))

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.zero_to_fp32``: fp32 weights of a checkpoint of zerolite or DeepSpeed, in one process."""
+"""``deepspeed.utils.zero_to_fp32``: fp32 weights of a checkpoint of zerolite, or of a universal one of DeepSpeed."""
 
 from __future__ import annotations
 
