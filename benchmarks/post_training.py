@@ -75,12 +75,15 @@ def plain_gather(comm: Any, nbytes: int, bucket_bytes: int, reuse: bool) -> Call
     reuse: all buckets go into the same memory, otherwise each into new memory, as an inference
     engine needs it.
     """
-    numel = -(-min(bucket_bytes, nbytes) // comm.world_size)
-    shard, same = torch.empty(numel, dtype=torch.uint8), torch.empty(numel * comm.world_size, dtype=torch.uint8)
+    sizes = [min(bucket_bytes, nbytes - begin) for begin in range(0, nbytes, bucket_bytes)]
+    # Ones, because pages that nobody has written are all the same one of zeros, and stay in the processor's cache.
+    shards = [torch.ones(size // comm.world_size, dtype=torch.uint8) for size in sizes]
+    same = torch.ones(max(shard.numel() for shard in shards) * comm.world_size, dtype=torch.uint8)
 
     def gather() -> None:
-        for _ in range(-(-nbytes // same.numel())):
-            full = same if reuse else torch.empty_like(same)
+        for shard in shards:
+            numel = shard.numel() * comm.world_size
+            full = same[:numel] if reuse else torch.empty(numel, dtype=torch.uint8)
             comm.gather_shards([full], [shard], "benchmark").wait()
 
     return gather
