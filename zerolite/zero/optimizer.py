@@ -401,8 +401,7 @@ class ShardedOptimizer(Optimizer):
             if len(both[0]) == len(both[1]) > 0:  # name one parameter of maybe thousands
                 index = next(i for i, (owner, other) in enumerate(zip(*both, strict=True)) if owner != other)
                 name = self._buffer.layout.slots[index].name
-                for partition in (expected, got):
-                    partition["owners"] = {name: partition["owners"][index]}
+                expected["owners"], got["owners"] = {name: both[0][index]}, {name: both[1][index]}
             raise ValueError(
                 "engine.optimizer.load_state_dict: expected a state of this rank's partition, with "
                 f"{expected}, got one with {got}; each rank loads the state that it has saved itself, at the same "
