@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -155,7 +156,11 @@ def optimizer_of(double: bool) -> tuple[str, dict[str, Any]]:
 
 
 def make(name: str, size: int, stage: str = "2", double: bool = False, **more: Any) -> Any:
-    """Make an engine whose experts ``size`` ranks spread."""
+    """Make an engine whose experts ``size`` ranks spread; a stage "in sets" has two sets of ranks, and a
+    "hierarchical" one divides parameters within them."""
+    for ending, key in ((" in sets", "shard_size"), (" hierarchical", "zero_hpz_partition_size")):
+        if stage.endswith(ending):
+            stage, more["zero"] = stage.removesuffix(ending), {key: dist.get_world_size() // 2}
     options, optimizer = more.pop("options", {}), more.pop("optimizer", optimizer_of(double))
     config = at(stage, optimizer=optimizer, expert_parallel={"size": size}, **more)
     return zerolite.initialize(build(name, double, **options), config)

@@ -60,6 +60,7 @@ class Topology:
         replicate: data ranks that hold the same shard; None if there are no others.
         expert: data ranks that have the other experts (ep); one rank where each has all.
         expert_data: data ranks that have the same experts (edp); all of them where each has all.
+        expert_shard: those of them that are in one set of ``shard``.
         mesh: torch's DeviceMesh with the dimensions "pipe", "data" and "tensor"; None for one process and in a dry run.
             Where sequences are divided, "data" are the ranks of ``batch``, and there is a dimension "sequence".
         host: ranks on each host; None if unknown.
@@ -77,6 +78,7 @@ class Topology:
     mesh: DeviceMesh | None = None
     expert: Communicator = field(default_factory=Communicator)
     expert_data: Communicator = field(default_factory=Communicator)
+    expert_shard: Communicator = field(default_factory=Communicator)
     host: int | None = None
 
     def sharing(self, dimension: str) -> Communicator:
@@ -109,6 +111,8 @@ class Topology:
             listed["parts of sequences"] = self.sequence
         if self.expert.world_size > 1:
             listed |= {"tokens of experts": self.expert, "gradients of experts": self.expert_data}
+            if self.expert_shard is not self.expert_data:
+                listed["gradients of experts within a replica"] = self.expert_shard
         if self.tensor.world_size > 1:
             listed["parts of layers"] = self.tensor
         if not self.trivial and self.model is not self.tensor:
@@ -124,15 +128,22 @@ def data_topology(comm: Communicator) -> Topology:
 
 @collective
 def with_replicas(topology: Topology, device: torch.device, shard: int) -> Topology:
-    """Divide the data ranks into sets of ``shard`` neighbours, each of which has all shards.
+    """Divide the data ranks into sets of ``shard`` neighbours, each of which has all shards, and all experts.
 
     Args:
         device: of the tensors.
         shard: ranks of a set.
 
     Raises:
-        ValueError: ``shard`` does not divide the number of data ranks, or sets begin and end in the middle of hosts.
+        ValueError: ``shard`` does not divide the number of data ranks, sets begin and end in the middle of hosts, or
+            experts are spread over ranks of several sets.
     """
+    experts = topology.expert.world_size
+    if shard % experts:
+        raise ValueError(
+            f"expected a multiple of expert_parallel.size = {experts}, so that each set of ranks has all experts, got "
+            f"{shard}; choose one, or lower expert_parallel.size"
+        )
     data, host, span = topology.data, topology.host, shard * topology.tensor.world_size
     if host is not None and host < topology.world.world_size and host % span and span % host:
         raise ValueError(
@@ -144,7 +155,11 @@ def with_replicas(topology: Topology, device: torch.device, shard: int) -> Topol
         return topology
     within, across = sets_of(data, device, shard, "shards and replicas")
     within.serve("shard", data.is_rank0)
-    return replace(topology, shard=within, replicate=across.serve("replicate", data.is_rank0))
+    topology = replace(topology, shard=within, replicate=across.serve("replicate", data.is_rank0))
+    if experts == 1:
+        return topology
+    alike, _ = sets_of(topology.expert_data, device, shard // experts, "experts and replicas")
+    return replace(topology, expert_shard=alike.serve("expert shard", data.is_rank0))
 
 
 @collective
@@ -186,7 +201,7 @@ def with_experts(topology: Topology, device: torch.device, size: int) -> Topolog
     within, across = sets_of(data, device, size, "experts")
     within.serve("expert", data.is_rank0)
     across.serve("expert data", data.is_rank0)
-    return replace(topology, expert=within, expert_data=across)
+    return replace(topology, expert=within, expert_data=across, expert_shard=across)
 
 
 def _mesh_with_sequence(

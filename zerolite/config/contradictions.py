@@ -253,7 +253,6 @@ def _expert_parallel(config: ZeroliteConfig) -> Found:
     others = {
         "pipeline.stages": config.pipeline.stages > 1,
         "tensor_parallel.size": config.tensor_parallel.ranks > 1,
-        zero.key_of_sets: zero.ranks_of_shards is not None,
         "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
         "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
     }

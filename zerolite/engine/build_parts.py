@@ -105,7 +105,7 @@ class PartsBuilder:
                 feedback = ErrorFeedback(**zero.zeropp_loco_param.model_dump(exclude_none=True))
             self._groups.compress(zero.zero_quantized_weights, zero.zero_quantized_gradients, feedback)
         if topology.expert.world_size > 1:
-            self._groups.spread_experts(RankGroups.of_experts(topology, self.policy))
+            self._groups.spread_experts(RankGroups.of_experts(topology, self.policy, zero.is_hierarchical))
         self._observers = Observers()
         self.shared_grads: SharedGradReducer | None = None
 

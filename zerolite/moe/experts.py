@@ -40,7 +40,7 @@ def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: t
         capacity: most tokens of a rank that an expert takes in a forward; 0 for all.
     """
     comm = topology.expert
-    for ranks in (comm, topology.expert_data):
+    for ranks in (comm, topology.expert_data, topology.expert_shard):
         # NCCL connects ranks in their first collective, where the host waits for all of them. In a backward some would
         # wait there for the tokens of others.
         ranks.all_reduce_max(torch.zeros(1, dtype=torch.int64, device=device), "initial_sync")

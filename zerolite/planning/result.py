@@ -74,8 +74,8 @@ class Traffic(_Frozen):
     tag: str = Field(description="its purpose: gradients, parameters, stats, ...")
     dimension: str = Field(
         default="data",
-        description="of the grid: data, shard, replicate, sequence, ring, expert, expert data, tensor, pipe, model, "
-        "world",
+        description="of the grid: data, shard, replicate, sequence, ring, expert, expert data, expert shard, tensor, "
+        "pipe, model, world",
     )
     ranks: int = Field(default=1, description="ranks that take part")
     count: int

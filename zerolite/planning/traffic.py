@@ -26,11 +26,12 @@ class Grid(NamedTuple):
     data: int = 1
     tensor: int = 1
     sequence: int = 1
+    expert: int = 1
 
     @classmethod
     def of(cls, topology: Topology) -> Grid:
         """Return the sizes of a job's grid."""
-        made = topology.pipe, topology.data, topology.tensor, topology.sequence
+        made = topology.pipe, topology.data, topology.tensor, topology.sequence, topology.expert
         return cls(*(comm.world_size for comm in made))
 
     @property
@@ -49,11 +50,14 @@ class Grid(NamedTuple):
         """Yield the ranks of each group of ``size`` ranks, in order.
 
         The data ranks are in sets in several ways: neighbours are "shard", "sequence" or "expert"; those at one place
-        of all sets are "replicate", "expert data", or of other sequences "data"; "ring" are some of a sequence's.
+        of all sets are "replicate", "expert data", or of other sequences "data"; "ring" are some of a sequence's, and
+        "expert shard" those of a "shard" with the same experts.
         """
         block, step = self.data, 1
         if dimension in ("shard", "sequence", "expert"):
             block = size
+        elif dimension == "expert shard":
+            block, step = self.expert * size, self.expert
         elif dimension == "ring":
             block, step = self.sequence, self.sequence // size
         elif dimension in ("replicate", "expert data", "data"):

@@ -103,18 +103,26 @@ class RankGroups:
         return cls(shard, replicate, data, topology.world, states=shard, updated=updated)
 
     @classmethod
-    def of_experts(cls, topology: Topology, policy: StagePolicy) -> RankGroups:
+    def of_experts(cls, topology: Topology, policy: StagePolicy, all_split_states: bool = False) -> RankGroups:
         """Return the groups of the experts that this rank has, as :meth:`of` does. A rank's backward brings the
         gradients of the tokens that it was sent: so a sum over the ranks with the same experts is one over all."""
         alike = topology.expert_data
-        updated = alike if policy.shard_optimizer and not policy.shard_parameters else None
-        groups = cls(alike, None, alike, topology.world, states=alike, updated=updated)
+        # Each set of ranks has all experts, so ranks at one place of all sets have the same shard of the same ones.
+        has_sets = policy.shard_optimizer and topology.replicate is not None
+        shard, replicate = (topology.expert_shard, topology.replicate) if has_sets else (alike, None)
+        states = alike if all_split_states else shard
+        updated = replicate if states is not shard else None if policy.shard_parameters else shard
+        if not policy.shard_optimizer:
+            updated = None
+        groups = cls(shard, replicate, alike, topology.world, states=states, updated=updated)
         groups.divisor, groups.spread = topology.data.world_size, topology.expert.world_size
         return groups
 
     def spread_experts(self, experts: RankGroups) -> None:
         """Let the parameters of experts have groups of their own."""
         self.experts = experts
+        if self.two_hops is not None and experts.two_hops is not None:
+            experts.two_hops.behind = self.two_hops.behind  # one order of launches between the sets
 
     def of_spread(self, spread: int) -> RankGroups:
         """Return the groups of a bucket: see :class:`~zerolite.zero.layout.BucketLayout`."""
@@ -166,11 +174,12 @@ class TwoHops:
 
     Attributes:
         second: sums a part between the sets, with the arguments of :meth:`Communicator.all_reduce`.
+        behind: at most one sum, whose second hop could not be launched.
     """
 
     def __init__(self, shard: Communicator, second: Callable[..., Pending]) -> None:
         self._shard, self.second = shard, second
-        self._behind: Chained | None = None  # a sum whose second hop could not be launched
+        self.behind: list[Chained] = []
 
     @collective
     def reduce_scatter(
@@ -208,9 +217,9 @@ class TwoHops:
         # the second sum, directly behind the first in the order of launches, which is the same on all ranks. The
         # compute stream waits for neither before the result is used. All memory that is sent belongs to it, and is kept
         # until then.
-        if self._behind is not None:
-            self._behind.advance()  # first: if it still cannot be launched, neither is this one
-            self._behind = None
+        if self.behind:
+            self.behind[0].advance()  # first: if it still cannot be launched, neither is this one
+            self.behind.clear()
         wide = empty(full.numel() // self._shard.world_size, exact, full)
         scattered = self._shard.reduce_scatter(full, tag, key=key)
         memory = (*scattered.memory(), wide, *keep)
@@ -218,7 +227,7 @@ class TwoHops:
         try:
             summed.advance()
         except RuntimeError:  # such as no memory. The next launch or the wait for the result tries again, and raises
-            self._behind = summed
+            self.behind.append(summed)
         return Chained(summed, lambda total: done(_on_this_stream(total, dtype)))
 
 

@@ -26,13 +26,13 @@ class ReplicaSums(StepObserver):
     """The sums of an engine's buckets. It takes the place of ``RankGroups.reduce_scatter``."""
 
     def __init__(self, groups: RankGroups, reducer: Reducer, accumulation: GradAccumulation) -> None:
-        assert groups.two_hops is not None
-        self._shard, self._two_hops = groups.shard, groups.two_hops
         self._reducer, self._accumulation = reducer, accumulation
         self._waits = False  # True in a backward that does not close its step
         self._partial: dict[int, float] = {}  # buckets that are sums of this set alone, by key: their divisors
         self._unsent: tuple[int, torch.Tensor] | None = None  # key and sum of a launch that has raised
-        groups.reduce_scatter, groups.partial = self.reduce_scatter, self._partial
+        for each in (groups, groups.experts):
+            if each is not None:
+                each.reduce_scatter, each.partial = self.reduce_scatter, self._partial
 
     def before_backward(self) -> None:
         self._waits = not self._accumulation.next_backward_closes()
@@ -50,12 +50,14 @@ class ReplicaSums(StepObserver):
         """Sum a bucket over ``shard``, or with what has waited over both groups; ``wait()`` returns what is added to
         its ``reduced``."""
         bucket = self._reducer.buffer.buckets[key - 1]
+        two_hops = bucket.groups.two_hops
+        assert two_hops is not None, "there are replicas"
         if self._waits and (key in self._partial or bucket.reduced is None):
             self._partial[key] = divisor
-            return reduce_in_set(self._shard, full, tag, divisor, key)
+            return reduce_in_set(bucket.groups.shard, full, tag, divisor, key)
         if key not in self._partial:
-            return self._two_hops.reduce_scatter(full, tag, divisor, dtype, key)
-        pending = self._two_hops.reduce_scatter(full, tag, divisor, dtype, key, bucket.fetch())
+            return two_hops.reduce_scatter(full, tag, divisor, dtype, key)
+        pending = two_hops.reduce_scatter(full, tag, divisor, dtype, key, bucket.fetch())
         del self._partial[key]  # not before: a launch that raises is made again
         bucket.release()
         return pending
@@ -65,12 +67,13 @@ class ReplicaSums(StepObserver):
         """Complete the sums that no backward has completed."""
         for key, divisor in sorted(self._partial.items()):
             bucket = self._reducer.buffer.buckets[key - 1]
-            part = bucket.fetch()
+            part, two_hops = bucket.fetch(), bucket.groups.two_hops
+            assert two_hops is not None, "there are replicas"
             # Undivided, as in a backward: so is what error feedback keeps of it. A copy: a launch that raises is made
             # again, with the same tensor.
             if self._unsent is None or self._unsent[0] != key:
                 self._unsent = key, part.to(exact_dtype(part.dtype)) * divisor
-            pending = self._two_hops.second(self._unsent[1], "gradients", divisor=divisor, key=key)
+            pending = two_hops.second(self._unsent[1], "gradients", divisor=divisor, key=key)
             self._unsent = None
             del self._partial[key]
             self._reducer.replace_mean(bucket, pending)

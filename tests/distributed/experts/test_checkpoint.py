@@ -38,11 +38,16 @@ def wanted_after(ranks: int) -> dict[str, torch.Tensor]:
 
 
 SETTINGS = [(1, "2"), (2, "0"), (4, "1"), (2, "2"), (2, "3 moving"), (4, "3 moving"), (1, "3 moving")]
+SETTINGS += [(2, "1 in sets"), (2, "3 moving hierarchical")]
+SAVED = [(2, "0"), (2, "2"), (4, "1"), (2, "3 moving"), (4, "3 moving"), (1, "2")]
+IN_SETS = [(2, "2 in sets"), (2, "3 moving in sets"), (2, "3 moving hierarchical")]
 
 
 @pytest.mark.fast("2-0-4")
 @on_ranks(4, timeout=120)
-@pytest.mark.parametrize("size, stage", [(2, "0"), (2, "2"), (4, "1"), (2, "3 moving"), (4, "3 moving"), (1, "2")])
+@pytest.mark.parametrize(
+    "size, stage", [(2, "0"), (2, "2"), (4, "1"), (2, "3 moving"), (4, "3 moving"), (1, "2"), *IN_SETS]
+)
 def test_a_checkpoint_goes_on_in_any_other_size(size: int, stage: str) -> None:
     path = Path(from_all_ranks(_directory())[0])
     trained(size, stage).save_checkpoint(path)
@@ -61,7 +66,7 @@ def _directory() -> str:
 
 @pytest.mark.fast("2-2-4")
 @on_ranks(4, timeout=120)
-@pytest.mark.parametrize("size, stage", [(2, "0"), (2, "2"), (4, "3 moving"), (2, "3 moving")])
+@pytest.mark.parametrize("size, stage", [(2, "0"), (2, "2"), (4, "3 moving"), (2, "3 moving"), *IN_SETS])
 def test_full_values_are_those_of_the_whole_model(size: int, stage: str) -> None:
     engine, plain = trained(size, stage), trained(1, "0")
     wanted, found = plain.full_state_dict(), engine.full_state_dict()

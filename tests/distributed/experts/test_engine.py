@@ -77,7 +77,7 @@ def test_parameters_on_the_host(device: str, tmp_path: Path) -> None:
 
 @pytest.mark.fast("2-4")
 @on_ranks(4, timeout=60)
-@pytest.mark.parametrize("stage", ["0", "2", "3 moving"])
+@pytest.mark.parametrize("stage", ["0", "2", "3 moving", "2 in sets"])
 def test_weights_of_losses(stage: str) -> None:
     """A rank whose loss has the weight 0 computes for the others' tokens all the same."""
     engine = experts.make("Mixture", 2, stage, double=True)
@@ -260,7 +260,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (experts.Mixture, {"expert_parallel": {"capacity": 8}}, "expected no capacity where the ranks do not share"),
     (experts.Mixture, {"tensor_parallel": {"size": 2}}, "does not know experts on several ranks yet"),
     (experts.Mixture, {"pipeline": {"stages": 2}}, "does not know experts on several ranks yet"),
-    (experts.Mixture, {"zero": {"shard_size": 1}}, "does not know experts on several ranks yet"),
+    (experts.Mixture, {"zero": {"shard_size": 1}}, "shard_size: expected a multiple of expert_parallel.size = 2"),
 ]
 
 

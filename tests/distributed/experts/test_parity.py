@@ -38,6 +38,17 @@ def test_experts_over_all_ranks_match_one_process(stage: str) -> None:
     assert_like_one_process("Mixture", 4, stage, EXACT, double=True, accumulation=2, clip=0.3)
 
 
+@pytest.mark.fast("2 in sets-4", "3 moving hierarchical-4")
+@on_ranks(4, 8, timeout=240)
+@pytest.mark.parametrize(
+    "stage", ["0 in sets", "1 in sets", "2 in sets", "3 moving in sets", "3 tight in sets", "3 moving hierarchical"]
+)
+def test_replicas_match_one_process(stage: str) -> None:
+    """Two sets of ranks have all experts each. In sets of four, two ranks have the same ones."""
+    config = {"consistency_check_interval": 1}
+    assert_like_one_process("Mixture", 2, stage, EXACT, double=True, accumulation=2, clip=0.3, config=config)
+
+
 @needs_transformers
 @pytest.mark.fast("mixtral-2")
 @on_ranks(2, 4, timeout=120)
