@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,47 +152,6 @@ def test_memory_is_that_of_two_buckets(stage: int, dtype: torch.dtype | None) ->
     assert nbytes < peak <= 2 * nbytes * 1.05, peak / nbytes
     with raises(RuntimeError, "before the next one is asked for", "dict(bucket)"):
         len(bucket)
-    # Later buckets use the memory of earlier ones; without casts the second one cannot yet. Casts have new memory.
-    made = [size for _, size, _ in events[begin:end] if size >= width**2 * 2]
-    assert len(made) == (in_bucket if dtype is None else depth), len(made)
-
-
-def itself(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
-
-
-def as_view(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    rows = tensor.split(1)
-    return lambda: torch.cat(rows)
-
-
-def as_array(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    exported = torch.utils.dlpack.to_dlpack(tensor)
-    return lambda: torch.from_dlpack(exported)
-
-
-def in_shared_memory(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """As another process has it: with a mapping of its own, and no tensor of this one."""
-    fd, size = tensor.untyped_storage()._share_fd_cpu_()[:2]
-    shape = tensor.shape
-    mapped = torch.UntypedStorage._new_shared_fd_cpu(os.dup(fd), size)  # type: ignore[attr-defined]
-    return lambda: torch.frombuffer(bytearray(bytes(mapped)), dtype=torch.float32)[: shape.numel()].view(shape)
-
-
-@pytest.mark.fast("3-2")
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_the_caller_keeps_is_never_overwritten(stage: int) -> None:
-    """One tensor of each bucket, in four ways, while the others' memory is used again."""
-    engine = zerolite.initialize(models.build(models.Chain, depth=24, width=32), at(stage))
-    wanted = once(engine.full_state_dict())
-    ways = itertools.cycle([itself, as_view, as_array, in_shared_memory])
-    kept: dict[str, Callable[[], torch.Tensor]] = {}
-    for number, bucket in enumerate(zerolite.stream_full_weights(engine, bucket_bytes=3 * 32 * 32 * 4)):
-        name, tensor = bucket[number % 3]
-        kept[name] = next(ways)(tensor)
-        del tensor
-    assert_same_bits({name: get() for name, get in kept.items()}, {name: wanted[name] for name in kept}, "kept")
 
 
 @on_ranks(2)

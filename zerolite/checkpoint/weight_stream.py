@@ -29,7 +29,6 @@ from zerolite.checkpoint.state import clean
 from zerolite.comm import Pending, Topology, collective
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.engine_parts import EngineParts
-from zerolite.zero.flat import has_other_users
 from zerolite.zero.stage3.absent_parameter import copy_with_values
 from zerolite.zero.stage3.param_group import AllGather, group_by_context
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
@@ -172,40 +171,6 @@ def _chosen(names: Names, known: Collection[str]) -> dict[str, str]:
 # -------------------------------------------------------------------- one bucket
 
 
-class SpareMemory:
-    """Memory of earlier buckets for later ones.
-
-    On the CPU the C library takes each tensor of 32 MiB and more from the system and gives it back, and the first write
-    to each page is a page fault: such a gather took 1.7 times the time. Elsewhere torch keeps memory itself.
-    """
-
-    def __init__(self) -> None:
-        self._spare: dict[int, list[torch.Tensor]] = {}  # uint8 [n], by n
-
-    @torch.inference_mode(False)  # tensors may outlive the user's inference mode
-    def lend(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return memory for tensors as long as ``like``, each uint8 [bytes]. What does not fit is released first, so
-        there is never more than ``like`` and what is lent already."""
-        sizes = [tensor.numel() * tensor.element_size() for tensor in like]
-        found = [spare.pop() if (spare := self._spare.get(size)) else None for size in sizes]
-        self._spare = {}
-        return [
-            torch.empty(size, dtype=torch.uint8, device=tensor.device) if memory is None else memory
-            for tensor, size, memory in zip(like, sizes, found, strict=True)
-        ]
-
-    def take_back(self, lent: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Take back the memory of ``lent`` that nothing else refers to. Return the rest, which is still in use."""
-        in_use = []
-        for memory in lent:
-            # Another process may read what the caller has shared.
-            if has_other_users(memory) or memory.is_shared():
-                in_use.append(memory)
-            else:
-                self._spare.setdefault(memory.numel(), []).append(memory)
-        return in_use
-
-
 class WeightBucket(Sequence[tuple[str, torch.Tensor]]):
     """Some whole tensors of a model with their names: a sequence of (name, tensor).
 
@@ -213,16 +178,12 @@ class WeightBucket(Sequence[tuple[str, torch.Tensor]]):
     memory for two; a tensor that the caller keeps stays valid.
     """
 
-    def __init__(self, tensors: list[tuple[str, torch.Tensor]], lent: list[torch.Tensor]) -> None:
-        """lent: memory of the tensors that goes back to :class:`SpareMemory`."""
+    def __init__(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         self._tensors: list[tuple[str, torch.Tensor]] | None = tensors
-        self._lent = lent
 
-    def release(self, spare: SpareMemory) -> None:
-        """Release the memory of the tensors, as far as the bucket has it, to ``spare``."""
+    def release(self) -> None:
+        """Release the memory of the tensors, as far as the bucket has it."""
         self._tensors = None
-        spare.take_back(self._lent)
-        self._lent = []
 
     def _present(self) -> list[tuple[str, torch.Tensor]]:
         if self._tensors is None:
@@ -247,31 +208,25 @@ class BucketGather:
 
     Attributes:
         tensors: the model's own tensors, by owner.
-        memory: that of the values, lent by ``spare``; empty if that takes none back.
     """
 
     @collective
-    def __init__(self, full: FullModel, parts: EngineParts, bucket: Sequence[Piece], spare: SpareMemory) -> None:
+    def __init__(self, full: FullModel, parts: EngineParts, bucket: Sequence[Piece]) -> None:
         """Launch it."""
         self._topology: Topology = parts.topology
         self._entries = {owner: entry for piece in bucket for owner, entry in piece.sources.items()}
         self.tensors = {owner: full.local(entry)[0] for owner, entry in self._entries.items()}
         sharded_params = {owner: sharded_param_of(tensor) for owner, tensor in self.tensors.items()}
         self._sharded = {owner: p for owner, p in sharded_params.items() if p is not None}
-        undivided = {
-            owner: full.local(entry)[1].detach() for owner, entry in self._entries.items() if owner not in self._sharded
+        self._values = {
+            owner: full.local(entry)[1].detach().clone()
+            for owner, entry in self._entries.items()
+            if owner not in self._sharded
         }
-        to_copy = [*undivided.values(), *(p.full for p in self._sharded.values())]
-        lent = spare.lend(to_copy)
-        self.memory = lent if parts.device.type == "cpu" else []
-        filled = iter([_like(tensor, memory) for tensor, memory in zip(to_copy, lent, strict=True)])
-        del lent
-        self._values = {owner: next(filled).copy_(value) for owner, value in undivided.items()}
-        fulls = dict(zip(self._sharded.values(), filled, strict=True))
         self._copies: dict[PartitionedParameter, torch.Tensor] = {}
         self._all_gathers: list[AllGather] = []
         for context, members in group_by_context(self._sharded.values()):  # experts have ranks of their own
-            copies, all_gather = context.launch_copies(members, [fulls[member] for member in members])
+            copies, all_gather = context.launch_copies(members)
             self._copies.update(zip(members, copies, strict=True))
             self._all_gathers += [] if all_gather is None else [all_gather]
         self._of_shards: list[tuple[Pending, dict[str, torch.Tensor]]] = []
@@ -317,11 +272,6 @@ class BucketGather:
         return full
 
 
-def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the dtype and shape of ``tensor`` in ``memory`` uint8 [bytes]."""
-    return memory.view(tensor.dtype).view(tensor.shape)
-
-
 # -------------------------------------------------------------------- the stream
 
 
@@ -340,14 +290,13 @@ class WeightStream(Iterator[WeightBucket]):
         self._buckets = deque(buckets)
         self._next: tuple[Sequence[Piece], BucketGather] | None = None
         self._yielded: WeightBucket | None = None
-        self._spare = SpareMemory()
         self._launch()
 
     @collective
     @torch.no_grad()
     def __next__(self) -> WeightBucket:
         if self._yielded is not None:
-            self._yielded.release(self._spare)
+            self._yielded.release()
             self._yielded = None
         if self._next is None:
             raise StopIteration
@@ -360,11 +309,9 @@ class WeightStream(Iterator[WeightBucket]):
         (bucket, gather), self._next = self._next, None
         values = gather.wait()
         tensors = [pair for piece in bucket for pair in self._made(piece, values, gather.tensors)]
-        lent = gather.memory
         del values, gather  # before there is memory for another bucket
-        lent = self._spare.take_back(lent)  # without that of values that were cast or merged
         self._launch()
-        self._yielded = WeightBucket(tensors, lent)
+        self._yielded = WeightBucket(tensors)
         return self._yielded
 
     @collective
@@ -372,7 +319,7 @@ class WeightStream(Iterator[WeightBucket]):
     def close(self) -> None:
         """End the stream: take part in the gathers that are left, for ranks that still iterate."""
         if self._yielded is not None:
-            self._yielded.release(self._spare)
+            self._yielded.release()
         if self._next is None:  # the tensors of a bucket could not be made here, and its successor was not launched
             self._launch()
         while self._next is not None:
@@ -387,7 +334,7 @@ class WeightStream(Iterator[WeightBucket]):
     def _launch(self) -> None:
         if self._buckets:
             bucket = self._buckets.popleft()
-            self._next = bucket, BucketGather(self._full, self._parts, bucket, self._spare)
+            self._next = bucket, BucketGather(self._full, self._parts, bucket)
 
     def _made(
         self, piece: Piece, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]

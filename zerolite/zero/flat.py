@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerolite.utils.torch_private import storage_users
 from zerolite.zero.layout import BucketLayout, Gap, Slot
 
 
@@ -217,8 +216,3 @@ def gaps_to_clear(bucket: BucketLayout) -> Sequence[Gap]:
 
 def _row_major(strides: tuple[int, ...]) -> bool:
     return all(left >= right for left, right in zip(strides, strides[1:], strict=False))
-
-
-def has_other_users(tensor: torch.Tensor) -> bool:
-    """Return True if another tensor, an array or a graph shares the memory of ``tensor``."""
-    return storage_users(tensor.untyped_storage()) > 2  # the storage's object is one user, the tensor another

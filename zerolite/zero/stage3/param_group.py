@@ -404,7 +404,7 @@ class CommContext:
                 sharded_param.pending.wait()
 
     @collective
-    def gather_copies(self, sharded_params: Sequence[PartitionedParameter]) -> Sequence[torch.Tensor]:
+    def gather_copies(self, sharded_params: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
         """Return copies of the full values, each flat and with padding. No parameter changes its state."""
         copies, all_gather = self.launch_copies(sharded_params)
         if all_gather is not None:
@@ -414,12 +414,9 @@ class CommContext:
     @collective
     @torch.inference_mode(False)  # the copies may outlive the user's inference mode
     def launch_copies(
-        self, sharded_params: Sequence[PartitionedParameter], copies: Sequence[torch.Tensor] | None = None
-    ) -> tuple[Sequence[torch.Tensor], AllGather | None]:
+        self, sharded_params: Sequence[PartitionedParameter]
+    ) -> tuple[list[torch.Tensor], AllGather | None]:
         """Launch a gather of copies of the full values, each flat and with padding. No parameter changes its state.
-
-        Args:
-            copies: memory for them, like ``full`` of the parameters; None: new memory.
 
         Returns:
             The copies, and what to wait for before they are read; None if nothing is in flight.
@@ -429,11 +426,7 @@ class CommContext:
                 sharded_param.pending.wait()
         if released := [sharded_param for sharded_param in sharded_params if sharded_param.status is not AVAILABLE]:
             self.note_gather(released)
-        if copies is None:
-            copies = [p.full.new_empty(p.full.shape) for p in sharded_params]
-        for sharded_param, full in zip(sharded_params, copies, strict=True):
-            if sharded_param.has_full_values:
-                full.copy_(sharded_param.full)
+        copies = [p.full.clone() if p.has_full_values else p.full.new_empty(p.full.shape) for p in sharded_params]
         missing = [index for index, sharded_param in enumerate(sharded_params) if not sharded_param.has_full_values]
         if not missing:
             return copies, None

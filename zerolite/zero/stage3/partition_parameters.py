@@ -33,8 +33,8 @@ from zerolite.offload.transfers import Transfers
 from zerolite.precision.dtypes import scales_of_quantized
 from zerolite.utils.accelerator import default_device
 from zerolite.utils.dtypes import is_castable
-from zerolite.utils.torch_private import swap_tensor
-from zerolite.zero.flat import check_has_memory, dense_strides, flattened, has_other_users
+from zerolite.utils.torch_private import storage_users, swap_tensor
+from zerolite.zero.flat import check_has_memory, dense_strides, flattened
 from zerolite.zero.groups import RankGroups
 from zerolite.zero.stage3.absent_parameter import copy_with_values
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
@@ -336,7 +336,7 @@ class Init:
                 ):
                     continue
                 check_has_memory(name, parameter)
-                if not shared and has_other_users(parameter):
+                if not shared and _has_other_users(parameter):
                     left = True
                     continue
                 broadcast_from_rank0(parameter, self._context)
@@ -387,3 +387,8 @@ def _without_optimizer_offload(config: ZeroliteConfig) -> ZeroliteConfig:
     return config.model_copy(
         update={"zero_optimization": zero.model_copy(update={"offload_optimizer": OffloadOptimizerConfig()})}
     )
+
+
+def _has_other_users(tensor: torch.Tensor) -> bool:
+    """Return True if another tensor, or a graph, shares the memory of ``tensor``."""
+    return storage_users(tensor.untyped_storage()) > 2  # the storage's object is one user, the tensor another
