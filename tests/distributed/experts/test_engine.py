@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ import zerolite
 from tests.distributed.experts.test_parity import EXACT, ROUNDED, assert_like_one_process
 from tests.toolkit import experts
 from tests.toolkit.configs import STATIC_SCALE, at
+from tests.toolkit.memory import two_memories
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.sequences import needs_transformers
 from zerolite.config import ConfigError
 from zerolite.moe import ExpertParallel
 from zerolite.moe.experts import find_experts
+from zerolite.zero.stage3.param_group import AllGather, CommContext
+from zerolite.zero.stage3.shard_reader import ShardReader, StagedShards
 
 
 @pytest.mark.fast("2-2", "3 moving-4")
@@ -65,14 +69,37 @@ def test_states_on_the_host(stage: str) -> None:
     assert_like_one_process("Mixture", 2, stage, EXACT, double=True, clip=0.3, config={"zero": offload})
 
 
-@pytest.mark.fast("cpu-2")
+@pytest.mark.fast("nvme-2")
 @on_ranks(2, 4, timeout=60)
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_parameters_on_the_host(device: str, tmp_path: Path) -> None:
-    block = {"device": device} | ({"nvme_path": str(tmp_path)} if device == "nvme" else {})
-    zero = {"offload_param": block, "offload_optimizer": block}
+def test_offloaded_parameters(device: str, tmp_path: Path) -> None:
+    """Gathers of experts stage their shards in, from the host or from the file, as where the device is a GPU."""
+    block = {"device": device} | ({"nvme_path": str(tmp_path), "max_in_cpu": 0} if device == "nvme" else {})
+    zero = {"offload_param": block, "offload_optimizer": {k: v for k, v in block.items() if k != "max_in_cpu"}}
     how: dict[str, Any] = {"double": True, "accumulation": 2, "clip": 0.3, "config": {"zero": zero}}
-    assert_like_one_process("Mixture", 2, "3 moving", EXACT, **how)
+    staged, copied, gathered = set(), set(), set()
+    stage_in, all_gather = ShardReader.stage_in, AllGather.__init__
+
+    def see_staged(self: ShardReader, sharded_params: Any, fulls: Any = None) -> StagedShards:
+        shards = stage_in(self, sharded_params, fulls)
+        for sharded_param, shard in zip(sharded_params, shards.shards, strict=True):
+            staged.add((sharded_param.groups.spread, sharded_param.placement.location))
+            copied.add(shard.untyped_storage() is not sharded_param.shard.untyped_storage())
+        return shards
+
+    def see_gathered(self: AllGather, context: CommContext, _: Any, to_gather: Any, fulls: Any) -> None:
+        gathered.update((sharded_param.groups.spread, context.reader is not None) for sharded_param in to_gather)
+        all_gather(self, context, _, to_gather, fulls)
+
+    with (
+        two_memories(),
+        mock.patch.object(ShardReader, "stage_in", see_staged),
+        mock.patch.object(AllGather, "__init__", see_gathered),
+    ):
+        assert_like_one_process("Mixture", 2, "3 moving", EXACT, **how)
+    assert staged == {(spread, "host" if device == "cpu" else "disk") for spread in (1, 2)}
+    assert copied == {True}
+    assert gathered == {(1, True), (2, True)}
 
 
 @pytest.mark.fast("2-4")
