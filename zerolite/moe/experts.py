@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerolite.comm import Communicator, Topology, collective
+from zerolite.comm import Topology, collective
 from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.config import ConfigError
 from zerolite.moe.copies import histogram
@@ -51,7 +51,7 @@ def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: t
             synchronize_tensors([parameter.data], topology.data, device, "initial_sync")
             shard_parameter(parameter, ShardSpec.of_experts(parameter.shape, comm.rank, comm.world_size))
         vars(module)["num_experts"] = _number(module) // comm.world_size
-        vars(module)["forward"] = SpreadCall(module, comm, capacity)
+        vars(module)["forward"] = SpreadCall(module, topology, capacity)
 
 
 def spread_calls(model: nn.Module) -> dict[str, SpreadCall]:
@@ -172,12 +172,14 @@ class SpreadCall:
 
     Attributes:
         load: number of this rank's choices of each of them in training, on their device; None if they are not counted.
+        topology: the grid of ranks; those of ``expert`` have the parts.
     """
 
     load: Tensor | None = None
 
-    def __init__(self, module: nn.Module, comm: Communicator, capacity: int) -> None:
-        self._module, self._comm, self._capacity = module, comm, capacity
+    def __init__(self, module: nn.Module, topology: Topology, capacity: int) -> None:
+        self.topology = topology
+        self._module, self._comm, self._capacity = module, topology.expert, capacity
 
     @property
     def experts(self) -> int:
@@ -213,4 +215,4 @@ class SpreadCall:
             spec = shard_spec_of(parameter)
             if spec is not None and id(parameter) in memo:
                 set_shard_spec(memo[id(parameter)], spec)
-        return SpreadCall(copied, self._comm, self._capacity)
+        return SpreadCall(copied, self.topology, self._capacity)

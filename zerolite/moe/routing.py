@@ -16,18 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zerolite.moe.experts import SpreadCall, experts_in, routes_of
+from zerolite.comm import collective
+from zerolite.comm.host_group import raise_together
+from zerolite.moe.experts import SpreadCall, experts_in, routes_of, spread_calls
 from zerolite.utils.nested import find_tensors
 from zerolite.utils.torch_private import after_backward, current_backward
 
 Choices = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
+Result = TypeVar("Result")
 
 _TOPK = (torch.topk, Tensor.topk)
 _MASKED_FILL = (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
@@ -78,8 +81,8 @@ def replay_routing(model: Any, choices: Choices) -> Iterator[None]:
 
     Every forward inside takes the same choices, and so does what checkpointing computes again in the backward of these
     forwards, also behind the end of the context. The weights of the experts are computed from the router's logits, with
-    gradients. A selection that is limited to groups of experts is not limited again. Losses that count choices by a
-    topk of their own, as transformers' auxiliary loss does, count that one.
+    gradients. A selection that is limited to groups of experts is not limited again, but where a token chooses for
+    itself. Losses that count choices by a topk of their own, as transformers' auxiliary loss does, count that one.
 
     Args:
         model: a model or an engine.
@@ -93,9 +96,12 @@ def replay_routing(model: Any, choices: Choices) -> Iterator[None]:
             experts of a token.
         RuntimeError: a block's router is not understood (its experts are not those of a ``topk`` in the block's
             forward), or the context has ended and no forward has come to one of the modules.
+
+    With experts over ranks (``expert_parallel``) all data-parallel ranks open the context, and errors of one rank are
+    raised on all: at the start, or at the end, because a forward that stopped would leave the others in the exchange.
     """
     module = _module_of(model)
-    replay = _Replay(module, choices)
+    replay = _together(module, lambda: _Replay(module, choices))
     opened = _opened.setdefault(module, [])
     opened.append(replay)
     _install(module, replay)
@@ -104,7 +110,23 @@ def replay_routing(model: Any, choices: Choices) -> Iterator[None]:
     finally:
         opened.remove(replay)
         _install(module, opened[-1] if opened else None)
-    replay.check()
+    _together(module, replay.check)
+
+
+@collective
+def _together(model: nn.Module, action: Callable[[], Result]) -> Result:
+    """Return the result of ``action()``. If ranks exchange tokens, it raises on all of them if it raises on one."""
+    calls = list(spread_calls(model).values())
+    if not calls:
+        return action()
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    device = next(model.parameters()).device
+    raise_together(calls[0].topology.data, device, "errors", error, "zerolite.moe.replay_routing", ValueError)
+    return result
 
 
 def _module_of(model: Any) -> nn.Module:
@@ -192,7 +214,9 @@ class _Replay:
         after_backward(end)
 
     def check(self) -> None:
-        """Raise RuntimeError for layers that have not made the given choices. The host waits for the device."""
+        """Raise for layers that have not made the given choices. The host waits for the device."""
+        if (error := next((layer.error for layer in self._layers if layer.error is not None), None)) is not None:
+            raise error
         if missed := [layer.name for layer in self._layers if layer.wrong is None]:
             raise RuntimeError(
                 f"zerolite.moe.replay_routing: expected a forward of '{missed[0]}' in the context, got none; call the "
@@ -209,9 +233,11 @@ class _Layer:
     Attributes:
         given: [n, k], int64.
         wrong: on the device, True if the experts were called with other choices; None before the first call.
+        error: the first one of a forward that other ranks take part in. Forwards go on, with choices of their own.
     """
 
     wrong: Tensor | None = None
+    error: Exception | None = None
 
     def __init__(self, name: str, experts: nn.Module, block: nn.Module, given: Tensor) -> None:
         if given.dim() < 2 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
@@ -220,14 +246,22 @@ class _Layer:
         given = given.detach().reshape(-1, given.shape[-1]).long()
         self.given = given.clone() if given.is_inference() else given  # autograd saves it
         call = vars(experts).get("forward")
+        self._is_spread = isinstance(call, SpreadCall)
         self.number = call.experts if isinstance(call, SpreadCall) else int(cast(Any, experts).num_experts)
         self._mode: _Choose | None = None
 
     def add_hooks(self, hooks: contextlib.ExitStack) -> None:
+        hooks.callback(self._leave, self._block, (), None)  # an interrupt in a forward calls no hooks
         hooks.callback(self._block.register_forward_pre_hook(self._enter).remove)
         hooks.callback(self._experts.register_forward_pre_hook(self._arrive, with_kwargs=True).remove)
         # Called after an error too: a checkpoint ends a forward by one as soon as it has what it needs.
         hooks.callback(self._block.register_forward_hook(self._leave, always_call=True).remove)
+
+    def fail(self, error: Exception) -> None:
+        """Raise ``error``, or keep it for the end of the context, where all ranks raise it."""
+        if not self._is_spread:
+            raise error
+        self.error = self.error or error
 
     def _enter(self, block: nn.Module, args: Any) -> None:
         self._mode = _Choose(self)
@@ -244,12 +278,13 @@ class _Layer:
         chosen = None if self._mode is None else self._mode.chosen
         _, index, _ = routes_of(experts, args, kwargs)
         if index.shape[1:] != self.given.shape[1:]:
-            raise _wrong(f"{index.shape[1]} experts of a token for '{self.name}'", str(self.given.shape[1]))
-        if self._mode is None or chosen is None or chosen.numel() != index.numel():
-            raise _not_understood(self.name)
-        self._mode.ended = True
-        wrong = (chosen.view(index.shape) != index).any()
-        self.wrong = wrong if self.wrong is None else self.wrong | wrong
+            self.fail(_wrong(f"{index.shape[1]} experts of a token for '{self.name}'", self.given.shape[1]))
+        elif self._mode is None or chosen is None or chosen.numel() != index.numel():
+            self.fail(_not_understood(self.name))
+        else:
+            self._mode.ended = True
+            wrong = (chosen.view(index.shape) != index).any()
+            self.wrong = wrong if self.wrong is None else self.wrong | wrong
 
 
 class _Choose(TorchFunctionMode):
@@ -260,6 +295,7 @@ class _Choose(TorchFunctionMode):
         ended: the experts have been called; what comes now is no routing.
     """
 
+    _limited: tuple[Tensor, Tensor] | None = None  # scores, and those that count where a token chooses for itself
     chosen: Tensor | None = None
     ended = False
 
@@ -272,16 +308,22 @@ class _Choose(TorchFunctionMode):
         if not self.ended and (function in _TOPK or function in _MASKED_FILL):
             scores = args[0] if args else kwargs.get("input", kwargs.get("self"))
             if isinstance(scores, Tensor) and scores.dim() > 1 and scores.shape[-1] == self._layer.number:
+                more = args[1:], {key: value for key, value in kwargs.items() if key not in ("input", "self")}
                 if function in _MASKED_FILL:
+                    self._limited = scores, torch.masked_fill(scores, *more[0], **more[1])
                     return scores  # it limits the choice to groups of experts: the scores of others count too
                 if _takes(self._layer.given.shape[1], scores, args, kwargs):
-                    return self._choose(scores, function(*args, **kwargs)[1])
+                    ranked = self._limited[1] if self._limited and self._limited[0] is scores else scores
+                    return self._choose(scores, function(ranked, *more[0], **more[1])[1])
         return function(*args, **kwargs)
 
     def _choose(self, scores: Tensor, own: Tensor) -> Any:
         layer = self._layer
         if own.numel() != layer.given.numel():
-            raise _wrong(f"the choices of {own.numel() // own.shape[-1]} tokens for '{layer.name}'", len(layer.given))
+            tokens = own.numel() // own.shape[-1]
+            layer.fail(_wrong(f"the choices of {tokens} tokens for '{layer.name}'", len(layer.given)))
+            self.chosen = own
+            return torch.return_types.topk((scores.gather(-1, own), own))
         layer.given = layer.given.to(own.device)
         given = layer.given.view(own.shape)
         self.chosen = torch.where(given < 0, own, given)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 import zerolite
 from tests.distributed.experts.test_parity import EXACT
@@ -111,6 +113,24 @@ def test_weights_of_given_experts_come_from_the_logits(name: str) -> None:
     torch.testing.assert_close(seen["weights"].float(), by_hand(name, logits, given), rtol=1e-5, atol=1e-6)
     (gradient,) = torch.autograd.grad(seen["weights"].square().sum(), router.weight)
     assert bool(gradient.any())
+
+
+@needs_transformers
+@pytest.mark.fast("deepseek_v3")
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_rows_that_choose_for_themselves_are_limited_to_groups(name: str) -> None:
+    limited = {"n_group": 4, "topk_group": 1, "n_routed_experts": 8}
+    model: Any = experts.family(name, **limited, **({"topk_method": "group_limited_greedy"} if "v2" in name else {}))
+    batch = experts.batch_of(0, TOKENS // 2)
+    with record_routing(model) as own:
+        model(**batch)
+    others = other_choices(model)
+    mixed = {given: torch.where(torch.arange(TOKENS)[:, None] % 2 == 0, others[given], -1) for given in own}
+    with record_routing(model) as found, replay_routing(model, mixed):
+        model(**batch)
+    (given,) = own  # of one layer, so the other tokens are as before
+    assert torch.equal(found[given][::2], others[given][::2])
+    assert torch.equal(found[given][1::2].sort(-1).values, own[given][1::2].sort(-1).values)
 
 
 @needs_transformers
@@ -240,7 +260,38 @@ def test_choices_that_do_not_fit(change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message), replay_routing(model, change(choices)):
         model(**experts.batch_of(0, TOKENS // 2))
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    interrupt = model.get_submodule("blocks.0.experts").register_forward_pre_hook(
+        mock.Mock(side_effect=KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt), replay_routing(model, choices):
+        model(**experts.batch_of(0, TOKENS // 2))
+    interrupt.remove()
+    assert not _get_current_function_mode_stack()
     experts.loss_of(model(**experts.batch_of(0, TOKENS // 2))).backward()
+
+
+@pytest.mark.fast("tokens-2")
+@on_ranks(2, 4, timeout=60)
+@pytest.mark.parametrize("wrong", ["values", "tokens", "not called"])
+def test_wrong_choices_of_one_rank_raise_on_all(wrong: str) -> None:
+    """No rank waits for the one that has them, and the next step is as usual."""
+    engine, last = experts.make("Mixture", 2, "3 moving", True), dist.get_world_size() - 1
+    choices = torch.arange(3).repeat(2, TOKENS, 1)
+    if dist.get_rank() == last:
+        choices = {"values": choices * 0, "tokens": choices[:, 1:]}.get(wrong, choices)
+    message = {
+        "values": "rank {0}: expected different experts for a token of 'blocks.0.experts'",
+        "tokens": f"rank {{0}}: expected the choices of {TOKENS} tokens for 'blocks.0.experts', got {TOKENS - 1}",
+        "not called": "expected a forward of 'blocks.0.experts' in the context, got none",
+    }[wrong].format(last)
+    if dist.get_rank() == last:
+        message = message.removeprefix(f"rank {last}: ")
+    kind = RuntimeError if wrong == "not called" else ValueError
+    with pytest.raises(kind, match=message), replay_routing(engine, choices):
+        if wrong != "not called":
+            engine(**experts.batch_of(0, TOKENS // 2))
+    engine.backward(engine(**experts.batch_of(0, TOKENS // 2)))
+    engine.step()
 
 
 def test_routers_that_are_not_understood_are_refused_by_name() -> None:
