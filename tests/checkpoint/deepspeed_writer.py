@@ -95,7 +95,14 @@ def make_config(case: dict[str, Any], world_size: int) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": case["stage"], "reduce_bucket_size": 1000, **case.get("zero", {})},
+        "zero_optimization": {
+            "stage": case["stage"],
+            "reduce_bucket_size": 1000,
+            # Stage 3 otherwise replaces torch's linear for the rest of the process, in later cases too. DeepSpeed's
+            # rounds before it adds the bias, torch's only after it.
+            "memory_efficient_linear": False,
+            **case.get("zero", {}),
+        },
     }
     if case.get("own"):
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.02}}
