@@ -110,6 +110,8 @@ def _pieces(full: FullModel, model: torch.nn.Module, options: StreamOptions) -> 
     for _, entry in full.tensors():
         tensor = full.local(entry)[0]
         outer = layer_of.get(id(tensor), "")
+        if not entry.in_model and any(clean(entry.owner).startswith(f"{clean(name)}.") for name in layers):
+            continue  # scales of bitsandbytes, which the layer's state dict makes: merging makes others
         key = f"layer {outer}" if outer else entry.owner
         if key in done:
             continue
