@@ -52,7 +52,7 @@ run_tests() {
   part test-plan 140 "${test[@]}" tests/planning/test_on_gpu.py tests/distributed/test_monitor.py &
   mutant 1 offload/transfers.py 'stream.wait_stream(torch.cuda.current_stream' "$streams"
   mutant 2 offload/transfers.py 'current_stream(self._stream.device).wait_event' "$streams"
-  mutant 3 activation_checkpointing/copies.py 'current_stream(self._device).wait_event' \
+  mutant 3 activation_checkpointing/saved_inputs.py 'current_stream(self._device).wait_event' \
     "test_checkpointed_layers and [1-fp32 and host"
   wait
   cat "$out"/test-*.txt | grep -E '^(FAILED|ERROR)' >"$out/failed.txt"

@@ -22,8 +22,8 @@ ADAMW = ("AdamW", {"lr": 0.01, "torch_adam": True, "weight_decay": 0})
 
 
 def save_base(directory: Path) -> None:
-    """Save a Llama of which all layers have whole blocks of 64 weights: with others bitsandbytes compiles its
-    dequantization on the CPU, which takes minutes."""
+    """Save a Llama. Its layers have even numbers of inputs: for odd ones bitsandbytes compiles its dequantization on
+    the CPU."""
     import transformers
 
     torch.manual_seed(1)
