@@ -12,7 +12,10 @@ _FLOPS = (
     "any code"
 )
 _MONITOR = "the config's blocks csv_monitor, tensorboard and wandb write values, and engine.monitor takes your own"
-_SCALER = "the scale is optimizer.loss_scale, and the config's block fp16 sets it; load_checkpoint reads DeepSpeed's universal checkpoints"
+_SCALER = (
+    "the scale is optimizer.loss_scale, and the config's block fp16 sets it; load_checkpoint reads DeepSpeed's "
+    "universal checkpoints"
+)
 _TOPOLOGY = (
     "the config sets the grid of ranks, by pipeline.stages and tensor_parallel.size; pass num_stages= to PipelineModule"
 )
