@@ -158,7 +158,7 @@ def with_replicas(topology: Topology, device: torch.device, shard: int) -> Topol
     topology = replace(topology, shard=within, replicate=across.serve("replicate", data.is_rank0))
     if experts == 1:
         return topology
-    alike, _ = sets_of(topology.expert_data, device, shard // experts, "experts and replicas")
+    alike = set_of(topology.expert_data, device, shard // experts, "experts and replicas")
     return replace(topology, expert_shard=alike.serve("expert shard", data.is_rank0))
 
 
@@ -258,30 +258,32 @@ def sets_of(comm: Communicator, device: torch.device, size: int, purpose: str) -
 
     Raises ValueError if ``size`` does not divide the number of ranks.
     """
+    within, sets = set_of(comm, device, size, purpose), comm.world_size // size
+    if comm.group is None:
+        return within, dry_communicator(_kind_of(comm), comm.rank // size, sets)
+    ranks = dist.get_process_group_ranks(comm.group)
+    return within, _communicator_of(comm.group, device, ranks[comm.rank % size :: size], purpose)
+
+
+def set_of(comm: Communicator, device: torch.device, size: int, purpose: str) -> Communicator:
+    """Return the communicator of this rank's set of ``size`` neighbours, as :func:`sets_of` does."""
     if comm.world_size % size:
         raise ValueError(
             f"expected a divisor of the {comm.world_size} data-parallel ranks, got {size}; choose one, or start a "
             "multiple of it"
         )
     if comm.group is None:
-        places = (comm.rank % size, size), (comm.rank // size, comm.world_size // size)
-        within, across = (dry_communicator(_kind_of(comm), *place) for place in places)
-    else:
-        groups = _groups_of_sets(comm.group, size, purpose)
-        within, across = (create_communicator(device, group) if group else Communicator() for group in groups)
-    return within, across
+        return dry_communicator(_kind_of(comm), comm.rank % size, size)
+    ranks, first = dist.get_process_group_ranks(comm.group), comm.rank // size * size
+    return _communicator_of(comm.group, device, ranks[first : first + size], purpose)
 
 
-def _groups_of_sets(
-    data: dist.ProcessGroup, size: int, purpose: str
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return this rank's group of ``size`` neighbours and its group across these sets; None for one rank."""
-    ranks = torch.tensor(dist.get_process_group_ranks(data), device="cpu").view(-1, size)
-    mine = ranks == dist.get_rank()
-    row, column = ranks[mine.any(1)].flatten().tolist(), ranks[:, mine.any(0)].flatten().tolist()
-    within = group_within(data, row, purpose) if size > 1 else None
-    across = group_within(data, column, purpose) if len(column) > 1 else None
-    return within, across
+def _communicator_of(
+    parent: dist.ProcessGroup, device: torch.device, ranks: Sequence[int], purpose: str
+) -> Communicator:
+    """Return the communicator of some of ``parent``'s ranks, which sends nothing if it is one rank."""
+    group = group_within(parent, ranks, purpose) if len(ranks) > 1 else None
+    return Communicator() if group is None else create_communicator(device, group)
 
 
 def _named(

@@ -94,29 +94,29 @@ class RankGroups:
             policy: what is sharded. Where it is nothing, the data-parallel ranks only split the sums of the statistics.
             all_split_states: at stage 3 all data-parallel ranks split the states, not only those of ``shard``.
         """
-        shard, replicate, data = topology.shard, topology.replicate, topology.data
-        if not policy.shard_optimizer:
-            return cls(data, None, data, topology.world, states=data, updated=None)
-        if replicate is not None and all_split_states:
-            return cls(shard, replicate, data, topology.world, states=data, updated=replicate)
-        updated = None if policy.shard_parameters else shard
-        return cls(shard, replicate, data, topology.world, states=shard, updated=updated)
+        return cls._chosen(topology, policy, all_split_states, topology.shard, topology.data)
 
     @classmethod
     def of_experts(cls, topology: Topology, policy: StagePolicy, all_split_states: bool = False) -> RankGroups:
         """Return the groups of the experts that this rank has, as :meth:`of` does. A rank's backward brings the
         gradients of the tokens that it was sent: so a sum over the ranks with the same experts is one over all."""
-        alike = topology.expert_data
         # Each set of ranks has all experts, so ranks at one place of all sets have the same shard of the same ones.
-        has_sets = policy.shard_optimizer and topology.replicate is not None
-        shard, replicate = (topology.expert_shard, topology.replicate) if has_sets else (alike, None)
-        states = alike if all_split_states else shard
-        updated = replicate if states is not shard else None if policy.shard_parameters else shard
-        if not policy.shard_optimizer:
-            updated = None
-        groups = cls(shard, replicate, alike, topology.world, states=states, updated=updated)
+        groups = cls._chosen(topology, policy, all_split_states, topology.expert_shard, topology.expert_data)
         groups.divisor, groups.spread = topology.data.world_size, topology.expert.world_size
         return groups
+
+    @classmethod
+    def _chosen(
+        cls, topology: Topology, policy: StagePolicy, all_split_states: bool, shard: Communicator, mean: Communicator
+    ) -> RankGroups:
+        """Return the groups of parameters that the ranks of ``mean`` have, and those of ``shard`` within a set."""
+        replicate, job = topology.replicate, topology.world
+        if not policy.shard_optimizer:
+            return cls(mean, None, mean, job, states=mean, updated=None)
+        if replicate is not None and all_split_states:
+            return cls(shard, replicate, mean, job, states=mean, updated=replicate)
+        updated = None if policy.shard_parameters else shard
+        return cls(shard, replicate, mean, job, states=shard, updated=updated)
 
     def spread_experts(self, experts: RankGroups) -> None:
         """Let the parameters of experts have groups of their own."""

@@ -17,7 +17,8 @@ import torch
 
 from zerolite.comm import Pending, collective
 from zerolite.zero.accumulation import GradAccumulation
-from zerolite.zero.groups import RankGroups, exact_dtype, reduce_in_set
+from zerolite.zero.bucket import Bucket
+from zerolite.zero.groups import RankGroups, TwoHops, exact_dtype, reduce_in_set
 from zerolite.zero.observers import StepObserver
 from zerolite.zero.reducer import Reducer
 
@@ -50,8 +51,7 @@ class ReplicaSums(StepObserver):
         """Sum a bucket over ``shard``, or with what has waited over both groups; ``wait()`` returns what is added to
         its ``reduced``."""
         bucket = self._reducer.buffer.buckets[key - 1]
-        two_hops = bucket.groups.two_hops
-        assert two_hops is not None, "there are replicas"
+        two_hops = _two_hops_of(bucket)
         if self._waits and (key in self._partial or bucket.reduced is None):
             self._partial[key] = divisor
             return reduce_in_set(bucket.groups.shard, full, tag, divisor, key)
@@ -67,13 +67,18 @@ class ReplicaSums(StepObserver):
         """Complete the sums that no backward has completed."""
         for key, divisor in sorted(self._partial.items()):
             bucket = self._reducer.buffer.buckets[key - 1]
-            part, two_hops = bucket.fetch(), bucket.groups.two_hops
-            assert two_hops is not None, "there are replicas"
+            part = bucket.fetch()
             # Undivided, as in a backward: so is what error feedback keeps of it. A copy: a launch that raises is made
             # again, with the same tensor.
             if self._unsent is None or self._unsent[0] != key:
                 self._unsent = key, part.to(exact_dtype(part.dtype)) * divisor
-            pending = two_hops.second(self._unsent[1], "gradients", divisor=divisor, key=key)
+            pending = _two_hops_of(bucket).second(self._unsent[1], "gradients", divisor=divisor, key=key)
             self._unsent = None
             del self._partial[key]
             self._reducer.replace_mean(bucket, pending)
+
+
+def _two_hops_of(bucket: Bucket) -> TwoHops:
+    two_hops = bucket.groups.two_hops
+    assert two_hops is not None, "there are replicas"
+    return two_hops
