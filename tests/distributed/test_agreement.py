@@ -18,7 +18,7 @@ from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
-from zerolite.comm import HostGroup, RaiseTogether, create_communicator
+from zerolite.comm import HostGroup, create_communicator
 
 Arguments = dict[str, Any]
 PYTHON_VERSION = platform.python_version_tuple
@@ -227,18 +227,6 @@ def test_objects_travel_without_numpy() -> None:
         found = [host.gather(wanted[rank]), [host.broadcast(wanted[rank], source) for source in range(world)]]
         to_first = host.gather_to_first(wanted[rank])
     assert found == [wanted] * 2 and to_first == (wanted if rank == 0 else [])
-
-
-@on_ranks(3)
-def test_errors_that_are_not_of_one_rank_are_the_same_on_all() -> None:
-    """All raise the error of the first rank that has one, also a rank with another."""
-    ranks = RaiseTogether(HostGroup(create_communicator(torch.device("cpu")), "errors"), "call", same=LookupError)
-
-    def fail() -> None:
-        if dist.get_rank():
-            raise LookupError(f"of rank {dist.get_rank()}")
-
-    assert raised(lambda: ranks.run(fail)) == "LookupError: of rank 1"
 
 
 # -------------------------------------------------------------------- optimizer states

@@ -3,7 +3,6 @@ everything. Sums have another order, so fp32 differs in the last place, and what
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, SGD, at
+from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.traffic import plain_calls
 from tests.toolkit.training import expect_words, make_engine, raised, run_steps, snapshot
 from zerolite.zero import GatheredParameters
-from zerolite.zero.layout import PartitionLayout
 
 ROWS = {"zero_hpz_partition_size": 2}
 
@@ -83,41 +80,6 @@ def test_disturbed_steps(stage: str) -> None:
     both(lambda zero: disturbed(zero, stage))
 
 
-def unfrozen(zero: dict[str, Any]) -> dict[str, Any]:
-    model = models.build(models.TwoBranches)
-    model.right.requires_grad_(False)
-    engine = zerolite.initialize(model, at("3 moving", zero={"leaf_modules": ["TwoBranches"], **zero}))
-    found: dict[str, Any] = {}
-    for step in range(6):
-        if step in (2, 4):  # as in LISA: another layer each time
-            model.right.requires_grad_(step == 2)
-            model.left.requires_grad_(step == 4)
-        x, y = models.float_batch(step, 0, engine.rank)
-        engine.backward(nn.functional.mse_loss(engine(x, "right" if step % 2 and engine.rank else "left"), y))
-        engine.step()
-        found[f"norm {step}"] = engine.get_global_grad_norm()
-    return found | snapshot(engine)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_layers_that_are_unfrozen_and_unused() -> None:
-    both(unfrozen)
-
-
-@pytest.mark.fast("SharedCheckpointed-4")
-@on_ranks(4)
-@pytest.mark.parametrize("model", ["SharedCheckpointed", "EncoderDecoder", "MixtureOfExperts"])
-def test_late_gradients_tied_weights_and_experts(model: str) -> None:
-    def train(zero: dict[str, Any]) -> dict[str, Any]:
-        leaf = {"leaf_modules": ["MoeBlock"]} if model == "MixtureOfExperts" else {}
-        engine = make_engine(at("3 moving", "fp32", 2, CLIP, SGD, zero={**leaf, **zero}), model)
-        run_steps(engine, 3, model=model)
-        return snapshot(engine)
-
-    both(train)
-
-
 # -------------------------------------------------------------------- states elsewhere
 
 
@@ -153,31 +115,6 @@ def test_states_that_leave_for_a_while() -> None:
     assert state["partition"]["rows"] == 2 and state["partition"]["world_size"] == 4
     plain = make_engine(at("3 tight", "bf16", 1, CLIP, ADAMW), "Mlp")
     expect_words(raised(plain.optimizer.load_state_dict, state), "ValueError", "of this rank's partition", "'rows': 2")
-
-
-# -------------------------------------------------------------------- traffic
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_gathers_stay_within_a_set() -> None:
-    """Between the sets go a reduce-scatter and an all-gather a bucket, of a row each."""
-    engine = make_engine(at("3 moving", "bf16", 1, CLIP, ADAMW, zero=ROWS))
-    for _ in range(3):
-        with zerolite.comm.record() as recorder:
-            run_steps(engine, 1, model="OddModel")
-            engine.get_global_grad_norm()
-    layout: PartitionLayout = engine._parts.buffer.layout
-    calls = [(c.op, c.tag, c.dimension, c.numel) for c in recorder.calls if c.tag in ("gradients", "parameters")]
-    sent = [bucket.numel for bucket in layout.buckets]
-    assert Counter(c for c in calls if c[:2] == ("reduce_scatter", "gradients")) == Counter(
-        [("reduce_scatter", "gradients", "shard", numel) for numel in sent]
-        + [("reduce_scatter", "gradients", "replicate", numel // 2) for numel in sent]
-    )
-    between = Counter(c for c in calls if c[:2] == ("all_gather", "parameters") and c[2] != "shard")
-    assert between == Counter(("all_gather", "parameters", "replicate", numel // 2) for numel in sent)
-    others = {(call[0], call[4]) for call in plain_calls(recorder) if call[4] not in ("gradients", "parameters")}
-    assert others == {("all_reduce", "stats")}
 
 
 # -------------------------------------------------------------------- what is compared, and what is refused

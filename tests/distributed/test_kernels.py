@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ from tests.toolkit.optimizers import (
 )
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, run_steps
-from zerolite.ops import library
 
 EXACT: dict[str, Optimizer] = {  # the kernels do torch's operations in torch's order
     "SGD": ("SGD", {"lr": 0.05}),
@@ -172,25 +170,6 @@ def test_states_travel_between_kernels_and_torchs_implementation(name: str) -> N
         assert_near(resumed["parameters"], wanted["parameters"], name)
 
 
-@pytest.mark.fast("2-capturable")
-@pytest.mark.parametrize("key", ["amsgrad", "capturable"])
-@on_ranks(2)
-def test_what_the_kernels_cannot_follow_is_said(key: str) -> None:
-    """An option appears in the param groups midway, and goes again."""
-    for stage in STAGES:
-        engine = make_engine(config(stage, optimizer=ALL["AdamW"]), "Mlp")
-        engine_steps(engine, "Mlp", range(2))
-        before, old = facts(engine), engine.optimizer.param_groups[0][key]
-        engine.optimizer.param_groups[0][key] = True
-        with pytest.raises(ValueError, match=rf"(?s)(?=.*param_groups\[0\]\['{key}'\])(?=.*True).*optimizer is made"):
-            engine_steps(engine, "Mlp", range(2, 3))
-        assert_same_facts(before, facts(engine), "a refused step")
-        engine.optimizer.param_groups[0][key] = old
-        engine.zero_grad()
-        engine_steps(engine, "Mlp", range(2, 4))
-        assert all(int(state["step"]) == 4 for state in facts(engine)["states"].values())
-
-
 # -------------------------------------------------------------------- kernels that are not there
 
 
@@ -218,23 +197,6 @@ def test_without_kernels_on_a_rank_all_use_torchs(name: str, ranks: list[int], s
         assert_same_bits(result["parameters"], again["parameters"], "a second engine")
         assert_same_on_ranks(result["parameters"])
         assert_close(result["parameters"], module, ALL[name], f"stage {stage}")
-
-
-@on_ranks(2)
-def test_kernels_switched_off() -> None:
-    """A user who switches kernels off gets no warning."""
-    setting = config(1, optimizer=ALL["AdamW"])
-    os.environ["ZEROLITE_KERNELS"] = "0"
-    library._load.cache_clear()
-    try:
-        with Warnings() as warnings, counted() as calls:
-            result = train(setting)
-    finally:
-        del os.environ["ZEROLITE_KERNELS"]
-        library._load.cache_clear()
-    assert (calls["update"], result["method"], warnings.messages) == ([], "TorchUpdate", [])
-    assert_close(result["parameters"], plain(ALL["AdamW"])[0], ALL["AdamW"])
-    assert train(setting)["method"] == "KernelUpdate"
 
 
 # -------------------------------------------------------------------- what a step costs

@@ -16,7 +16,7 @@ from tests.toolkit.compare import assert_same, assert_same_on_ranks
 from tests.toolkit.configs import at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import raised, raises, snapshot
+from tests.toolkit.training import raises, snapshot
 from tests.toolkit.transports import late, transport
 from zerolite.comm.recorder import record
 
@@ -190,49 +190,6 @@ def test_a_class_of_torch_gets_matrices(stage: int | str) -> None:
     assert_same(found[0], found[1])
     with raises(ValueError, "(3,)"):
         zerolite.initialize(nn.Linear(4, 3), settings, optimizer=torch.optim.Muon)
-
-
-@on_ranks(2)
-def test_ranks_with_other_numbers_are_told_before_the_step() -> None:
-    """Momentum and learning rate are compared, and a number that one rank lacks stops all."""
-    engine = engine_at("3 moving", consistency_check_interval=1)
-    odd = dist.get_rank()
-    train(engine, 1)
-    muon, adamw = sorted(engine.optimizer.param_groups, key=lambda group: not group["use_muon"])
-    for group, key, value in ((muon, "momentum", 0.9), (muon, "lr", 0.02), (adamw, "eps", 1e-8), (muon, "ns_steps", 5)):
-        assert group[key] == value
-        group[key] = value / 2 if odd else value
-        assert f" has {key} {value} on rank 0, but " in raised(train, engine, 1, 1)
-        group[key] = value
-    if odd:
-        del muon["momentum"]
-    assert "'momentum' as a value like" in raised(train, engine, 1, 1)
-
-
-@pytest.mark.parametrize("stage", [0, "3 moving"])
-@on_ranks(2)
-def test_vectors_that_are_added_to_a_class_of_torch_are_refused(stage: int | str) -> None:
-    """Nothing has changed then, and training goes on without them."""
-    settings = at(stage)
-    del settings["optimizer"]
-    layer = nn.Linear(7, 3)
-    layer.bias.requires_grad_(False)
-    engine = zerolite.initialize(layer, settings, optimizer=torch.optim.Muon)
-
-    def step() -> None:
-        engine.backward(engine(torch.ones(2, 7)).sum())
-        engine.step()
-
-    step()
-    with raises(ValueError, "add_param_group: expected matrices for Muon", "(3,)"):
-        engine.optimizer.add_param_group({"params": [layer.bias]})
-    layer.bias.requires_grad_(True)
-    with raises(ValueError, "expected matrices for Muon", "(3,)"):
-        step()
-    layer.bias.requires_grad_(False)
-    engine.optimizer.zero_grad()
-    step()
-    assert [len(group["params"]) for group in engine.optimizer.param_groups] == [1]
 
 
 def save(stage: int | str, directory: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""``p.grad`` between backward and step: the bits of the config's clipping, what using it costs, what is refused, and
-loops that use it in unusual places beside plain PyTorch (others are in test_drop_in.py)."""
+"""``p.grad`` between backward and step: the bits of the config's clipping, what is refused, and values. Loops that use
+it are in test_drop_in.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, SGD, at, config
-from tests.toolkit.drop_in import Case, Run, outcome_of
-from tests.toolkit.memory import events_in_order, mark, memory_profile
+from tests.toolkit.drop_in import Run
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, loss_of, make_engine, raises, run_steps, snapshot
 from zerolite.comm import record
@@ -27,7 +25,7 @@ from zerolite.zero.sharded_gradient import ShardedGradient
 STEPS = 3
 
 
-# ---------------------------------------------------------------- clipping, and what it costs
+# ---------------------------------------------------------------- clipping
 
 
 def clipped(config: dict[str, Any], how: str, foreach: bool | None = None) -> tuple[dict[str, Any], list[float], Any]:
@@ -68,32 +66,6 @@ def test_clipping_by_torch_has_the_bits_and_the_collectives_of_the_config(
         assert found[1] == pytest.approx(norms, rel=1e-12)
         assert_same_bits(found[0], parameters, f"foreach {foreach}")
         assert found[2] == launched
-
-
-@pytest.mark.fast("2-2")
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_norms_and_factors_allocate_nothing_of_a_gradients_size(stage: int) -> None:
-    width = 512  # a weight's part on two ranks: 512 KiB
-    engine = make_engine(config(stage, "fp32", 1, 0.0, ADAMW), "Chain", {"depth": 2, "width": width})
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for _ in range(2):
-        scaler.scale(engine(torch.randn(2, width)).square().mean()).backward()
-        engine.reduce_gradients()
-        with memory_profile() as profiler:
-            mark("begin")
-            norms = [p.grad.norm() for p in engine.parameters()]
-            scaler.unscale_(engine.optimizer)
-            nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
-            mark("end")
-        assert all(norm > 0 for norm in norms)
-        inside = False
-        for _, nbytes, name in events_in_order(profiler):
-            inside = name == "begin" or (inside and name != "end")
-            assert not inside or nbytes < 16384
-        scaler.step(engine.optimizer)
-        scaler.update()
-        engine.zero_grad()
 
 
 @pytest.mark.fast("1-2")
@@ -217,21 +189,6 @@ def test_a_tensor_that_is_there_before_a_backward_is_refused(stage: int) -> None
 
 
 @on_ranks(2)
-def test_a_gradient_that_is_kept_scaled_has_no_memory() -> None:
-    """fp16 at stage 0: the values are kept times the loss scale, so that no memory holds what p.grad shows."""
-    engine = make_engine(at(0, "fp16"), "Mlp")
-    backward(engine, 0)
-    weight: Any = engine.module.first.weight
-    array = weight.grad.numpy()
-    assert torch.equal(torch.from_numpy(array.copy()).float(), zerolite.get_full_grad(weight))
-    assert not array.flags.writeable
-    for ask in (weight.grad.data_ptr, weight.grad.untyped_storage):
-        with raises(RuntimeError, "times a loss scale", "zerolite.get_full_grad(p)"):
-            ask()
-    engine.zero_grad()
-
-
-@on_ranks(2)
 def test_p_grad_shows_the_weighted_mean() -> None:
     for stage in range(4):
         engine = make_engine(at(stage, optimizer=("SGD", {"lr": 0.5})), "Mlp")
@@ -274,29 +231,6 @@ def test_parts_of_layers_have_no_gradient_in_p_grad() -> None:
 # ---------------------------------------------------------------- values
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (1, "fp32"), (2, "fp32"), (3, "fp16")])
-def test_what_gradients_were_multiplied_by_is_in_all_that_reads_them(stage: int, precision: str) -> None:
-    engine = make_engine(at(stage, precision), "Mlp")
-    parameters = list(engine.module.parameters())
-    backward(engine, 0)
-    before = zerolite.get_full_grad(parameters)
-    torch._foreach_mul_([p.grad for p in parameters], 0.5)
-    after = zerolite.get_full_grad(parameters)
-    dtype = torch.float32 if precision == "fp32" else torch.float16
-    for parameter, one, other in zip(parameters, before, after, strict=True):
-        assert torch.equal(one * 0.5, other)
-        shown = parameter.grad.sort(stable=True).values.float()
-        assert torch.equal(other.to(dtype).sort(stable=True).values.float(), shown)
-    total = torch.stack([gradient.double().square().sum() for gradient in after]).sum().sqrt()
-    assert engine.clip_gradients(1e9) == pytest.approx(float(total), rel=1e-6)
-    first, wanted = parameters[0], after[0].clone()
-    first.grad[0] = wanted[0] = 0.25
-    first.grad.add_(torch.ones_like(first.grad))
-    atol = 1e-7 if precision == "fp32" else 2e-3
-    torch.testing.assert_close(first.grad.clone().float(), wanted + 1, rtol=0, atol=atol)
-
-
 @pytest.mark.fast("2")
 @on_ranks(2, 3)
 def test_norms_of_two_engines_at_once_are_those_of_each() -> None:
@@ -336,117 +270,6 @@ def test_an_assigned_tensor_that_overflows_is_noticed_on_all_ranks() -> None:
         assert engine.get_global_grad_norm() >= 1.0
 
 
-# ---------------------------------------------------------------- loops, over an engine and in plain PyTorch
-
-
-CLIPPED = 2e-7  # a clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double
-
-
-def own_gradient(run: Run, name: str = "first.weight") -> torch.Tensor:
-    shape = run.initial[name].shape
-    return torch.linspace(-1, 1, shape.numel()).view(shape)
-
-
-def unscaled_after_a_change(run: Run, how: str) -> None:
-    run.start()
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-    for step in range(3):
-        scaler.scale(run.loss(step)).backward()
-        run.average()
-        first, second = run.module.first, run.module.second
-        if how in ("both", "kept"):
-            mask = (torch.arange(91) % 2).view(13, 7).float()
-            first.weight.grad = first.weight.grad * mask
-            second.bias.grad = second.bias.grad + 0.5  # of which the last of three ranks has nothing
-        if how == "both":
-            second.weight.grad = own_gradient(run, "second.weight")
-        if how == "not finite here" and step == 1:  # in the last rank's part
-            mask = torch.ones(13, 7)
-            mask[12, 6] = float("inf")
-            first.weight.grad = first.weight.grad * mask
-        kept = first.weight.grad
-        scaler.unscale_(run.optimizer)
-        if how == "kept":
-            run.see(kept)
-        run.see(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3))
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-        run.see(scaler.get_scale())
-
-
-def read_after_an_assignment(run: Run, how: str) -> None:
-    """Statistics that have been collected before an assignment do not stand for it."""
-    run.start()
-    run.train(1)
-    run.backward(run.loss(1))
-    run.average()
-    run.see(nn.utils.get_total_norm([p.grad for p in run.module.parameters()]))
-    run.module.first.weight.grad = own_gradient(run)
-    gradients = [p.grad for p in run.module.parameters()]
-    if run.plain:
-        run.see(gradients if how == "full" else float(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)))
-    elif how == "full":
-        run.see(zerolite.get_full_grad(list(run.module.parameters())))
-    else:
-        run.see(run.engine.clip_gradients(0.3))
-    run.torch_step()
-
-
-def clipped_after_an_assignment(run: Run, how: str) -> None:
-    """Torch's functions take a list of ``p.grad`` first, and change the tensors in it afterwards."""
-    run.start()
-    run.train(1)
-    for step in range(2):
-        run.backward(run.loss(step))
-        run.average()
-        parameters = list(run.module.parameters())
-        if how == "after a factor":
-            nn.utils.clip_grad_norm_(parameters, 0.5)
-        run.module.first.weight.grad = own_gradient(run)
-        if how == "value":
-            nn.utils.clip_grad_value_(parameters, 0.03)
-        elif how == "scaled":
-            torch._foreach_mul_([p.grad for p in parameters], 0.5)
-        elif how == "half":
-            nn.utils.clip_grad_norm_(parameters[:2], 0.3)
-            nn.utils.clip_grad_norm_(parameters[2:], 0.3)
-        elif how == "by hand":
-            norm = nn.utils.get_total_norm([p.grad for p in parameters])
-            for parameter in parameters:
-                parameter.grad.mul_(0.3 / (norm + 1.0))
-        else:
-            foreach = {"clip foreach": True, "clip each": False}.get(how)
-            run.see(nn.utils.clip_grad_norm_(parameters, 0.3, foreach=foreach))
-        run.see(float(run.module.first.weight.grad.sum()))
-        run.torch_step()
-
-
-LOOPS: dict[str, tuple[Any, list[str]]] = {
-    "unscaled": (unscaled_after_a_change, ["both", "not finite here", "kept"]),
-    "read": (read_after_an_assignment, ["full", "clip"]),
-    "clipped": (
-        clipped_after_an_assignment,
-        ["clip", "clip foreach", "clip each", "value", "scaled", "after a factor", "half", "by hand"],
-    ),
-}
-
-
-@pytest.mark.fast("unscaled-2", "read-2")
-@on_ranks(2, 3, timeout=120)
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_is_that_of_plain_pytorch(name: str) -> None:
-    warnings.simplefilter("ignore")
-    function, variants = LOOPS[name]
-    for variant in variants:
-        wanted = Run(None)
-        function(wanted, variant)
-        for stage in range(4):
-            case = Case(function, error=(), close=CLIPPED)
-            outcome = outcome_of(case, (variant,), stage, "moving", (wanted.parameters(), wanted.seen))
-            assert outcome == "works", f"{variant}, stage {stage}: {outcome}"
-
-
 @pytest.mark.fast("1-2")
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -457,7 +280,7 @@ def test_an_assigned_tensor_is_not_changed_behind_a_norm(stage: int) -> None:
     parameters = list(run.module.parameters())
     for again in (False, True):
         run.backward(run.loss(0))
-        run.module.first.weight.grad = own_gradient(run)
+        run.module.first.weight.grad = torch.linspace(-1, 1, 91).view(13, 7)
         gradients = [p.grad for p in parameters]
         norm = nn.utils.get_total_norm(gradients)
         for gradient in gradients:

@@ -20,10 +20,7 @@ from tests.toolkit.configs import SGD, at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, expect_words, make_engine, raised, run_steps, snapshot, train_many
-from zerolite.comm import Pending, create_communicator, create_topology, done, with_replicas, with_sequence
-from zerolite.zero import groups
 
-CPU = torch.device("cpu")
 PAIRS, ROWS = {"shard_size": 2}, {"zero_hpz_partition_size": 2}
 SETS: dict[str, tuple[str, dict[str, int]]] = {
     "1": ("1", PAIRS),
@@ -109,20 +106,6 @@ def test_replicas_have_the_bits_of_one_process(name: str) -> None:
     """The embedding of a token is a sum over the batch, OddModel has an unused parameter, and one without elements."""
     for accumulation in (1, 4):
         replicated_bits(name, accumulation)
-
-
-@pytest.mark.fast("2-4", "hierarchical-4")
-@on_ranks(4)
-@pytest.mark.parametrize("name", SETS)
-def test_without_the_sum_over_replicas_weights_are_others(name: str) -> None:
-    def keep(part: Tensor, *args: Any, **kwargs: Any) -> Pending:
-        return done(part[: len(part) // 2] if name == "hierarchical" else part)
-
-    with pytest.MonkeyPatch.context() as patch:
-        hops = groups.TwoHops
-        patch.setattr(groups, "TwoHops", lambda shard, second: hops(shard, keep))
-        with pytest.raises(AssertionError, match="differ|are not those of rank 0"):
-            replicated_bits(name, 1)
 
 
 # -------------------------------------------------------------------- what users read and write
@@ -275,14 +258,3 @@ def test_sets_that_do_not_fit() -> None:
     expect_words(said, "ConfigError", key, "got 2 data-parallel ranks", "on hosts of 3 ranks")
     said = raised(make_engine, at("1", zero={"shard_size": 2 if dist.get_rank() else 4}), "Mlp")
     expect_words(said, "RuntimeError", "different grids", key, "rank 0")
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_parts_of_sequences_and_shards_have_groups_of_their_own() -> None:
-    """Sets of equal size have the same ranks, and launch in other orders."""
-    topology = create_topology(create_communicator(CPU), CPU)
-    topology = with_replicas(with_sequence(topology, CPU, 2), CPU, 2)
-    assert topology.replicate is not None
-    for one, other in ((topology.sequence, topology.shard), (topology.batch, topology.replicate)):
-        assert one.members() == other.members() and one.group is not other.group

@@ -3,22 +3,16 @@ before there is an engine, and their attributes."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import threading
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import spectral_norm
 
 import zerolite
@@ -29,7 +23,6 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raised, raises, run_steps
 from zerolite import zero
 from zerolite.zero.layout import shard_numel
-from zerolite.zero.stage3.param_group import CommContext
 
 
 class Side:
@@ -102,55 +95,6 @@ def test_programs_give_the_bits_of_stage_1(precision: str) -> None:
     assert_program(aliases, ("moving", "kept", "one unit"), precision)
 
 
-@on_ranks(2)
-def test_parameters_that_rest_elsewhere(tmp_path: Path) -> None:
-    """They are read and written alike."""
-    for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}):
-        wanted, side = Side(3), Side(3, more={"offload_param": place})
-        for one in (wanted, side):
-            aliases(one)
-        assert all(map(torch.equal, wanted.seen, side.seen))
-        assert all(map(torch.equal, _whole(wanted), _whole(side)))
-
-
-@on_ranks(2)
-def test_a_gather_for_each_parameter_and_no_memory_is_left() -> None:
-    """No gather keeps memory: of an average of weights, behind a loss, between forward and backward with views of
-    weights."""
-    side = Side(3)
-    average = copy.deepcopy(side.module)
-    side.train(0)
-    storages: list[StorageWeakRef] = []
-    gathered = CommContext.gather_copies
-
-    def noted(context: Any, handles: Any) -> Any:
-        wholes = gathered(context, handles)
-        storages.extend(StorageWeakRef(whole.untyped_storage()) for whole in wholes)
-        return wholes
-
-    def sizes() -> list[int]:
-        return [handle.full.untyped_storage().nbytes() for handle in side.engine._parts.coordinator.sharded_params]
-
-    with mock.patch.object(CommContext, "gather_copies", noted):
-        with zerolite.comm.record() as record, torch.no_grad():
-            for mine, other in zip(average.parameters(), side.weights(), strict=True):
-                mine.mul_(0.75).add_(other.detach(), alpha=0.25)
-                assert storages and all(storage.expired() for storage in storages)
-        assert record.count("all_gather", "parameters") == 4
-        with zerolite.comm.record() as record:
-            for parameter in side.weights():
-                assert parameter.dim() in (1, 2) and parameter.shape[0] and parameter.numel()
-        assert not record.calls
-        loss = models.square_loss(side.engine, models.float_batch(1, 0, dist.get_rank()))
-        kept = sizes()
-        loss = loss + 0.01 * torch.stack([p.square().sum() for p in side.weights()]).sum()
-        loss = loss + side.module.first.weight.norm().detach()
-        assert all(storage.expired() for storage in storages) and sizes() == kept
-        assert all(models.has_no_values(parameter) for parameter in side.weights())
-        side.engine.backward(loss)
-        side.engine.step()
-
-
 @pytest.mark.fast("2")
 @on_ranks(2, 3)
 def test_refused() -> None:
@@ -189,39 +133,6 @@ def test_refused() -> None:
         saved.backward()
     side.engine.zero_grad()
     side.train(2)
-
-
-@pytest.mark.fast("2")
-@on_ranks(2, 3)
-def test_one_rank_alone() -> None:
-    """Run code on one rank that needs no values, or has them: it waits for no other rank."""
-    side = Side(3)
-    side.train(0)
-    data, state = side.module.first.weight.data, side.module.state_dict()
-    if dist.get_rank() == 0:
-        print(side.module.first.weight, side.module)
-        assert data.shape == (13, 7) and data.dtype is torch.float32 and data[2].is_contiguous()
-        assert "first.weight" in f"{data}" and "current values are not here" in repr(data)
-        torch.save(state, io.BytesIO())
-        assert float(state["first.weight"].norm()) > 0 and sum(p.numel() for p in side.weights()) == 146
-    side.train(1)
-
-
-@on_ranks(2)
-def test_a_line_warns_once_and_on_rank_0_alone() -> None:
-    """However many parameters and steps."""
-    side = Side(3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(3):
-            for parameter in side.weights():
-                parameter.norm()
-            side.module.state_dict()
-            side.train(step)
-    assert len(caught) == len({warning.lineno for warning in caught}) == (0 if dist.get_rank() else 2)
-    for warning in caught:
-        assert warning.filename == __file__
-        assert "collective that all ranks must call" in str(warning.message) and "first.weight" in str(warning.message)
 
 
 class Named(nn.Parameter):

@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
 from tests.toolkit.compare import assert_same
-from tests.toolkit.configs import config
-from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_net import build, make_engine, no_grad, settings, train
-from zerolite.utils.module_hook import is_compiled
 
 
 class Counted:
@@ -127,31 +123,3 @@ def test_compiled_after_initialize_compiles_once(stage: int) -> None:
             one = what == "module" and stage == 1  # nothing is in flight once the compiler is used
             assert len(set(calls[2:])) == 1 and (calls[-1] == 1 if one else calls[-1] >= 10), calls
             assert loss == pytest.approx(plain, rel=1e-6)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_model_that_is_compiled_whole_is_told_of(wrapped: bool) -> None:
-    """Its blocks are not, and small ones are one unit in any case."""
-
-    def model(width: int) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)))
-
-    for stage, said in ((1, "hides no reduction"), (3, "stage 3 gathers all of its 1181184 parameters at once")):
-        for width, is_told in ((768, True), (32, False)):
-            with Warnings() as warnings:
-                whole: Any = torch.compile(model(width), backend="eager") if wrapped else model(width)
-                if not wrapped:
-                    whole.compile(backend="eager")
-                zerolite.initialize(whole, config(stage))
-            wanted = is_told and dist.get_rank() == 0
-            assert wanted is any("compiled as a whole" in text and said in text for text in warnings.messages)
-    with Warnings() as warnings:
-        engine = zerolite.initialize(model(768), config(3))
-        engine.compile(backend="eager")
-        assert [is_compiled(module) for module in (engine.module, *engine.module)] == [False, True, True]
-        for block in (blocks := model(768)):
-            block.compile(backend="eager")
-        zerolite.initialize(blocks, config(3))
-    assert not any("compiled" in text for text in warnings.messages)

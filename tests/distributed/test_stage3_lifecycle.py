@@ -165,18 +165,6 @@ def test_disturbances(group: str) -> None:
     undisturbed([group], SETTINGS if "evaluation" in group or group == "reading" else ("moving", "tight"))
 
 
-@on_ranks(2)
-def test_whole_parameters() -> None:
-    """Nothing is released, or the whole model is one unit."""
-    alone = train(make_engine(2), steps=4)["state"]
-    for fails in (
-        functools.partial(failing_forward, "inside the block", Boom),
-        functools.partial(failing_backward, "block ends", False),
-    ):
-        for setting in ("defaults", "one unit"):
-            assert_same(train(make_engine(3, setting), 4, disturb=fails)["state"], alone, f"{fails}, {setting}")
-
-
 # ---------------------------------------------------------------- other steps
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, PARTITIONED, at, config
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
 from tests.toolkit.traffic import Tower
 from tests.toolkit.training import loss_of, snapshot
-from zerolite.zero import ZeroParamStatus
 
 
 class Ways(nn.Module):
@@ -159,40 +158,6 @@ def test_a_backward_that_departs_from_the_plan_may_bring_late_gradients() -> Non
     assert_same_bits(found["parameters"], plain["parameters"], "stage 3")
 
 
-class Borrowing(nn.Module):
-    """Two layers; ``borrow``: then a product with the first one's weight, read from outside of its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, borrow: bool) -> Tensor:
-        x = torch.tanh(self.second(torch.tanh(self.first(x))))
-        return x @ self.first.weight if borrow else x
-
-
-@pytest.mark.parametrize("between", ["an evaluation", "a backward"])
-@on_ranks(2)
-def test_a_weight_that_is_read_while_it_is_kept_comes_back_for_the_readers_backward(between: str) -> None:
-    """A plan keeps it for the backward of its own module; what comes between ends the step, and releases it."""
-    found = []
-    for stage in ("2", "3 kept"):
-        engine = zerolite.initialize(models.build(Borrowing), at(stage))
-        for step in range(5):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + engine.rank))
-            loss = engine(x, step == 4).square().mean()
-            if step == 4 and between == "an evaluation":
-                with torch.no_grad():
-                    engine(x, False)
-            elif step == 4:
-                engine.backward(loss, retain_graph=True)
-            engine.backward(loss)
-            assert step != 3 or engine._parts.coordinator is None or engine._parts.coordinator.schedule.following
-            engine.step()
-        found.append(snapshot(engine))
-    assert_same_bits(*found, "stages 2 and 3")
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_evaluation_has_a_plan_of_its_own() -> None:
@@ -229,57 +194,3 @@ def test_ranks_that_differ_are_told_where_they_stand(after: int) -> None:
     assert f"rank {rank}: the ranks launched different collectives" in str(caught.value)
     if after == 0:
         assert f"layers.{1 + rank}.0" in str(caught.value).split("This rank was at")[1]
-
-
-class Asks(nn.Module):
-    """Asks its layers' parameters for their dtypes, as T5 does, and never for their values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
-        self.live: Callable[[], int] = lambda: 0
-        self.most = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if isinstance(layer.weight, Tensor) and layer.weight.dtype != torch.int8:
-                x = torch.tanh(layer(x.to(layer.weight.device)))
-                self.most = max(self.most, self.live())
-        return x
-
-
-@on_ranks(2)
-def test_asked_parameters_are_not_kept() -> None:
-    limit = 64
-    limits = {"stage3_max_live_parameters": limit, "stage3_prefetch_bucket_size": 0}
-    engine = zerolite.initialize(Asks(), at(3, zero=limits))
-    handles = engine._parts.coordinator.sharded_params
-    engine.module.live = lambda: sum(h.numel for h in handles if h.status is not ZeroParamStatus.NOT_AVAILABLE)
-    for _ in range(3):
-        engine.backward(engine(torch.ones(2, 8)).sum())
-        engine.step()
-        assert engine._parts.coordinator.schedule.groups[0] == (), "the root has taken parameters that it only asked"
-    assert engine.module.most <= limit
-    assert engine._parts.coordinator.schedule.following
-
-
-# -------------------------------------------------------------------- reductions
-
-
-@on_ranks(2)
-def test_unused_parameters_hold_back_no_reduction() -> None:
-    model = models.build(Tower)
-    model.spare = nn.Linear(6, 13)
-    engine = zerolite.initialize(model, config(3, zero={**SHORT, "reduce_bucket_size": 1}))  # a bucket for each layer
-    buckets = {bucket.slots[0].name.split(".")[0]: bucket.index for bucket in engine._parts.buffer.layout.buckets}
-    for step in range(4):
-        early: list[int] = []
-        with zerolite.comm.record() as recorder:
-            first = engine.module.layers[0].weight
-            handle = first.register_hook(lambda _, e=early, r=recorder: e.append(r.count(tag="gradients")))
-            engine.backward(loss_of(engine, step))
-            handle.remove()
-            engine.step()
-        order = [call.key - 1 for call in recorder.select(tag="gradients")]
-        assert order[-1] == buckets["spare"] and len(set(order)) == len(order) == 5
-        assert max(early) == 3  # all but the unused layer's and that of the first, whose gradient is just coming

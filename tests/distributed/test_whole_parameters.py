@@ -106,24 +106,6 @@ def test_a_run_has_the_bits_of_stage_0(pools: Pools, name: str) -> None:
         assert max(rank["bytes"] for rank in found) < max(rank["bytes"] for rank in wanted)
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_clipping_agrees_with_stage_0() -> None:
-    for stage in (1, 2, 3):
-        for optimizer in (None, ADAFACTOR):
-            wanted, found = (train(s, "OddModel", optimizer, clip=0.05)["parameters"] for s in (0, stage))
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_sets_of_ranks_agree_with_stage_0() -> None:
-    """The ranks of both sets split the states."""
-    zero = {**PARTITIONED["moving"], "zero_hpz_partition_size": 2}
-    wanted, found = train(0, "OddModel")["parameters"], train(3, "OddModel", zero=zero)["parameters"]
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
 def grow(stage: int) -> dict[str, Any]:
     """A run that unfreezes a layer, and goes back to this rank's state dict of the optimizer once."""
     model = models.build(models.Mlp)
@@ -145,53 +127,6 @@ def test_unfrozen_parameters_and_state_dicts() -> None:
     wanted = grow(0)
     for stage in (1, 2, 3):
         torch.testing.assert_close(grow(stage), wanted, rtol=0, atol=0)
-
-
-@on_ranks(2)
-def test_a_state_dict_of_other_owners_is_refused() -> None:
-    """Parameters that are trained later have owners by what the ranks have then, in buckets of the same sizes."""
-    made = settings(2, None, zero={"reduce_bucket_size": 1})
-    model = models.build(models.Mlp)
-    model.first.requires_grad_(False)
-    later = zerolite.initialize(model, made, optimizer=TrustRatio, model_parameters=model.parameters())
-    train_engine(later, "Mlp", 1)
-    model.first.requires_grad_(True)
-    train_engine(later, "Mlp", 1)
-    engine = make(made, "Mlp")
-    train_engine(engine, "Mlp", 2)
-    saved = later.optimizer.state_dict()
-    assert saved["partition"]["buckets"] == engine.optimizer.state_dict()["partition"]["buckets"]
-    with raises(ValueError, "with {'owners': {'", "each rank loads the state that it has saved itself"):
-        engine.optimizer.load_state_dict(saved)
-
-
-class FromStart(TrustRatio):
-    """Its constructor keeps a number of the values, and its steps go back to it."""
-
-    zerolite_elementwise = False
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["at_start"] = p.detach().norm()
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.mul_(self.state[p]["at_start"] / p.data.norm())
-
-
-@on_ranks(2)
-def test_a_constructor_may_read_the_values() -> None:
-    found = []
-    for stage in (0, 1, 3):
-        made = settings(stage, None, zero={} if stage < 3 else PARTITIONED["moving"])
-        engine = make_engine(made, "Mlp", optimizer=FromStart)
-        train_engine(engine, "Mlp", 2)
-        found.append(held(engine)["weights"])
-    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-6, atol=1e-6)
 
 
 def save(config: dict[str, Any], directory: str) -> dict[str, Any]:

@@ -150,29 +150,6 @@ def test_inputs_leave_the_device(host: bool) -> None:
     assert len(current().memory()) == (3 if host else 0)  # to be used again
 
 
-def test_the_previous_inputs_come_while_these_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointing.configure(checkpoint_in_cpu=True)
-    events: list[str] = []
-    launch = Copies.launch
-
-    def noted(self: Copies, pairs: Any) -> Any:
-        if pairs:
-            events.append("copy")
-        return launch(self, pairs)
-
-    monkeypatch.setattr(Copies, "launch", noted)
-
-    def follow(block: nn.Module, x: Tensor) -> Tensor:
-        events.append("run")
-        return block(x)
-
-    x = torch.ones(ROWS, WIDTH, requires_grad=True)
-    for block in stack():
-        x = checkpointing.checkpoint(follow, block, x * 1.0)
-    x.sum().backward()
-    assert events == ["copy", "run"] * 3 + ["copy", "copy", "run", "copy", "run", "run"]
-
-
 def test_backwards_in_another_order_than_forwards() -> None:
     """Inputs that are fetched with those of the last forward do not belong to the next backward."""
     checkpointing.configure(checkpoint_in_cpu=True)
@@ -222,25 +199,6 @@ def test_inputs_that_are_written_into(host: bool, inside: bool) -> None:
         x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attaches", [False, True])
-def test_a_compiled_model_is_checkpointed(attaches: bool) -> None:
-    """Compiled as one graph, inputs stay on the device."""
-    checkpointing.configure(checkpoint_in_cpu=True)
-    model, x = nn.Sequential(*stack(2)).eval(), torch.ones(ROWS, WIDTH, requires_grad=True)
-
-    def forward(x: Tensor) -> Tensor:
-        for block in model:
-            x = block(x) if attaches else checkpointing.checkpoint(block, x * 1.0)
-        return x.square().sum()
-
-    (wanted,) = torch.autograd.grad(forward(x), x)
-    if attaches:
-        attached_to(model, "Block", cpu_checkpointing=True)
-    loss = torch.compile(forward, backend="aot_eager", fullgraph=True)(x)
-    assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
 
 
 def test_configure_and_reset() -> None:
@@ -306,27 +264,6 @@ def test_copies_of_the_model_are_as_it_was() -> None:
         other(torch.ones(ROWS, WIDTH)).sum().backward()
         assert calls == [id(other.blocks[1])]
     assert attached.checkpointing is not None
-
-
-def test_an_engines_settings_hold_inside_its_forward_only() -> None:
-    inside = []
-
-    class Asks(nn.Module):
-        def forward(self, fail: bool) -> None:
-            inside.append(current().settings.cpu_checkpointing)
-            if fail:
-                raise KeyError
-
-    model = Asks()
-    attached = attached_to(model, cpu_checkpointing=True)
-    model(False)
-    with pytest.raises(KeyError):
-        model(True)
-    assert inside == [True, True]
-    assert not current().settings.cpu_checkpointing
-    del attached
-    model(False)
-    assert inside[-1] is False
 
 
 def test_patterns_that_match_nothing() -> None:

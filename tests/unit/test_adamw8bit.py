@@ -62,17 +62,6 @@ def test_a_shard_has_the_blocks_of_the_whole_parameter() -> None:
     assert 0 < len(different) and set((different // BLOCK).tolist()) == {2}
 
 
-@pytest.mark.parametrize("chunk", [BLOCK, 3 * BLOCK])
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    values = spread(7 * BLOCK + 100)
-    wanted = [stored(values, lead) for lead in (0, 100)]
-    monkeypatch.setattr(adamw8bit, "_CHUNK", chunk)
-    for lead, blocks in zip((0, 100), wanted, strict=True):
-        assert len(list(blocks.chunks())) > 2
-        assert torch.equal(stored(values, lead).codes, blocks.codes)
-        assert torch.equal(numbers(blocks), numbers(stored(values, lead)))
-
-
 def train(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):

@@ -274,3 +274,12 @@ def test_all_errors_in_one_message() -> None:
     message = str(caught.value)
     assert message.startswith("14 errors in the configuration:") and isinstance(caught.value, ValueError)
     assert all(f"\n  {path}: {sentence}" in message for path, sentence in caught.value.errors)
+
+
+@pytest.mark.parametrize("block", ["csv_monitor", "jsonl_monitor", "tensorboard"])
+def test_the_folder_of_a_job_stays_in_its_own(block):
+    for name in ("..", "../x", "a/../../x", "/tmp/x"):
+        with pytest.raises(ConfigError, match="leads out of it"):
+            load_config({block: {"job_name": name}}).resolve(1)
+    for name in ("job", "team/job", "a..b", "..."):
+        load_config({block: {"job_name": name}}).resolve(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import shlex
@@ -12,18 +11,17 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from zerolite.launcher import agent, cli, failures, logs, options, plan, rank, supervisor
+from zerolite.launcher import cli, failures, options, plan, supervisor
 from zerolite.launcher.failures import Failure
 from zerolite.launcher.hosts import HostsError
 from zerolite.launcher.job import NodeJob
 from zerolite.launcher.processes import JobProcesses
-from zerolite.launcher.supervisor import LocalPart, Part
+from zerolite.launcher.supervisor import Part
 from zerolite.utils import failure_record
 from zerolite.utils.failure_record import FailureRecord
 
@@ -292,83 +290,6 @@ def test_the_ranks_own_record_replaces_others(tmp_path: Path, monkeypatch: pytes
     assert last is not None and last.message == "ValueError: the rank's"
 
 
-def agent_of(path: Path, pid: int) -> Any:
-    """An agent of one rank, which started nothing."""
-    made: Any = object.__new__(agent.NodeAgent)
-    made.get_worker_group = lambda: SimpleNamespace(
-        workers=[SimpleNamespace(local_rank=0, global_rank=0, world_size=1)]
-    )
-    made._logs = SimpleNamespace(error_files={0: str(path)}, outputs={0: []}, tail=lambda rank: "")
-    made._rendezvous_handler = SimpleNamespace(attempt=0)
-    made._host, made._pids, made._memory_kills, made._report, made._succeeded = "node7", {0: pid}, 0, None, False
-    made._ended_at, made._reported_at, made._failed_at, made._interrupted_at, made._signals = {}, {}, None, None, []
-    return made
-
-
-def test_a_running_rank_answers_for_its_own_record_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its child may fail, which the rank bears. If it ends itself, that record may say why."""
-    path = tmp_path / "record.json"
-    monkeypatch.setattr(agent, "HANG_TIMEOUT_S", -1.0)
-    monkeypatch.setattr(agent, "CAUSE_WAIT_S", -1.0)
-    monkeypatch.setenv(failure_record.VARIABLE, str(path))
-    failure_record.write("ValueError: of a child", "")
-    parent = agent_of(path, os.getpid() + 1)
-    assert not parent._look({0: None}) and parent._failures == []
-    assert parent._look({0: 1}) and parent._failures[0].record.message == "ValueError: of a child"
-    assert agent_of(path, os.getpid())._look({0: None}), "it has reported an error, and hangs"
-
-
-def test_an_agent_without_success_has_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that hung after its error may end with status 0 after all."""
-    path = tmp_path / "record.json"
-    monkeypatch.setattr(agent, "HANG_TIMEOUT_S", -1.0)
-    monkeypatch.setenv(failure_record.VARIABLE, str(path))
-    failure_record.write("ValueError: late", "")
-    mine = agent_of(path, os.getpid())
-    mine._look({0: None})
-    assert mine._failed_at is not None
-    assert not mine._look({0: 0}) and mine._failed_at is None
-    assert mine.status == 1
-
-
-def test_a_signal_after_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
-    """The agent gets SIGTERM when the command is killed."""
-    mine = agent_of(tmp_path, 0)
-    mine._signals, mine._interrupted_at = [signal.SIGINT], time.monotonic()
-    mine._obey_signal({0: None})
-    mine._signals.append(signal.SIGTERM)
-    with pytest.raises(agent.JobEnded):
-        mine._obey_signal({0: None})
-
-
-def test_what_a_left_process_writes_for_ever_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_CHUNK", 10)
-    path = tmp_path / "rank_0.out"
-    path.write_text("begin\n" * 10)
-
-    class Growing(io.BytesIO):
-        def write(self, text: Any) -> int:
-            with path.open("a") as file:
-                file.write("more\n" * len(text))
-            return super().write(text)
-
-    tail = logs.LogTail({0: str(path)}, shown := Growing())
-    tail._stop.set()
-    tail._thread.join(20)
-    alive = tail._thread.is_alive()
-    monkeypatch.setattr(shown, "write", lambda text: 0)  # an endless thread ends too
-    assert not alive and shown.getvalue().startswith(b"begin\n" * 10)
-
-
-def test_a_thread_that_has_failed_is_told_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(rank.time, "monotonic", lambda: now)
-    monkeypatch.setattr(rank, "_thread_failures", [(97.0, "loader", ["KeyError: 'batch'\n"])])
-    assert rank.thread_failure()[0] == "Exception in thread loader, 3 s before the script's own:\n"
-    now = 1000.0
-    assert rank.thread_failure() == []
-
-
 # -------------------------------------------------------------------- the end of all parts
 
 
@@ -410,33 +331,6 @@ def test_the_reason_is_told_before_the_ranks_have_ended(monkeypatch: pytest.Monk
     assert supervisor.wait_for(parts, signals, pause, lambda failures: log.append(f"rank {failures[0].rank}")) == 7
     gets = ["a gets 2", "b gets 2"] if interrupted else []
     assert log == ["a ends", *gets, "rank 1", "a is killed", "b is killed"]
-
-
-def test_a_signal_ends_parts_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "KILL_S", 0.1)
-    log: list[str] = []
-    parts = [FakePart("a", log)]
-    assert supervisor.wait_for(parts, [15], tell=lambda failures: log.append("told")) == 143
-    assert log == ["a gets 15", "a is killed"]
-
-
-@pytest.mark.parametrize(
-    ("signals", "status", "calls"), [([15], 0, ["end"]), ([], 1, ["end"]), ([], 0, ["find", "find"])]
-)
-def test_processes_left_behind_end_in_any_case(
-    tmp_path: Path, signals: list[int], status: int, calls: list[str]
-) -> None:
-    """The ranks here have succeeded; a later signal, or another host's failure, leaves nothing behind either."""
-    called: list[str] = []
-    part: Any = object.__new__(LocalPart)
-    part.name, part.status, part.failures, part.poll = "node7", 0, [], lambda: True
-    part._job, part._log_dir = NodeJob(["t.py"], job_id="1", nproc=2), str(tmp_path / "log")
-    part._processes = SimpleNamespace(
-        find=lambda: called.append("find") or ({7: "sleep"} if len(called) == 1 else {}),
-        end=lambda grace_s: called.append("end") or {},
-    )
-    part.finish(signals, status)
-    assert called == calls
 
 
 def test_a_signal_at_once_repeated_counts_once() -> None:

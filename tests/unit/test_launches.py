@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +12,13 @@ import torch
 from torch import nn
 
 from benchmarks.null_communicator import NullCommunicator
-from zerolite.comm import Communicator, Pending, communicator, create_topology, done, record, use_communicator
-from zerolite.comm.gloo import GlooCommunicator
-from zerolite.comm.shared_memory import SharedMemoryCommunicator
-from zerolite.comm.transport import DryTransport
+from zerolite.comm import Communicator, Pending, create_topology, record, use_communicator
 from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments
 from zerolite.engine.build import build_engine
 from zerolite.utils.accelerator import Platform, use_platform
-from zerolite.zero import bucket as bucket_module
-from zerolite.zero import compression as compression_module
-from zerolite.zero.compression import Compression, ErrorFeedback
+from zerolite.zero.compression import Compression
 from zerolite.zero.groups import TwoHops
-from zerolite.zero.local_sum import LocalSum
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("without_ranks")
@@ -135,58 +128,6 @@ def test_a_bucket_that_is_under_way_is_reduced_again_only_when_it_has_arrived() 
     assert comm.log == [("launch", 0), ("wait", 0)] * 3
 
 
-def test_buckets_are_launched_before_the_last_backward() -> None:
-    """Buckets to which it brings no gradient, as to chunks of a pipeline that have ended. One that comes all the same
-    is an error."""
-    results = []
-    for early in ([], [1, 0]):  # of the last two layers
-        torch.manual_seed(1)
-        comm = Simulated(0, 4)
-        engine = make_engine(comm, stack(4), 0, gradient_accumulation_steps=2)
-        for step in range(3):
-            comm.log.clear()
-            engine.backward(engine(torch.ones(2, 8)).sum())
-            engine.step()
-            engine._parts.reducer.launch_early(early)
-            assert comm.launched() == early
-            engine.backward(engine.module[:2](torch.ones(2, 8)).sum())
-            engine.step()
-            assert comm.launched() == [*early, 2, 3] if early and step else sorted(comm.launched()) == [0, 1, 2, 3]
-        results.append([p.detach().clone() for p in engine.module.parameters()])
-    assert all(map(torch.equal, *results))
-    engine.backward(engine(torch.ones(2, 8)).sum())
-    engine.step()
-    engine._parts.reducer.launch_early([1, 0])
-    with pytest.raises(RuntimeError, match="parameter '3.weight' got another gradient .* after its bucket was reduced"):
-        engine.backward(engine(torch.ones(2, 8)).sum())
-    engine.zero_grad(set_to_none=True)  # ends the backward, which reductions of other engines wait for
-
-
-class Numbered(DryTransport):
-    """Notes the tags of the messages that are sent."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 4)
-        self.numbers: list[int] = []
-
-    def send(self, tensor: torch.Tensor, target: int, number: int) -> Any:
-        self.numbers.append(number)
-        return super().send(tensor, target, number)
-
-
-def test_messages_do_not_depend_on_when_a_rank_waits_for_its_all_reduces() -> None:
-    early, late = Numbered(), Numbered()
-    comm = GlooCommunicator(early)
-    for _ in range(3):
-        comm.all_reduce(torch.ones(8), "gradients").wait()
-    comm = GlooCommunicator(late)
-    pending = [comm.all_reduce(torch.ones(8), "gradients") for _ in range(3)]
-    assert len(late.numbers) == 5 * 3, "a gather follows when the next all-reduce is launched"
-    for one in reversed(pending):
-        one.wait()
-    assert late.numbers == early.numbers and len(set(early.numbers)) == 6
-
-
 class Unordered(nn.Module):
     """Layers that are registered in another order than the one in which they are used, as in a UNet."""
 
@@ -277,49 +218,6 @@ def test_a_launch_that_raises_is_made_again_with_its_gradients(
     assert len(found[0]) == 8 and all(map(torch.equal, *found))
 
 
-def late_gradients(stage: int, fails: Callable[[], None] | None) -> tuple[list[Any], list[torch.Tensor]]:
-    """Train one backward in which the last layer gets a second gradient behind its launch. Return the launches, and
-    the mean gradients."""
-    torch.manual_seed(1)
-    comm, model = Simulated(0, 4), stack(3)
-
-    def bring_more(gradient: torch.Tensor) -> None:
-        with torch.enable_grad():
-            (model[2].weight * 0.37).sum().backward()
-
-    engine = make_engine(comm, model, stage, **BF16)
-    model[0].register_forward_hook(lambda module, args, output: output.register_hook(bring_more) and None)
-    with record() as recorder:
-        if fails is None:
-            engine.backward(engine(torch.ones(2, 8)).sum())
-        else:
-            fails()
-            cut_short(engine)
-        engine._parts.pipeline.wait_for_reductions()
-    assert recorder.count("all_reduce", "stats") == 1, "the ranks agree once"
-    return comm.launched(), mean_gradients(engine)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("name", "at"), [("finish", 2), ("complete", 3), ("finish", 3)])
-def test_late_reductions_go_on_where_they_have_raised(
-    stage: int, name: str, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the wait before the ranks agree on late gradients, in the second launch, and in the wait for that."""
-    launched, expected = late_gradients(stage, None)
-    assert launched == [0, 1, 2, 0]
-    found = late_gradients(stage, lambda: no_memory(monkeypatch, LocalSum, name, at))
-    assert found[0] == launched and all(map(torch.equal, found[1], expected))
-    assert {gradient.dtype for gradient in found[1]} == {torch.bfloat16}
-
-
-class Mapped(DryTransport):
-    """Its memory of every rank is that of this one."""
-
-    def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.zeros(nbytes, dtype=torch.uint8)] * self.world_size
-
-
 class Queues(Platform):
     """A device that queues collectives, as CUDA does."""
 
@@ -350,98 +248,6 @@ def test_a_second_hop_that_raises_is_launched_before_the_next_first_one(
         calls.append([call.op for call in recorder.calls])
     assert calls[0] == calls[1] and len(calls[0]) == (6 if hop == "all_reduce" else 9)
     assert hop == "compressed" or all(map(torch.equal, *results)), "what nobody sends has no values to compare"
-
-
-def test_a_compressed_sum_that_raised_halfway_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its second half, which this rank owes the others, is launched before."""
-    between = NullCommunicator(0, 2)
-    compression = Compression(between)
-    with use_platform(Queues()), record() as recorder:
-        no_memory(monkeypatch, between, "all_gather")
-        with pytest.raises(torch.OutOfMemoryError):
-            compression.all_reduce(torch.ones(512), "gradients", key=1)
-        summed = compression.all_reduce(torch.ones(1024), "gradients", key=2).wait()
-    assert summed.numel() == 1024
-    assert [(call.op, call.key) for call in recorder.calls] == [
-        ("all_to_all", 1),
-        ("all_gather", 1),
-        ("all_to_all", 2),
-        ("all_gather", 2),
-    ]
-
-
-@pytest.mark.parametrize("at", ["launch", "wait", "store"])
-def test_sums_over_replicas_that_raise_go_on_where_they_have_stopped(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the launch of the first second hop of three, in the wait for it, and behind that."""
-    calls, means = [], []
-    for fails in (False, True):
-        torch.manual_seed(1)
-        engine = make_engine(Simulated(0, 4), stack(3), 2, sets=2, gradient_accumulation_steps=2)
-        engine.backward(engine(torch.ones(2, 8)).sum())
-        engine._parts.reducer.wait()
-        assert len(engine._parts.groups.partial) == 3
-        with record() as recorder, monkeypatch.context() as patch:
-            if fails:
-                owner = {"launch": engine._parts.groups.two_hops, "wait": LocalSum, "store": bucket_module}[at]
-                no_memory(patch, owner, {"launch": "second", "wait": "finish", "store": "tag_memory"}[at])
-                with pytest.raises(torch.OutOfMemoryError):
-                    engine._parts.pipeline.finish_reductions()
-            engine._parts.pipeline.finish_reductions()
-        assert engine._parts.reducer.finished
-        calls.append([(call.op, call.dimension, call.key) for call in recorder.calls])
-        means.append(mean_gradients(engine))
-    assert calls[0] == calls[1] and len(calls[0]) == 3 and all(map(torch.equal, *means))
-
-
-@pytest.mark.parametrize(("name", "at"), [("empty", 0), ("quantize", 0), ("empty", 1), ("all_to_all", 0)])
-def test_an_error_is_fed_back_once_by_a_sum_that_raises(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-    for fails in (False, True):
-        comm = Communicator()
-        compression, values = Compression(comm, ErrorFeedback()), torch.linspace(-1.0, 3.0, 512)
-        found = []
-        for number in range(3):
-            if fails and number == 1:
-                with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-                    no_memory(patch, comm if name == "all_to_all" else compression_module, name, at)
-                    compression.reduce_scatter(values.clone(), "gradients")
-            found.append(compression.reduce_scatter(values.clone(), "gradients").wait())
-        results.append([*found, *compression.memory()])
-    assert len(results[0]) == 4 and all(map(torch.equal, *results))
-
-
-def test_nothing_overwrites_what_a_wait_that_raised_has_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions of shared memory are used again by every other collective."""
-    comm = SharedMemoryCommunicator(Mapped(0, 2))
-    pending = comm.all_to_all(torch.full((8192,), 0.0), "values")
-    with monkeypatch.context() as patch:
-        no_memory(patch, torch, "cat")
-        with pytest.raises(torch.OutOfMemoryError):
-            pending.wait()
-    for number in (1.0, 2.0):
-        comm.all_to_all(torch.full((8192,), number), "values")
-    assert not pending.wait().any()
-
-
-def test_a_launch_that_raises_in_its_copy_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks have had no such launch, so the next one is in the same place as theirs."""
-    comm = SharedMemoryCommunicator(Mapped(0, 2))
-    comm.all_to_all(torch.full((8192,), 0.0), "values").wait()
-    before = comm._large.count, comm._launched
-    with monkeypatch.context() as patch:
-        no_memory(patch, torch.Tensor, "copy_")
-        with pytest.raises(torch.OutOfMemoryError):
-            comm.all_to_all(torch.full((8192,), 1.0), "values")
-    assert (comm._large.count, comm._launched) == before
-
-
-def test_a_mean_that_raises_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_memory(monkeypatch, communicator, "empty")
-    total = torch.full((4,), 6.0)
-    pending = Pending((), (), lambda: communicator.divide(total, 3.0, torch.bfloat16))
-    with pytest.raises(torch.OutOfMemoryError):
-        pending.wait()
-    assert pending.wait().tolist() == [2.0] * 4 and done(total).wait().tolist() == [2.0] * 4
 
 
 def test_few_reductions_are_in_flight_behind_a_backward_of_a_program_that_communicates() -> None:

@@ -3,10 +3,7 @@ import random
 import pytest
 import torch
 
-from zerolite.zero.flat import destinations, gaps_to_clear, plan_rows, zero_gap
 from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
-
-SIZES = [7, 0, 1, 1000, 33, 64, 129, 5, 0, 2048, 31, 32]
 
 
 def build(sizes, world_size, bucket_numel=500, alignment=32, kinds=None):
@@ -88,51 +85,6 @@ def test_every_element_of_a_sliced_bucket_has_one_owner():
                     assert f.bucket_start == layout.shard_range(bucket, rank).start + f.shard_start
                     assert layout.param_range(f.slot, rank) == (f.param_start, f.param_start + f.numel)
             assert all(bool((of_parameter == 1).all()) for of_parameter in owners)
-
-
-def test_the_lengths_of_all_ranks_parts_at_once():
-    for sizes, world, bucket_numel, alignment, kinds in random_cases():
-        specs = [ParameterSpec(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(zip(sizes, kinds, strict=True))]
-        sliced = [PartitionLayout.build_sliced(specs, [range(len(specs))], world, ranks) for ranks in (1, 3)]
-        for layout in (PartitionLayout.build(specs, world, bucket_numel, alignment), *sliced):
-            for bucket in layout.buckets:
-                slots = bucket.slots[::2]
-                numels = list(layout.part_numels(bucket, slots))
-                ranks = range(layout.world_size)
-                assert numels == [[layout.param_range(slot, rank).numel for slot in slots] for rank in ranks]
-
-
-def test_slots_and_gaps_are_all_of_a_sliced_bucket():
-    for sizes, world, _, _, kinds in random_cases():
-        specs = [ParameterSpec(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(zip(sizes, kinds, strict=True))]
-        for bucket in PartitionLayout.build_sliced(specs, [range(len(specs))], world).buckets:
-            flat, row = torch.zeros(bucket.numel), bucket.numel // world
-            for slot in bucket.slots:
-                for target, values in destinations(flat, bucket, slot, torch.ones(slot.numel), (1,)):
-                    target += values
-            for gap in bucket.gaps:
-                for start in range(gap.start, gap.start + gap.rows * row, row):
-                    flat[start : start + gap.width] += 1
-            assert (flat == 1).all()
-            for gap in gaps_to_clear(bucket):
-                zero_gap(flat, bucket, gap)
-            assert flat.sum() == sum(sizes[slot.index] for slot in bucket.slots) or gap == (0, 1, bucket.numel)
-
-
-@pytest.mark.parametrize("world", [1, 3, 8])
-def test_a_segment_of_all_rows_writes_what_copies_of_each_slot_write(world):
-    forms = [torch.arange(1.0, 25).view(2, 3, 2, 2), torch.arange(25.0, 30), torch.tensor(30.0), torch.zeros(0)]
-    forms[0] = forms[0].to(memory_format=torch.channels_last)
-    specs = [ParameterSpec(f"p{i}", form.numel(), "a") for i, form in enumerate(forms)]
-    (bucket,) = PartitionLayout.build_sliced(specs, [range(len(specs))], world).buckets
-    shapes, strides = dict(enumerate(f.shape for f in forms)), dict(enumerate(f.stride() for f in forms))
-    (segment,) = plan_rows(bucket, shapes, strides, torch.device("cpu"))
-    joined = torch.cat([forms[index].reshape(-1) for index in segment.order] + [torch.zeros(1)])
-    each = torch.zeros(bucket.numel)
-    for slot in bucket.slots:
-        for target, values in destinations(each, bucket, slot, forms[slot.index], strides[slot.index]):
-            target.copy_(values)
-    assert torch.equal(joined.index_select(0, segment.source), each) and each.sum() == 465
 
 
 def test_buckets_run_in_reverse_registration_order():

@@ -74,7 +74,3 @@ def test_owners_of_a_7b_model_have_equal_work() -> None:
         for owner, cost in zip(balanced_owners(costs, loads[:]), costs, strict=True):
             loads[owner] += cost
         assert max(loads) <= most * sum(costs) / ranks
-
-
-def test_later_owners_are_those_that_have_least() -> None:
-    assert balanced_owners([5.0, 3.0], [4.0, 0.0, 2.0]) == [1, 2]

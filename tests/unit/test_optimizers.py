@@ -216,17 +216,6 @@ def test_muon_is_for_matrices_in_hidden_layers() -> None:
         muon_groups(model, every)
 
 
-def test_an_optimizer_around_another_one_names_it() -> None:
-    class Sam(torch.optim.Optimizer):
-        def __init__(self, parameters: list[torch.Tensor]) -> None:
-            super().__init__(parameters, {})
-            self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
-
-    sentence = check_elementwise(Sam([torch.ones(2, requires_grad=True)]))
-    assert sentence is not None and "optimizer=optimizer.base_optimizer" in sentence
-    assert "It is not known whether" in str(check_elementwise(Sam))
-
-
 # -------------------------------------------------------------------- Lion
 
 

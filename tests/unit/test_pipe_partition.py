@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from zerolite.comm import create_topology, dry_communicator, record
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from zerolite.pipe.dependencies import Skeleton
 from zerolite.pipe.partition import balanced, by_type, uniform
 from zerolite.pipe.runner import READY, StepBarrier
-from zerolite.pipe.split import _modules_called_later
 
 
 def heaviest(weights: list[float], bounds: list[int]) -> float:
@@ -111,35 +109,6 @@ def test_bad_layers_are_refused(make: Any, said: str) -> None:
     with pytest.raises(ValueError) as raised:
         make()
     assert said in str(raised.value)
-
-
-class NormFirst(nn.Module):
-    """Registers its last norm in front of the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.scale, self.norm = nn.Embedding(9, 4), nn.LayerNorm(4), nn.LayerNorm(4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.head = nn.Linear(4, 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.scale(self.embed(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-class SaysWhatItTakes(NormFirst):
-    @property
-    def dummy_inputs(self) -> dict[str, Tensor]:
-        return {"x": torch.tensor([[1, 2]])}
-
-
-def test_modules_that_are_called_behind_the_blocks_in_front_of_which_they_are_registered() -> None:
-    names = ["blocks.1", "blocks.2"]
-    model = SaysWhatItTakes()
-    assert _modules_called_later(model, Skeleton(model), names) == {"norm": 2}
-    assert _modules_called_later(NormFirst(), Skeleton(NormFirst()), names) == {}  # it is unknown how to call it
 
 
 def test_a_pipeline_step_meets_in_no_group_of_all_ranks() -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import shlex
 import socket
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from tests.cli.helpers import wait_until
 from zerolite.launcher import node, ssh
-from zerolite.launcher.failures import Failure
 from zerolite.launcher.job import NodeJob
 from zerolite.launcher.options import LaunchRequest
-from zerolite.launcher.plan import first_address, job_variables, make_plan, own_versions
+from zerolite.launcher.plan import job_variables, make_plan, own_versions
 from zerolite.launcher.ssh import NODE, SshPart, node_command
-from zerolite.launcher.supervisor import LocalPart
 from zerolite.utils import network
 from zerolite.utils.network import SECRET_VARIABLE
 
@@ -51,35 +47,6 @@ def test_a_host_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Monke
     assert "has 2 CUDA devices and 4 devices up to the last" in node.check(last)["problems"][0]
 
 
-def answered(name: str, devices: int, *problems: str, status: int | None = None, errors: bytes = b"") -> SshPart:
-    """A part whose host has answered, or has not."""
-    part = object.__new__(SshPart)
-    part.name, part.status, part.errors = name, status, errors
-    part.answer = None if status else {"problems": problems, "devices": devices}
-    return part
-
-
-def test_the_problems_of_all_hosts_are_told_at_once(hostfile: str) -> None:
-    request = LaunchRequest(["t.py"], hostfile=hostfile)
-    plan = make_plan(request)
-
-    def told(*parts: SshPart) -> str:
-        with pytest.raises(ssh.CannotStart) as caught:
-            ssh.check_answers(request, plan, parts)
-        return str(caught.value)
-
-    names = [host.name for host in plan.hosts]
-    first = answered(names[0], 2)
-    ssh.check_answers(request, plan, [answered(name, 0) for name in names])
-    refused = answered("host2", 0, status=255, errors=b"Hello\nssh: No route to host\n")
-    text = told(first, refused, answered("host3", 0))
-    assert "host2: cannot be reached by ssh (ssh: No route to host)" in text
-    assert "host3: has 0 CUDA devices and 4 slots in the hostfile" in text, "the others have some"
-    assert text.endswith("--exclude host2@host3")
-    missing = answered("host2", 4, status=127, errors=b"exec: python: not found")
-    assert "host2: cannot run " in told(first, missing, answered("host3", 4, "has a problem"))
-
-
 @pytest.fixture
 def hostfile(tmp_path: Path) -> str:
     path = tmp_path / "hosts"
@@ -104,12 +71,6 @@ def test_each_node_gets_its_part(hostfile: str, monkeypatch: pytest.MonkeyPatch)
     assert first.job_id == third.job_id
 
 
-def test_the_address_of_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "own_addresses", lambda: ["10.0.0.5", "10.1.0.5"])
-    assert first_address("there", True) == "there"
-    assert first_address("localhost", True) == "10.0.0.5" and first_address("127.0.1.1", False) == "127.0.1.1"
-
-
 def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
     request = LaunchRequest(["t.py"], ["a b"], hostfile=hostfile, launcher_args=["-F", "x y"], dry_run=True)
     plan = make_plan(request)
@@ -123,63 +84,6 @@ def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFi
 
 
 # -------------------------------------------------------------------- the connection from the launcher
-
-
-class Listening:
-    """A node's end of a connection, of which the test holds the launcher's end."""
-
-    def __init__(self) -> None:
-        self.control, self.launcher = os.pipe()
-        self.signals: list[int] = []
-        part = object.__new__(LocalPart)
-        part.failures = []
-        self.connection = node.Connection(self.control, part, self.signals)
-
-    def heard(self, sent: bytes) -> list[int]:
-        os.write(self.launcher, sent)
-        self.connection.pause()
-        return self.signals
-
-
-def test_signals_that_follow_the_launchers_hangup_are_heard() -> None:
-    """Its SIGHUP is a signal as any other: a Ctrl-C after it, or the end of the connection, ends the ranks at once."""
-    listening = Listening()
-    assert listening.heard(bytes([1])) == [1]
-    assert listening.heard(node.ALIVE + bytes([2])) == [1, 2]
-    os.close(listening.launcher)
-    listening.connection.pause()
-    listening.connection.pause()
-    assert listening.signals == [1, 2, 1]
-
-
-def test_a_silent_launcher_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "SILENCE_S", 0.3)
-    listening = Listening()
-    for _ in range(20):
-        assert listening.heard(node.ALIVE) == []
-    said: list[list[int]] = []
-    monkeypatch.setattr(node, "say", lambda sentence: said.append(list(listening.signals)))
-    for _ in range(20):
-        listening.connection.pause()
-    assert listening.signals == [1] and said == [[1]], "the sentence may wait for ever for a full pipe"
-
-
-def test_messages_come_through_whatever_ranks_write(capfd: pytest.CaptureFixture[str]) -> None:
-    """A progress bar leaves the cursor within the line; a long message comes in pieces."""
-    failure = Failure(host="host2", node_failure="." * 9999 + "\n")
-    os.write(2, b"\r 45%")
-    node.send_to_launcher(failures=[dataclasses.asdict(failure)])
-    node.send_to_launcher(ended=True)
-    written = capfd.readouterr().err.encode()
-    assert written.count(node.MARK) > 3 and max(map(len, written.splitlines())) < 4096
-    part = object.__new__(SshPart)
-    part.status, part.answer, part._message, part._asked_to_end, part._ended_by_itself = None, {}, b"", False, False
-    forged = b"".join(
-        b"zerolite-node .%s\n" % text for text in (b"3", b"{}", b'"ended"', b'{"failures": [{}]}', b"[[]]")
-    )
-    part._forward(io.BytesIO(forged + written), shown := io.BytesIO())
-    assert part.failures == [failure] and part._ended_by_itself and shown.getvalue() == b"\r 45%"
-    assert part.answer == {}
 
 
 def ended(script: str, job_line: str = "") -> SshPart:
@@ -202,26 +106,3 @@ def test_a_part_that_ends_without_a_reason_is_told() -> None:
     part.send_signal(2)
     wait_until(part.poll, timeout=60)
     assert part.failures == [] and part.status == 143, "the signal is the reason"
-
-
-def test_a_long_job_line_waits_for_no_host() -> None:
-    part = SshPart("host2", ["sleep", "100"], "x" * 1_000_000)
-    part.send_signal(2)
-    wait_until(part.poll, timeout=60)
-    assert part.status == 137
-
-
-def test_a_progress_bar_comes_before_its_line_ends() -> None:
-    read, write = os.pipe()
-    part = object.__new__(SshPart)
-    part.answer, part._asked_to_end = {}, False
-    shown = io.BytesIO()
-    thread = threading.Thread(target=part._forward, args=(open(read, "rb"), shown))
-    thread.start()
-    os.write(write, b"10%\r20%")
-    try:
-        wait_until(lambda: shown.getvalue() == b"10%\r", timeout=20)
-    finally:
-        os.close(write)
-        thread.join()
-    assert shown.getvalue() == b"10%\r20%"

@@ -64,17 +64,6 @@ class GatedRMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class ChannelsRMSNorm(nn.Module):
-    """Norm over the second dimension, of one channel: its weight says nothing about tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((1,), 3.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)
-
-
 class Largest(TorchDispatchMode):
     """Largest result of an operation that has the wide dimension, or that squares, in elements."""
 
@@ -174,39 +163,9 @@ def test_which_modules_are_tiled() -> None:
     assert "_call_impl" not in vars(dropping)
 
 
-def test_a_norm_over_another_dimension_is_whole() -> None:
-    x = torch.randn(3, 7, WIDTH)
-    expected = run(norm := ChannelsRMSNorm(), x)
-    for one, other in zip(run(tiled(norm), x), expected, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_models_of_transformers() -> None:
     pytest.importorskip("transformers")
     from tests.toolkit.models import hugging_face_gpt2, hugging_face_llama
 
     for build, norms in ((hugging_face_gpt2, 0), (hugging_face_llama, 5)):
         assert (len(list(find_mlps(build()))), len(list(find_norms(build())))) == (2, norms)
-
-
-class DropsOut(Plain):
-    """Calls dropout as a function, as Starcoder2's and Seed-OSS's MLPs do."""
-
-    residual_dropout: float
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), self.residual_dropout, self.training)
-
-
-def test_an_mlp_that_calls_dropout_is_whole_in_training() -> None:
-    plain, model = DropsOut(), DropsOut()
-    model.load_state_dict(plain.state_dict())
-    gradients = []
-    tile_mlps(nn.ModuleList([model]), TILE, is_divided=lambda mlp: False)
-    for mlp in (plain, model):
-        mlp.residual_dropout = 0.5
-        torch.manual_seed(0)
-        x = torch.ones(5 * TILE, WIDTH, requires_grad=True)
-        mlp(x).square().sum().backward()
-        gradients.append(x.grad)
-    torch.testing.assert_close(*gradients, rtol=0, atol=0)

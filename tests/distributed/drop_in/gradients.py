@@ -286,12 +286,12 @@ OWN = "a tensor of your own in `p.grad`"
 
 
 @case(OWN + " before", ["before a backward"], words=["'first.weight'", "after the last backward"], name="early_tensor")
-@case(OWN + ", after", ["after a backward", "without a backward", "sum", "own"])
+@case(OWN + ", after", ["after a backward", "without a backward", "sum", "own", "clipped"], close=CLIPPED)
 def grad_assigned(run: Run, when: str) -> None:
     run.start()
     run.train(1)
     parameter: Any = run.module.first.weight
-    if when in ("after a backward", "sum", "own"):
+    if when in ("after a backward", "sum", "own", "clipped"):
         run.backward(run.loss(1))
         run.average()
     if when == "sum":
@@ -304,6 +304,8 @@ def grad_assigned(run: Run, when: str) -> None:
     if when == "before a backward":
         run.backward(run.loss(1))
     run.average()
+    if when == "clipped":  # by factors and norms of what is there now
+        run.see(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3))
     run.see(parameter.grad)
     run.torch_step()
     run.train(1, start=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -34,33 +33,6 @@ def make(model: str, size: int, stage: str = "2", double: bool = False, **more: 
 def parameters_of(engine: Any) -> dict[str, Tensor]:
     with GatheredParameters(engine.module, check=False):
         return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-
-
-@sequences.needs_transformers
-@on_ranks(2, timeout=60)
-def test_plain_attention_is_back_when_the_engine_ends() -> None:
-    before = F.scaled_dot_product_attention
-    model = sequences.build("llama", False)
-    twin = copy.deepcopy(model)
-    engine = zerolite.initialize(model, at("1", optimizer=OPTIMIZER, sequence_parallel={"size": 2}))
-    assert F.scaled_dot_product_attention is not before
-    batch = batch_of("llama", 0, 12)
-    # A call past the engine is the plain model's.
-    torch.testing.assert_close(engine.module(**batch).logits, twin(**batch).logits)
-    engine.backward(engine(**batch).loss)
-    engine.step()
-    engine.destroy()
-    assert F.scaled_dot_product_attention is before and model.config._attn_implementation == "sdpa"
-
-
-@sequences.needs_transformers
-@on_ranks(2, timeout=60)
-def test_arguments_by_position() -> None:
-    engine, batch = make("llama", 2), batch_of("llama", 0, 21)
-    with torch.no_grad():
-        by_name = engine(**batch).loss
-        by_place = engine(batch["input_ids"], None, None, None, None, batch["labels"], False).loss
-    torch.testing.assert_close(by_place, by_name)
 
 
 class Sequences(torch.utils.data.Dataset):

@@ -17,7 +17,6 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.sequences import Decoder, batch_of
 from tests.toolkit.training import expect_words, raised
 from zerolite.config import load_config
-from zerolite.sequence_parallel.huggingface import _MaskInRing
 
 
 def make(model: nn.Module, size: int = 2, **more: Any) -> Any:
@@ -181,11 +180,3 @@ def test_padding_that_full_attention_would_see_is_refused() -> None:
 def test_what_does_not_compose_is_refused_by_the_config(more: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_config(more)
-
-
-def test_a_model_that_looks_into_the_mask_of_a_ring_is_told_what_to_do() -> None:
-    mask: Any = _MaskInRing(None, torch.empty)
-    with pytest.raises(AttributeError, match='asks for its \'shape\'; use "attention": "ulysses"'):
-        _ = mask.shape
-    with pytest.raises(TypeError, match="takes a part of it"):
-        _ = mask[..., :3]

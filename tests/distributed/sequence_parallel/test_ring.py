@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.toolkit.ranks import on_ranks
 from zerolite.comm import create_communicator, record
-from zerolite.sequence_parallel import blocks, ring
 from zerolite.sequence_parallel.ring import Ring, attend_over_ring
 from zerolite.sequence_parallel.visibility import Visibility
 
@@ -83,18 +82,6 @@ def test_blocks_are_merged_to_the_attention_of_the_whole(kind: str) -> None:
     compare(visible_of(kind, 8 * size), 8, 2, torch.bfloat16, 6e-2)
 
 
-@on_ranks(3)
-def test_kernels_and_tiles_make_no_difference() -> None:
-    """Products written out, as for dropout and for masks on CUDA, and masks that are made a few queries at a time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "_MASK_NUMEL", 64)
-        compare(visible_of("packed", 21), 7, 2, torch.float64, 1e-12)
-        patch.setattr(blocks, "_OnCpu", blocks.Plain)
-        for kind in KINDS:
-            compare(visible_of(kind, 21), 7, 2, torch.float64, 1e-12)
-        compare(visible_of("causal", 21), 7, 2, torch.bfloat16, 6e-2)
-
-
 @on_ranks(2, 3, 4)
 def test_traffic_is_that_of_the_papers() -> None:
     """Keys and values move on P - 1 times, or as far as a window reaches; their gradients with them, and home."""
@@ -107,19 +94,6 @@ def test_traffic_is_that_of_the_papers() -> None:
         assert sum(call.numel for call in forward) == moves * shared + swapped
         assert sum(call.numel for call in backward) == (2 * moves + 1) * shared + swapped
         assert len(forward) == moves + 4 * bool(swapped) and len(backward) == 2 * moves + 1 + 4 * bool(swapped)
-
-
-@on_ranks(4)
-def test_keys_of_a_rank_are_one_block_under_a_causal_mask() -> None:
-    comm = create_communicator(CPU)
-    call, query = Ring(comm, Visibility(causal=True), 8, 1.0, 0.0, 0), torch.ones(1, 1, 8, WIDTH)
-    pairs = [
-        len(rows) * len(columns) / (1 + block.causal)
-        for source in range(4)
-        for rows, columns, block, _ in call.blocks(source, query, query)
-    ]
-    assert len(pairs) == 4
-    assert sum(pairs) == 4 * 8 * 8 / 2  # on every rank a fourth of what all of them compute
 
 
 @on_ranks(2)
