@@ -86,7 +86,7 @@ def known(values: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@pytest.mark.fast("2-False-fp32", "2-True-fp32")
+@pytest.mark.fast("2-False-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("whole", [False, True])
 @on_ranks(2, 3)

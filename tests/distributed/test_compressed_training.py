@@ -90,7 +90,7 @@ class Distance(nn.Module):
         return (self.place - target).square().sum() / 2
 
 
-@pytest.mark.fast("4-rows")
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "sets"), [("3 moving", ROWS), ("2", PAIRS)], ids=["rows", "pairs"])
 @on_ranks(4)
 def test_what_packing_rounds_to_zero_arrives_with_error_feedback(stage: str, sets: dict[str, int]) -> None:

@@ -108,7 +108,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast("2-host, stage 3", "2-disk")
+@pytest.mark.fast("2-host, stage 3")
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
 def test_offloaded_states_have_the_bits_of_others(place: str, tmp_path: Path) -> None:

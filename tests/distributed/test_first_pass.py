@@ -162,7 +162,7 @@ def test_numbers_are_those_of_plain_pytorch(micros: int, hows: tuple[str, ...]) 
             assert_close(found["parameters"], wanted, f"{how}, stage {stage}")
 
 
-@pytest.mark.fast("2-bf16")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @on_ranks(2)
 def test_stages_agree(precision: str) -> None:

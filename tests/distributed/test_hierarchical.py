@@ -83,7 +83,7 @@ def test_disturbed_steps(stage: str) -> None:
 # -------------------------------------------------------------------- states elsewhere
 
 
-@pytest.mark.fast("nvme-4")
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_states_on_host_and_disk(device: str, tmp_path: Path) -> None:

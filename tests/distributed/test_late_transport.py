@@ -73,7 +73,7 @@ def train(given: dict[str, Any], way: str, on_device: bool) -> dict[str, Tensor]
 WAYS = ["plain", "checkpointing", "unused", "clipping", "between", "views"]
 
 
-@pytest.mark.fast(every=7)
+@pytest.mark.fast(every=14)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def replicated(stage: str, precision: str = "bf16", key: str = "shard_size") -> 
     return at(stage, precision, 2, 0.0, ADAMW, zero={key: 2, "overlap_comm": True})
 
 
-@pytest.mark.fast("2-*", "3 tight-shard_size-*")
+@pytest.mark.fast("3 tight-shard_size-*")
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("stage", "key"),
@@ -139,7 +139,7 @@ def test_shards_that_an_update_still_sends() -> None:
             assert torch.equal(shard[: len(part)], part)
 
 
-@pytest.mark.fast("2-*")
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
 def test_a_second_sum_in_an_order_of_the_rank_is_seen(stage: str) -> None:
@@ -159,7 +159,7 @@ def test_a_second_sum_in_an_order_of_the_rank_is_seen(stage: str) -> None:
         check_order(launched)
 
 
-@pytest.mark.fast("2-*")
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce", "all_gather"])
 @pytest.mark.parametrize("stage", ["1", "2", "3 tight"])
@@ -170,7 +170,7 @@ def test_a_wait_of_replicas_that_is_left_out_is_seen(stage: str, operation: str)
 # -------------------------------------------------------------------- waits that are left out
 
 
-@pytest.mark.fast("2-1-gradients", "2-2-parameters")
+@pytest.mark.fast("2-2-parameters")
 @pytest.mark.parametrize(
     ("stage", "tag"), [("1", "gradients"), ("2", "parameters"), ("2", "stats"), ("3 tight", "gradients")]
 )

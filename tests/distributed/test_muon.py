@@ -139,7 +139,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.fast("3-offload")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(2, 3)
 def test_settings_have_the_bits_of_stage_0(name: str) -> None:

@@ -104,7 +104,7 @@ def out_and_back(engine: Any, offload: dict[str, Any]) -> None:
     assert after == before
 
 
-@pytest.mark.fast("2-2-bf16", "2-3-bf16")
+@pytest.mark.fast("2-3-bf16")
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (3, "fp32")])
 @on_ranks(1, 2)
 def test_states_go_and_come_back(stage: int, precision: str) -> None:

@@ -236,7 +236,7 @@ def _without_loss(engine: Any) -> str:
     return said(found)
 
 
-@pytest.mark.fast("stages0-exact-2")
+@pytest.mark.slow
 @on_ranks(1, 2, timeout=240)
 @pytest.mark.parametrize("part", list(PARTS))
 @pytest.mark.parametrize("stages", [(1, 3), (0, 2)])

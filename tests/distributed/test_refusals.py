@@ -134,7 +134,7 @@ def check_refusals(made: dict[str, Any], unread: bool, damages: dict[str, Damage
         assert_same_bits(snapshot(engine), snapshot(twin), name)
 
 
-@pytest.mark.fast("2-1-bf16-False", "2-3-bf16-True")
+@pytest.mark.fast("2-3-bf16-True")
 @pytest.mark.parametrize("unread", [False, True])
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16")])
 @on_ranks(1, 2, 3, 4, timeout=120)

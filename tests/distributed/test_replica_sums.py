@@ -125,7 +125,7 @@ def evaluate(engine: Any, values: dict[str, Any]) -> None:
 BETWEEN = {action.__name__: action for action in (read, change, clip, drop, wait, fail, evaluate)}
 
 
-@pytest.mark.fast("4-read-2", "4-change-3 tight")
+@pytest.mark.fast("4-change-3 tight")
 @STAGES
 @pytest.mark.parametrize("name", BETWEEN)
 @on_ranks(4)
@@ -147,7 +147,7 @@ def test_between_two_backwards(stage: str, name: str) -> None:
         torch.testing.assert_close(other, runs[0], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.fast("4-2")
+@pytest.mark.slow
 @STAGES
 @on_ranks(4)
 def test_steps_that_end_elsewhere_than_predicted(stage: str) -> None:

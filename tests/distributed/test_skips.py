@@ -21,7 +21,7 @@ ADAGRAD: Optimizer = ("Adagrad", {"lr": 1e-2, "lr_decay": 0.1, "initial_accumula
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
 
 
-@pytest.mark.fast("3-1-fp32-optimizer1", "3-3-fp16-optimizer3")
+@pytest.mark.fast("3-3-fp16-optimizer3")
 @pytest.mark.parametrize(
     ("stage", "precision", "optimizer"),
     [(0, "fp16", ADAMW), (1, "fp32", DAMPED), (2, "bf16", ADAGRAD), (3, "fp16", ADAMW)],
@@ -74,7 +74,7 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(stage: int, precisio
     assert f"rank {bad_rank}" in told and "'down.weight'" in told and "step 4" in told  # as global_steps counts it
 
 
-@pytest.mark.fast("1-2", "3-2")
+@pytest.mark.fast("3-2")
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_too_many_skips_in_a_row_raise_on_all_ranks(stage: int) -> None:

@@ -53,7 +53,7 @@ def compiled(mode: str, when: str, setting: str, backend: Any) -> dict[str, Any]
     return result
 
 
-@pytest.mark.fast("moving-method-after-2")
+@pytest.mark.slow
 @on_ranks(2, timeout=120)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("setting", "mode"), [("moving", "method"), ("kept", "wrapper"), ("kept", "aot")])

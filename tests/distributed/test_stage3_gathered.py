@@ -59,7 +59,7 @@ def test_what_may_be_gathered() -> None:
             zero.GatheredParameters(model, modifier_rank=rank)  # type: ignore[arg-type]
 
 
-@pytest.mark.fast("moving-fp32-2", "None-fp32-1")
+@pytest.mark.fast("moving-fp32-2")
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("settings", "precision"), [("moving", "fp32"), ("defaults", "fp32"), (None, "fp32"), ("kept", "bf16")]
@@ -87,7 +87,7 @@ def test_changes_of_the_modifier_reach_all(settings: str | None, precision: str)
             assert step.numel() == 0 or step.max() <= 1e-3 * (1 + 0.1 * before[name].float().abs().max()) + 2e-2, name
 
 
-@pytest.mark.fast("moving-2", "None-1")
+@pytest.mark.fast("moving-2")
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", ["moving", "defaults", None])
 def test_changes_under_a_read_only_gather_are_refused(settings: str | None) -> None:

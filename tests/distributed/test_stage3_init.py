@@ -185,7 +185,7 @@ def test_parameters_that_change_inside_the_context() -> None:
         last[0].weight.data = torch.empty(0)
 
 
-@pytest.mark.fast("0-2", "2-2", "3 moving-2")
+@pytest.mark.fast("0-2", "3 moving-2")
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", ["0", "2", "3 moving", "3 defaults"])
 def test_a_model_built_partitioned_trains_like_one_that_was_built_whole(stage: str) -> None:

@@ -295,7 +295,7 @@ def test_a_module_outlives_its_engine(stage: int) -> None:
         assert all(p.grad is not None for p in model.head.parameters())
 
 
-@pytest.mark.fast("before-False-2")
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("prepend", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -315,7 +315,7 @@ class Mixture(Whole):
     zero = {"leaf_modules": ["*MoeBlock"]}
 
 
-@pytest.mark.fast("BorrowedWeight-2", "UsedWhileGathered-2")
+@pytest.mark.fast("BorrowedWeight-2")
 @on_ranks(2, timeout=90)
 @pytest.mark.parametrize("name", list(CASES))
 def test_stage_3_gives_the_bits_of_stage_2(name: str) -> None:
@@ -335,7 +335,7 @@ IN_16_BITS = [("TiedHead-functional", BF16), ("Whole-encoder_decoder", BF16), ("
 IN_16_BITS += [("Whole-encoder_decoder", FP16), ("Whole-encoder_decoder", AUTOCAST), ("Mixture-of_experts", FP16)]
 
 
-@pytest.mark.fast("2-TiedHead-functional-more0-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("name", "more"), IN_16_BITS)
 @on_ranks(2, timeout=120)

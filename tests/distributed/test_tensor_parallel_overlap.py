@@ -140,7 +140,7 @@ def _gradients(run: Any, how: str, layers: Sequence[ColumnParallelLinear], sourc
 HOWS = ("plain", "strided", "unused", "checkpoint", "checkpoint reentrant", "weights", "input", "second", "twice")
 
 
-@pytest.mark.fast("False-at once-2", "True-late-2")
+@pytest.mark.fast("True-late-2")
 @on_ranks(2)
 @pytest.mark.parametrize("delivers", ["at once", "late"])
 @pytest.mark.parametrize("sharded", [False, True])

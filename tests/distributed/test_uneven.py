@@ -97,7 +97,7 @@ def joined_plain(micros: int, epochs: int = 2) -> Any:
     return reference.train(models.build(models.Mlp), models.square_loss, windows, "fp32", SGD)
 
 
-@pytest.mark.fast("1-2", "3 tight-3")
+@pytest.mark.fast("3 tight-3")
 @on_ranks(2, 3, timeout=120)
 @pytest.mark.parametrize("stage", STAGES)
 def test_uneven_passes_are_those_of_the_joint_batches(stage: str) -> None:

@@ -84,7 +84,7 @@ def test_the_values_of_tensor_parallel_layers(stage: int, tensor: int) -> None:
     assert 0 < len(tensor_gathers) <= len(buckets)
 
 
-@pytest.mark.fast("3 moving-4")
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("stage", ["0", "3 moving"])
 def test_the_values_of_experts_that_ranks_spread(stage: str) -> None:
@@ -295,6 +295,7 @@ def test_adapters_are_merged_into_copies(kind: str, stage: int) -> None:
     run_steps(engine, model="hugging_face_llama")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @on_ranks(1)
 def test_prompts_cannot_be_merged() -> None:

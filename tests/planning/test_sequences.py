@@ -19,6 +19,7 @@ ON_HOST = {"activation_checkpointing": {"modules": ["LongBlock"], "cpu_checkpoin
 PEAK = 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "size", "stage", "precision", "more"),
     [

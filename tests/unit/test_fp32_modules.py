@@ -179,7 +179,7 @@ def test_torchscript_is_refused():
         kept(model, "script")
 
 
-@pytest.mark.fast("module-before")
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "when"), [("module", "before"), ("inside", "after"), ("wrapper", "before")])
 def test_compiled_modules_are_cast_too(how, when):
     """Eager as the backend: what dynamo makes of the casts is what matters here."""

@@ -123,6 +123,7 @@ def test_copies_are_summed_in_their_order() -> None:
     torch.testing.assert_close(tensor.grad, copied[source], rtol=0, atol=0)
 
 
+@pytest.mark.fast(every=3)
 @on_ranks(2, 4, timeout=60)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("capacity", [1, 3, 100])

@@ -26,7 +26,7 @@ from zerolite.zero.stage3.param_group import AllGather, CommContext
 from zerolite.zero.stage3.shard_reader import ShardReader, StagedShards
 
 
-@pytest.mark.fast("2-2", "3 moving-4")
+@pytest.mark.fast("2-2")
 @on_ranks(2, 4, timeout=60)
 @pytest.mark.parametrize("stage", ["0", "2", "3 moving"])
 def test_all_tokens_for_one_expert(stage: str) -> None:
@@ -220,7 +220,7 @@ def test_models_built_in_zero_init_and_ranks_with_other_values() -> None:
 
 
 @needs_transformers
-@pytest.mark.fast("2-4")
+@pytest.mark.slow
 @on_ranks(4, timeout=60)
 @pytest.mark.parametrize("stage", ["2", "3 moving"])
 def test_parts_of_sequences_have_tokens_for_experts(stage: str) -> None:
@@ -303,6 +303,7 @@ def test_refusals_change_nothing(case: int) -> None:
     assert {name: p.shape for name, p in model.named_parameters()} == before
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize(
     ("family", "message"),

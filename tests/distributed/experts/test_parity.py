@@ -23,7 +23,7 @@ def assert_like_one_process(name: str, size: int, stage: str, tolerance: float, 
     assert norms == pytest.approx(wanted_norms, rel=tolerance)
 
 
-@pytest.mark.fast("2-2", "3 moving-4")
+@pytest.mark.fast("3 moving-4")
 @on_ranks(2, 4, timeout=120)
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 moving", "3 tight", "3 defaults"])
 def test_stages_match_one_process(stage: str) -> None:
@@ -31,14 +31,14 @@ def test_stages_match_one_process(stage: str) -> None:
     assert_like_one_process("Mixture", 2, stage, EXACT, double=True, accumulation=2, clip=0.3)
 
 
-@pytest.mark.fast("2-4")
+@pytest.mark.slow
 @on_ranks(4, timeout=120)
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 moving"])
 def test_experts_over_all_ranks_match_one_process(stage: str) -> None:
     assert_like_one_process("Mixture", 4, stage, EXACT, double=True, accumulation=2, clip=0.3)
 
 
-@pytest.mark.fast("2 in sets-4", "3 moving hierarchical-4")
+@pytest.mark.fast("3 moving hierarchical-4")
 @on_ranks(4, 8, timeout=240)
 @pytest.mark.parametrize(
     "stage", ["0 in sets", "1 in sets", "2 in sets", "3 moving in sets", "3 tight in sets", "3 moving hierarchical"]

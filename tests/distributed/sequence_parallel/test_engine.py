@@ -103,6 +103,7 @@ def test_evaluation() -> None:
         torch.testing.assert_close(alone(**batch).loss, loss)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=90)
 def test_checkpoints_know_nothing_of_it(tmp_path: Path) -> None:
     """Saved by 2 × 2 ranks, a checkpoint is the same for 4 × 1 and 1 × 4."""

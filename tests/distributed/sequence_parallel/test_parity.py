@@ -77,7 +77,7 @@ def way_of(name: str, size: int) -> Iterator[dict[str, Any]]:
         yield {"sequence_parallel": {"size": size, **WAYS[name]}}
 
 
-@pytest.mark.fast("ring-3 moving-3", "both-2-4")
+@pytest.mark.fast("ring-3 moving-3")
 @on_ranks(2, 3, 4, timeout=120)
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 moving", "3 tight"])
 @pytest.mark.parametrize("way", ["ring", "both"])
