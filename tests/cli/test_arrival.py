@@ -155,17 +155,6 @@ def test_ranks_that_disagree_how_many_they_are(pool: Pool) -> None:
         assert "the ranks do not agree how many they are: WORLD_SIZE is" in result["error"]
 
 
-@pytest.mark.slow
-def test_another_program_at_the_port(pool: Pool) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        results = start(pool, ranks(0, 1, None), port, timeout=1.0)
-    assert f"rank 0 cannot listen at port {port}" in results[0]["error"]
-    assert f"something listens at 127.0.0.1:{port}, but it does not answer" in results[1]["error"]
-
-
 def test_a_rank_that_has_exited_is_not_waited_for(pool: Pool) -> None:
     """The launcher's agent, which keeps the store, says so."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import COMMAND, REPORT_SCRIPT, ROOT, wait_until
+from tests.cli.helpers import COMMAND, REPORT_SCRIPT
 from tests.cli.namespaces import VirtualHost
 from tests.cli.sites import END_S, TRAIN, MakeSite, needs_hosts, read_losses
 
@@ -99,28 +99,4 @@ def test_the_launcher_may_be_elsewhere(make_site: MakeSite) -> None:
     job = site.start(*site.argv("--include", "host1@host3", "report.py"), host=2)
     assert job.wait() == 0, job.errors
     assert [report["host"] for report in site.reports()] == ["host1", "host3"]
-    site.assert_idle(END_S)
-
-
-@pytest.mark.slow
-def test_the_port_is_taken_or_closed(make_site: MakeSite) -> None:
-    site = make_site(1, 1)
-    site.write("report.py", REPORT_SCRIPT)
-    taken = site.start(
-        sys.executable, "-c", "import socket, time; s = socket.create_server(('', 29600)); time.sleep(99)"
-    )
-    wait_until(lambda: ":73A0 " in Path(f"/proc/{site.hosts[0].first}/net/tcp").read_text())
-    job = site.launch("--master-port", "29600", "report.py")
-    taken.signal(signal.SIGKILL)
-    taken.wait()
-    assert job.process.returncode == 2 and not site.reports(), job.errors
-    assert "--master-port 29600 cannot be used (Address already in use)" in job.errors, job.errors
-    site.hosts[1].run("ip", "rule", "add", "pref", "0", "ipproto", "tcp", "dport", "29601", "blackhole")
-    impatient = "import sys; from zerolite.launcher import cli, plan; plan.JOIN_S = 8; sys.exit(cli.main())"
-    options = site.argv("--master-port", "29601", "report.py")[len(COMMAND) :]
-    job = site.start(sys.executable, "-c", impatient, *options, PYTHONPATH=str(ROOT))
-    assert job.wait() == 1 and not site.reports(), job.errors
-    assert "host host2 cannot reach the first node's rendezvous store at host1:29601 within 8 s" in job.errors, (
-        job.errors
-    )
     site.assert_idle(END_S)

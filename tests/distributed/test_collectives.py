@@ -104,19 +104,6 @@ def test_every_full_is_the_concatenation_of_the_shards(kind: str) -> None:
     assert [(c.op, c.tag, c.numel, c.nbytes, c.dtype, c.tensors) for c in recorder.calls] == wanted * 5
 
 
-@on_ranks(1)
-def test_one_process_copies_only_what_is_not_there() -> None:
-    comm, second = pair()
-    assert second is comm
-    own, other = torch.arange(5.0), torch.zeros(5)
-    version = own._version
-    with record() as recorder:
-        comm.gather_shards([own, other], [own, torch.ones(5)], "parameters").wait()
-        comm.gather_shards([], [], "parameters").wait()
-    assert own._version == version, "what is there already is not copied"
-    assert other.tolist() == [1.0] * 5 and not recorder.calls
-
-
 @pytest.mark.fast("2-shared memory", "4-shared memory")
 @pytest.mark.parametrize("kind", ["shared memory", "native"])
 @on_ranks(2, 3, 4)
@@ -199,29 +186,6 @@ def test_ranks_that_launch_different_collectives_all_raise(what: str) -> None:
     assert f"rank {comm.rank}: the ranks launched different collectives" in message
     assert re.search(MISMATCHES[what][min(comm.rank, 1)], message), message
     assert f"{min(lengths)} to {max(lengths)} bytes" in message
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(3)
-def test_the_first_collective_may_be_in_inference_mode(kind: str) -> None:
-    with transport(kind):
-        first, second = pair()
-        with torch.inference_mode():
-            begun = [Gather(second, name) for name in UNITS]
-            begun[0].check()
-            reduction = Reduction(first, 5000)
-            evaluated = Gather(second, "long")
-            evaluated.check()
-        for flight in begun:
-            flight.check()
-        result = reduction.pending.wait()
-        assert not result.is_inference()
-        assert not any(mapped.is_inference() for comm in (first, second) for mapped in comm.memory())
-        reduction.check()
-        result.add_(1.0)  # an inference tensor would refuse
-        for salt in range(4):  # all regions
-            Gather(second, "mixed", salt).check()
-            Reduction(first, 5000, salt).check()
 
 
 def native_threads() -> list[str]:

@@ -173,12 +173,3 @@ def test_stages_agree(precision: str) -> None:
         assert_same_bits(apart[0], apart[stage], f"stages 0 and {stage}")
         # two means, rounded one by one, instead of one
         assert_close(late[stage], late[0], f"stage {stage}", {"fp16": 2e-3, "bf16": 1e-2}[precision])
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_only_late_buckets_are_reduced_again_and_only_at_first() -> None:
-    for model, again in ((APART, 0), (LATE, 2)):  # of the shared weight, and of its bias
-        steps = train(settings(2), model=model)["collectives"]
-        first, second, third = (step.count(("reduce_scatter", "gradients")) for step in steps)
-        assert second == third and first - second == again

@@ -3,13 +3,11 @@ it are in test_drop_in.py."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.toolkit import models
@@ -19,7 +17,6 @@ from tests.toolkit.drop_in import Run
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, loss_of, make_engine, raises, run_steps, snapshot
 from zerolite.comm import record
-from zerolite.zero import grads as gradients
 from zerolite.zero.sharded_gradient import ShardedGradient
 
 STEPS = 3
@@ -66,27 +63,6 @@ def test_clipping_by_torch_has_the_bits_and_the_collectives_of_the_config(
         assert found[1] == pytest.approx(norms, rel=1e-12)
         assert_same_bits(found[0], parameters, f"foreach {foreach}")
         assert found[2] == launched
-
-
-@pytest.mark.fast("1-2")
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_gather_is_warned_of_once_per_line(stage: int) -> None:
-    engine = make_engine(at(stage), "Mlp")
-    first, second = engine.module.first, engine.module.second
-    gradients._warned.clear()  # another case may have run these lines in this process
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(2):
-            backward(engine, step)
-            first.weight.grad[0].clone()
-            second.weight.grad.sort()
-            assert first.weight.grad.isfinite().all() and nn.utils.get_total_norm([first.weight.grad]) > 0
-            engine.step()
-    assert len(caught) == (2 if stage and dist.get_rank() == 0 else 0)  # the first rank speaks
-    for warning in caught:
-        assert warning.filename == __file__
-        assert "zerolite.get_full_grad(p)" in str(warning.message) and "collective" in str(warning.message)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -229,27 +205,6 @@ def test_parts_of_layers_have_no_gradient_in_p_grad() -> None:
 
 
 # ---------------------------------------------------------------- values
-
-
-@pytest.mark.fast("2")
-@on_ranks(2, 3)
-def test_norms_of_two_engines_at_once_are_those_of_each() -> None:
-    """Asked for at once and one by one; then one clips all of them."""
-    for stages in ((0, 2), (3, 1)):
-        engines = [make_engine(at(stage), "Mlp") for stage in stages]
-        for engine in engines:
-            backward(engine, 0)
-        gradients = [p.grad for engine in engines for p in engine.module.parameters()]
-        for order in (1.0, float("inf"), 0.0, 2.0):
-            each = [float(g.norm(order)) for g in gradients]
-            assert [float(n) for n in torch._foreach_norm(gradients, order)] == pytest.approx(each, rel=1e-5)
-        norm = float(nn.utils.clip_grad_norm_([p for e in engines for p in e.module.parameters()], 0.01))
-        wanted = [0.01 * n / (norm + 1e-6) for n in each]
-        assert [float(g.norm()) for g in gradients] == pytest.approx(wanted, rel=1e-5)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(1), torch.tensor(0.25))
-        assert [float(g.norm()) for g in gradients] == pytest.approx([0.25 * n for n in wanted], rel=1e-5)
-        for engine in engines:
-            engine.step()
 
 
 @on_ranks(2)

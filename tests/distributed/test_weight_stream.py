@@ -293,17 +293,3 @@ def test_adapters_are_merged_into_copies(kind: str, stage: int) -> None:
     assert_same_bits(unmerged, once(engine.full_state_dict()), "with adapters")
     assert list(streamed(engine, names=["lm_head.weight"])) == ["lm_head.weight"]
     run_steps(engine, model="hugging_face_llama")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-@on_ranks(1)
-def test_prompts_cannot_be_merged() -> None:
-    import peft
-
-    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = peft.get_peft_model(models.build(models.hugging_face_llama), options)
-    engine = zerolite.initialize(model, at(0, optimizer=ADAMW))
-    with raises(ValueError, "prompt_encoder", "merge_lora=False"):
-        zerolite.stream_full_weights(engine)
-    assert any("prompt_encoder" in name for name in streamed(engine, merge_lora=False))

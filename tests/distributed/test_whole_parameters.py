@@ -12,7 +12,7 @@ import torch
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, states_of_all
-from tests.toolkit.configs import PARTITIONED, at, config
+from tests.toolkit.configs import PARTITIONED, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import BATCHES, LOSSES, make_engine, raised, raises, train_engine
@@ -167,19 +167,6 @@ def test_checkpoints_load_at_other_worlds_and_stages(
 
 
 @on_ranks(2)
-def test_a_model_that_zero_init_has_built() -> None:
-    made = settings(3, zero=PARTITIONED["moving"])
-    with zerolite.zero.Init(config_dict_or_path=made):
-        inside = zerolite.initialize(models.build(models.Mlp), made)
-    train_engine(inside, "Mlp", 2)
-    outside = make(made, "Mlp")
-    train_engine(outside, "Mlp", 2)
-    torch.testing.assert_close(held(inside), held(outside), rtol=0, atol=0)
-    said = raised(zerolite.get_full_optimizer_state, inside.module.first.weight, "row_var")
-    assert "no optimizer state 'row_var' of its elements" in said, "rows have a value each"
-
-
-@on_ranks(2)
 def test_a_rank_that_leaves_an_update_out_exchanges_what_the_others_do() -> None:
     """Clipping has collected statistics before this rank finds that it cannot update. The others get its masters."""
     engine = make(settings(2, None, consistency_check_interval=0), "Mlp")
@@ -210,50 +197,3 @@ def test_states_on_disk_are_refused(tmp_path: Path) -> None:
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     with raises(ValueError, "Adafactor", 'got "nvme"', "Use another device"):
         zerolite.initialize(models.Mlp(), settings(1, zero=zero))
-
-
-class Around(torch.optim.Optimizer):
-    """An optimizer around another one, whose groups it shares and in which it counts steps (timm's Lookahead)."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        super().__init__(base.param_groups, {"count": 0})
-        self.base, self.param_groups = base, base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.base.step()
-        for group in self.base.param_groups:
-            group["count"] += 1
-            for parameter in group["params"] if group["count"] % 2 == 0 else ():
-                if parameter.grad is not None:
-                    parameter.mul_(0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@on_ranks(2)
-def test_an_optimizer_that_counts_in_groups_over_several_buckets(stage: int) -> None:
-    """Each update of a bucket is a call of it, and a step counts once, also on a rank without a part of a group."""
-    found = []
-    for plain in (True, False):
-        model = models.build(models.Mlp)
-        *parameters, last = model.parameters()
-        weights = [p for p in parameters if p.dim() > 1]
-        others = [p for p in parameters if p.dim() == 1]
-        groups = [{"params": weights}, {"params": others, "lr": 0.125}, {"params": [last]}]
-        own = Around(torch.optim.SGD(groups, lr=0.0625))
-        made = at(stage)
-        del made["optimizer"]
-        forward: Any = model
-        if not plain:
-            forward = engine = zerolite.initialize(
-                model, {**made, "zero_allow_untested_optimizer": True}, optimizer=own
-            )
-        for step in range(4):
-            models.square_loss(forward, models.float_batch(step, 0, 0)).backward()
-            own.step()
-            own.zero_grad()
-        assert [group["count"] for group in own.param_groups] == [4, 4, 4]
-        found.append(dict(model.named_parameters()) if plain else engine.full_state_dict())
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value.detach(), rtol=1e-6, atol=1e-7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.cases import BF16, assert_same, needs_fma, numbers, rule
-from zerolite.ops import launches, library, reference
+from zerolite.ops import library, reference
 from zerolite.ops.call import COLUMNS, SGD, SquaresCall, UpdateCall
 from zerolite.ops.launches import SquaresLaunch, UpdateLaunch
 
@@ -72,29 +71,6 @@ def test_launches_are_the_reference(name: str) -> None:
     assert sum(differ) == 2 * (2 + STATES[name])
 
 
-@UPDATES
-@needs_fma
-def test_arguments_are_checked_when_they_are_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later steps bring other gradients and scalars, and their bits are those of new launches."""
-    checked: list[UpdateCall] = []
-    check = launches._check_update
-    monkeypatch.setattr(launches, "_check_update", lambda call: (checked.append(call), check(call)))
-    got, expected = _arguments(name), _arguments(name)
-    launch = _launch(name, got)
-    for step in range(4):
-        change = {"factor": torch.tensor(0.5 * step), "grads": [g.clone() * (step + 1) for g in got["grads"]]}
-        if step == 2:  # the same values elsewhere
-            got["params"] = [p.clone() for p in got["params"]]
-        _run(launch, {**got, **change})
-        assert len(checked) == (2 if step >= 2 else 1)
-        reference.update(UpdateCall(rule(name).rule.number, **{key: {**expected, **change}[key] for key in expected}))
-    assert_same(_changed(got), _changed(expected))
-    with pytest.raises(ValueError, match="expected as many grads as params"):
-        _run(launch, {**got, "grads": got["grads"][:2]})
-    with pytest.raises(ValueError, match="expected factor to be one fp32"):
-        _run(launch, {**got, "factor": torch.tensor(1.0, dtype=torch.float64)})
-
-
 def test_squares_follow_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
     sums, values, table = _squares_arguments()
     launch = SquaresLaunch(table)
@@ -106,16 +82,6 @@ def test_squares_follow_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(sums, expected, rtol=1e-15)
     with pytest.raises(ValueError, match="expected every segment"):
         launch.run(sums, [values[0][:9], *values[1:]])
-
-
-def test_launches_keep_no_gradients() -> None:
-    """Their memory is free between two steps."""
-    arguments = _arguments("adamw")
-    launch, squares = _launch("adamw", arguments), SquaresLaunch(arguments["table"])
-    _run(launch, arguments)
-    squares.run(torch.zeros(2, dtype=torch.float64), arguments["grads"])
-    gradients = [weakref.ref(gradient) for gradient in arguments.pop("grads")]
-    assert [gradient() for gradient in gradients] == [None] * len(NUMELS)
 
 
 @UPDATES
@@ -147,22 +113,6 @@ def test_autograd_notices_an_update() -> None:
     assert bool((weight != 1).all())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
-
-
-def test_a_kernel_that_fails_keeps_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, launch = _arguments("adamw"), _launch("adamw", _arguments("adamw"))
-    _run(launch, arguments)
-    assert launch._kernels is not None
-
-    def fail(call: UpdateCall) -> None:
-        raise RuntimeError("the device is lost")
-
-    monkeypatch.setattr(type(launch._kernels), "update", lambda self, call: fail(call))
-    gradients = [weakref.ref(grad) for grad in arguments["grads"]]
-    with pytest.raises(RuntimeError, match="the device is lost"):
-        _run(launch, arguments)
-    arguments["grads"] = ()
-    assert [ref() for ref in gradients] == [None] * 3
 
 
 # ------------------------------------------------------------------- what they refuse

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.cases import BF16, F16, F32, FLOATS, all_kernels, assert_same, differing, numbers, threads
 from tests.ops.quant_calls import ERRORS, LENGTHS, copy_quant, make_quant, packed_like, unpacking
-from zerolite.ops import cpu_kernels, quantization, reference
+from zerolite.ops import cpu_kernels, reference
 from zerolite.ops.call import QUANT_BLOCK, QUANT_LEAST, QUANT_TOPS, QuantCall, row_bytes
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.quantization import dequantize, dequantize_sum, quantize
@@ -151,14 +151,6 @@ def test_error_feedback_sends_later_what_it_could_not_send_at_once() -> None:
     assert lost[True] < lost[False] / 10
 
 
-def test_without_kernels_the_reference_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "kernels_for", lambda device: None)
-    values = numbers(1000, seed=7)
-    alone = through(values, 8)
-    monkeypatch.undo()
-    assert_same([alone], [through(values, 8)])
-
-
 def test_tensors_without_memory_are_checked_and_not_computed() -> None:
     with FakeTensorMode():
         values = torch.empty(512)
@@ -184,11 +176,3 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="refused its arguments: rows that are not aligned"):
         kernels.quantize(call)
     assert not differing(call.values, make_quant(8, 2, 256, F32, None).values).any()
-
-
-@BITS
-def test_a_row_has_a_hundredth_of_its_elements_as_scales(bits: int) -> None:
-    assert row_bytes(0, bits) == 0
-    assert row_bytes(256 * 4, bits) == 128 * bits + 16
-    assert 8 * row_bytes(10**7, bits) / 10**7 == pytest.approx(bits + 32 / 256, rel=1e-5)
-    assert row_bytes(1, bits) == 32 and row_bytes(33, bits) % 16 == 0

@@ -4,11 +4,7 @@ set, the number of threads, or where an element lies."""
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +29,6 @@ from tests.ops.cases import (
 from zerolite.ops import cpu_kernels, reference
 from zerolite.ops.cpu_kernels import ISA_NAMES, CpuKernels
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (0, 1, 7, 8, 15, 16, 17)
 
 pytestmark = [needs_fma, pytest.mark.usefixtures("one_thread")]
@@ -93,13 +88,6 @@ def _first(one: Problem, n: int) -> Problem:
     return replace(one, params=[one.params[0][:n]], grads=[one.grads[0][:n]], states=states, table=table)
 
 
-def test_segments_begin_anywhere(kernels: CpuKernels) -> None:
-    """Problem.run checks that the elements before and behind a segment stay as they are."""
-    for start, n in itertools.product(range(17), (0, 1, 15, 33, 700)):
-        one = problem("adamw", (800,), table=torch.tensor([[0, start, n, 0]]), dtypes=MIXED)
-        assert_same(one.run(kernels), one.run(reference), n)
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_many_segments_and_rows_in_one_call(name: str, kernels: CpuKernels) -> None:
     """Segments in any order, touching and apart, empty ones, several a tensor, tensors without one; and some that no
@@ -141,20 +129,3 @@ def test_any_number_of_threads(kernels: CpuKernels) -> None:
         for count in (2, 3):
             with threads(count):
                 assert_same(one.run(kernels, offset=3), expected, (name, dtypes))
-
-
-_SMALL_TEAM = """
-from tests.ops.cases import MIXED, assert_same, kernels_of, problem, threads
-from zerolite.ops import reference
-
-one = problem("adamw", (200_000,), dtypes=MIXED)
-with threads(4):
-    assert_same(one.run(kernels_of("plain")), one.run(reference))
-"""
-
-
-@pytest.mark.slow
-def test_a_team_smaller_than_asked() -> None:
-    """OpenMP need not give as many threads as a program wants; all elements are updated all the same."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "4", "OMP_THREAD_LIMIT": "1"}
-    subprocess.run([sys.executable, "-c", _SMALL_TEAM], cwd=ROOT, env=environment, check=True, timeout=120)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from tests.unit.test_launches import Simulated, make_engine, stack, train
 from zerolite.comm import Pending, dry_communicator
-from zerolite.zero import param_gatherer
 
 pytestmark = pytest.mark.usefixtures("without_ranks", "nothing_compiled")
 
@@ -250,22 +249,6 @@ def test_after_torch_compile_gathers_end_with_the_step() -> None:
         assert torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 8)).isfinite().all()
     finally:
         torch._dynamo.reset()
-
-
-def test_after_the_capture_of_a_graph_gathers_end_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, pool=None: calls.append("begins"))
-    monkeypatch.setattr(param_gatherer, "_is_read_unseen", False)
-    param_gatherer._watch_captures.__wrapped__()
-    model = stack(4)
-    comm, engine = overlapping(model)
-    train(engine)
-    assert not comm.of("wait")
-    torch.cuda.CUDAGraph.capture_begin(mock.Mock(), pool=None)
-    assert calls == ["begins"] and comm.of("wait") == comm.of("launch")
-    comm.events.clear()
-    train(engine, 2)
-    assert comm.of("wait") == comm.of("launch")
 
 
 def test_two_threads_read_weights_after_a_step() -> None:

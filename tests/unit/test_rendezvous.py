@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -68,21 +67,6 @@ def join(job: NodeJob) -> NodeRendezvous:
     rendezvous = NodeRendezvous(job)
     rendezvous.next_rendezvous()
     return rendezvous
-
-
-def test_the_first_node_leaves_last(nodes: list[NodeJob]) -> None:
-    """It holds the store, in which ranks read who has exited with status 0."""
-    with ThreadPoolExecutor(3) as threads:
-        first, *others = threads.map(join, nodes)
-    others[0].announce([4, 5])
-    others[0].announce([4, 5])
-    assert store.exited_ranks(first._ranks_store, 0, 6) == []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "0")
-        patch.setenv("WORLD_SIZE", "6")
-        assert store.exited_ranks(first._ranks_store, 0, 6) == [4, 5]
-    assert not first.leave() and others[1].leave() and not first.leave()
-    assert others[0].leave() and first.leave()
 
 
 def test_nodes_that_do_not_join(nodes: list[NodeJob], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -269,21 +268,6 @@ def test_parts_that_contradict_what_is_known(case: str) -> None:
         cut(nn.Sequential(make()), plan)
 
 
-def test_key_and_value_beside_a_query() -> None:
-    """Cross-attention of GPT-2: not query, key and value, though the name says so."""
-
-    class Cross(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_attn, self.c_attn, self.c_proj = nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(32, 32)
-            self.num_heads, self.head_dim = 4, 8
-
-    cross = _of_library("gpt2", Cross)
-    cut(nn.Sequential(cross), {"*.?_attn": "column", "*.c_proj": "row"})
-    found = shard_spec_of(cross.c_attn.weight)
-    assert found is not None and found.ranges == ((0, 0, 16), (16, 32, 16))
-
-
 def test_styles_beside_auto_count() -> None:
     """A refusal says what to write."""
     with pytest.raises(TensorPlanError, match=r'write "plan": \{"\*": "auto", "blocks\.\*": "whole"\}'):
@@ -296,19 +280,6 @@ def test_styles_beside_auto_count() -> None:
         cut(_with_parameter(), {"*": "auto", "blocks.*.upp": "whole"})
     with pytest.raises(TensorPlanError, match="Sequential, which brings none"):
         cut(nn.Sequential(Plain()), {"*": "auto", "0.up": "column", "0.down": "row"})
-
-
-def test_biases_of_heads_are_cut_with_them() -> None:
-    class Biased(Shapes):
-        def __init__(self) -> None:
-            super().__init__("separate")
-            self.relative_attention_bias = nn.Embedding(5, self.heads)
-
-    model = cut(Stack([Biased()]), rank=1)
-    bias = model.blocks[0].relative_attention_bias
-    assert bias.weight.shape == (5, 2) and shard_spec_of(bias.weight).ranges == ((0, 2, 2),)
-    assert bias(torch.tensor([1])).shape == (1, 2)
-    assert shard_spec_of(copy.deepcopy(model).blocks[0].relative_attention_bias.weight) == shard_spec_of(bias.weight)
 
 
 def test_the_first_forward_says_that_layers_are_cut() -> None:
