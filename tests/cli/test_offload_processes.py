@@ -1,4 +1,4 @@
-"""Offload in processes of its own: killed in the middle of a step, and held to less memory than the states take."""
+"""Offload in processes of its own that are killed in the middle of a step."""
 
 from __future__ import annotations
 
@@ -77,6 +77,3 @@ def test_killed_in_the_middle_of_a_step(tmp_path: Path) -> None:
     wanted, got = torch.load(tmp_path / "whole" / "whole.pt"), torch.load(tmp_path / "broken" / "resume.pt")
     assert len(wanted) == 8
     assert all(torch.equal(one, other) for one, other in zip(wanted, got, strict=True))
-
-
-# -------------------------------------------------------------------- memory

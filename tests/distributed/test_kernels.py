@@ -220,6 +220,3 @@ def test_a_step_is_one_norm_launch_and_one_update_launch(stage: int) -> None:
         buckets = len(engine._parts.buffer.buckets)
         for kind in ("update", "squares"):
             assert (len(calls[kind]), sum(calls[kind])) == (dtypes, buckets), (model, kind)
-
-
-# -------------------------------------------------------------------- skipped steps, several engines

@@ -108,6 +108,3 @@ def test_every_wait_of_replicas(stage: str, key: str) -> None:
     with late() as launched:
         assert_same_bits(train(given, "unused", True), expected, "in time and late")
     check_order(launched)
-
-
-# -------------------------------------------------------------------- waits that are left out

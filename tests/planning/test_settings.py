@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from zerolite.planning.settings import (
     compare,
     offload_settings,
     plain_settings,
-    replica_settings,
     with_zero,
 )
 
@@ -71,27 +69,6 @@ def test_the_configs_own_setting_is_among_them() -> None:
     half = config(stage=1, offload_optimizer={"device": "cpu", "ratio": 0.5, "nvme_path": "/fast"})
     found = names(offload_settings(half, "cuda"))
     assert found[0] == "stage 1, 50 % of the optimizer on the host" and found[4] == "stage 1, optimizer on disk"
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_none_contradicts_itself(device: str) -> None:
-    blocks: tuple[Any, ...] = ({}, DISK, {"device": "none", "nvme_path": "/fast"})
-    for optimizer, parameters in itertools.product((*blocks, {"device": "cpu", "ratio": 0.5}), blocks):
-        own = config(stage=3, offload_optimizer=optimizer, offload_param=parameters)
-        for setting in (*plain_settings(own), *offload_settings(own, device)):
-            assert with_zero(own, **setting.keys).zero_optimization.stage == setting.keys["stage"]
-
-
-def test_compression_is_kept_where_a_setting_has_sets_of_ranks_and_turned_off_elsewhere() -> None:
-    compressed = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    own = config(stage=3, zero_hpz_partition_size=8, zeropp_loco_param={"err_beta": 0.5}, **compressed)
-    kept = {}
-    for setting in (*plain_settings(own), *replica_settings(own, 16, 2)):
-        zero = with_zero(own, **setting.keys).zero_optimization
-        kept[setting.name] = zero.zero_quantized_weights, zero.zero_quantized_gradients, zero.zeropp_loco_param.err_beta
-    plain = dict.fromkeys(PLAIN, (False, False, None))
-    replicas = {f"stage {stage}, replicas of 8": (False, True, 0.5) for stage in (1, 2, 3)}
-    assert kept == {**plain, **replicas, "stage 3, parameters in 8": (True, True, 0.5)}
 
 
 # -------------------------------------------------------------------- which are planned, and which is chosen
