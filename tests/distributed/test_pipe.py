@@ -1,5 +1,5 @@
 """Pipelines of layers, and of models divided by names, against plain PyTorch on the joint batch: losses, norms and
-parameters; messages; memory; and models that are refused. Grids, and more of steps that fail, are in test_grid*.py."""
+parameters; messages; and models that are refused. Grids, and more of steps that fail, are in test_grid*.py."""
 
 from __future__ import annotations
 

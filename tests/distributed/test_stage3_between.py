@@ -3,7 +3,6 @@ before there is an engine, and their attributes."""
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -133,33 +132,6 @@ def test_refused() -> None:
         saved.backward()
     side.engine.zero_grad()
     side.train(2)
-
-
-class Named(nn.Parameter):
-    """A class of the user's."""
-
-
-@pytest.mark.fast("2")
-@on_ranks(2, 3)
-def test_classes_of_the_user() -> None:
-    """Parameters of other classes than torch's, and ages that outlive the engine on one rank alone."""
-    module = nn.Linear(5, 3)
-    module.weight = Named(module.weight.detach().clone())
-    wanted = module.weight.detach().clone()
-    engine = zerolite.initialize(module, at(3))
-    weight = engine.module.weight
-    assert isinstance(weight, Named) and models.has_no_values(weight) and weight.shape == (3, 5)
-    assert torch.equal(weight.detach(), wanted) and torch.equal(engine.module.state_dict()["weight"], wanted)
-    with torch.no_grad():
-        weight.mul_(2)
-    engine.backward(engine(torch.ones(2, 5)).sum())
-    engine.step()
-    data, coordinator = weight.data, engine._parts.coordinator if dist.get_rank() else None
-    del engine
-    gc.collect()
-    assert data.norm() > wanted.norm() and (coordinator is not None) is (dist.get_rank() > 0)
-    with zerolite.zero.GatheredParameters(weight):
-        assert type(weight) is Named and torch.equal(weight, data)
 
 
 # -------------------------------------------------------------------- before there is an engine

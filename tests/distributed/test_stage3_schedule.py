@@ -134,20 +134,6 @@ def test_prefetches_precede_the_module_that_needs_them() -> None:
 # -------------------------------------------------------------------- traces that do not fit
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_departure_is_served_and_traced_anew() -> None:
-    steps = [["012"]] * 3 + [["021"]] * 4 + [["0"], ["01"], ["0120"]] + [["10"]] * 3
-    plain = ways(2, {}, steps)
-    known = [False, False, True]  # recorded, agreed upon, followed
-    for zero in (SHORT, limited(60, 100, 10**6), limited(10**6, 10**6, 10**6)):
-        found = ways(3, zero, steps)
-        assert found["following"] == [*known, *known, True, False, False, False, *known]
-        assert found["losses"] == plain["losses"]
-        assert_same_bits(found["parameters"], plain["parameters"], "stage 3")
-        assert not found["warnings"] and not found["on demand only"]
-
-
 @on_ranks(2)
 def test_a_backward_that_departs_from_the_plan_may_bring_late_gradients() -> None:
     """The forward is that of the plan, and the backward goes through layer 0 once more, whose bucket has been sent."""
@@ -156,13 +142,6 @@ def test_a_backward_that_departs_from_the_plan_may_bring_late_gradients() -> Non
     plain, found = ways(2, {}, steps), ways(3, zero, steps)
     assert found["losses"] == plain["losses"]
     assert_same_bits(found["parameters"], plain["parameters"], "stage 3")
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_evaluation_has_a_plan_of_its_own() -> None:
-    plain, found = (ways(*at, [["012"]] * 6, evaluate=True) for at in ((2, {}), (3, limited(60, 250, 0))))
-    assert found["following"][-2:] == [True, True] and found["losses"] == plain["losses"]
 
 
 @on_ranks(2)

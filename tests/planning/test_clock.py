@@ -14,10 +14,9 @@ from torch import nn
 from benchmarks.shapes import SHAPES, Decoder
 from zerolite.comm.recorder import CollectiveCall
 from zerolite.planning import Machine, plan
-from zerolite.planning.clock import Compute, Event, Launch, Wait, step_time
 from zerolite.planning.command import parse_command_line
 from zerolite.planning.report import render
-from zerolite.planning.result import StepTime, Traffic
+from zerolite.planning.result import Traffic
 from zerolite.planning.settings import compare
 from zerolite.planning.traffic import Grid
 from zerolite.planning.wire import Wires
@@ -60,55 +59,7 @@ def test_a_collective(
     assert cost == (pytest.approx(latency), pytest.approx(transfer), between)
 
 
-def test_a_tree_where_rings_are_long() -> None:
-    machine = MACHINE.model_copy(update={"latency": 10.0})
-    small, large = (
-        wires(128, machine=machine, data=1024).cost(call("all_reduce", size, ranks=1024)) for size in (1024, 10**10)
-    )
-    assert small.latency == pytest.approx(2 * (7 * 2.5e-6 + 7 * 10e-6))
-    assert large.latency == pytest.approx(2 * (895 * 2.5e-6 + 128 * 10e-6))
-    assert large.transfer == pytest.approx(2 * 10 * 1023 / 1024)
-
-
 # -------------------------------------------------------------------- events
-
-
-def play(*events: Event, messages: bool = False, **speeds: float) -> StepTime:
-    machine = MACHINE.model_copy(update=speeds)
-    return step_time([events], machine, wires(2, messages, machine))
-
-
-def second(flops: int = 10**12) -> Compute:
-    return Compute(flops, 0)
-
-
-GATHER, OTHER = call("all_gather", 4 * 10**9), call("all_gather", 4 * 10**9)
-REDUCTION = call("reduce_scatter", 4 * 10**9, "gradients")
-ALONE = 3 + 2 * 2e-3 + 2.5e-6
-
-
-def test_a_wait_is_exposed_communication() -> None:
-    made = play(second(), Launch(GATHER), second(), Wait(GATHER), second(), Compute(0, 10**9))
-    assert (made.products, made.passes) == (3, 1)
-    assert made.exposed == pytest.approx(ALONE - 1) and made.step == pytest.approx(4 + made.exposed)
-    assert play(Launch(GATHER), second(10**13), Wait(GATHER)).exposed == 0
-    assert play(Launch(GATHER), second()).exposed == 0  # it outlives the step
-
-
-def test_collectives_of_one_communicator_follow_each_other() -> None:
-    made = play(Launch(GATHER), Launch(OTHER), Wait(OTHER))
-    assert made.exposed == pytest.approx(2 * ALONE)
-    ahead = play(Launch(GATHER), Launch(OTHER), Wait(OTHER), messages=True)
-    assert ahead.exposed == pytest.approx(2 * 4 + 2e-3)  # messages follow without a gap
-
-
-def test_communicators_share_the_wire() -> None:
-    made = play(Launch(GATHER), Launch(REDUCTION), Wait(GATHER), Wait(REDUCTION))
-    assert made.exposed == pytest.approx(ALONE + 3)
-    within = call("all_gather", 4 * 10**9, dimension="shard", ranks=2)
-    assert play(Launch(REDUCTION), Launch(within), Wait(REDUCTION), Wait(within)).exposed == pytest.approx(ALONE)
-    late = play(Launch(GATHER), second(), Launch(REDUCTION), Wait(GATHER))
-    assert late.exposed == pytest.approx(ALONE - 1 + (ALONE - 1), abs=0.02)  # from then on at half the speed
 
 
 # -------------------------------------------------------------------- plans

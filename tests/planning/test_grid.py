@@ -17,7 +17,7 @@ from zerolite.config import ConfigError
 from zerolite.planning.make import plan
 from zerolite.planning.report import render
 from zerolite.planning.result import Plan, PlanError
-from zerolite.planning.traffic import Grid, between_nodes, messages_between_nodes, summarize
+from zerolite.planning.traffic import Grid, between_nodes, messages_between_nodes
 
 # -------------------------------------------------------------------- arithmetic
 
@@ -58,27 +58,6 @@ def test_which_part_leaves_the_node() -> None:
 
 def call(op: str, tag: str, nbytes: int, dimension: str = "data", ranks: int = 8) -> Any:
     return SimpleNamespace(op=op, tag=tag, nbytes=nbytes, dimension=dimension, ranks=ranks, unaligned=0, moves=1)
-
-
-def test_traffic_of_rings() -> None:
-    calls = [call("all_gather", "parameters", 800), call("all_gather", "parameters", 80)]
-    calls.append(call("all_reduce", "stats", 16))
-    gather, stats = summarize(calls, Grid(data=8), 2)
-    assert (gather.count, gather.nbytes, gather.sent, gather.inter_node) == (2, 880, 770, 192)
-    assert (stats.sent, stats.inter_node) == (28, 7)
-    assert [row.inter_node for row in summarize(calls, Grid(data=8), 1)] == [0, 0]
-    assert [row.inter_node for row in summarize(calls, Grid(data=8))] == [None, None]
-    assert [row.sent for row in summarize([call("all_reduce", "stats", 16, ranks=1)], Grid())] == [0]
-
-
-@pytest.mark.parametrize(
-    ("op", "nbytes", "dimension", "ranks", "sent", "between"),
-    [("all_reduce", 1000, "tensor", 4, 1500, 0), ("send", 100, "pipe", 2, 100, 100), ("receive", 100, "pipe", 2, 0, 0),
-     ("all_reduce", 80, "data", 2, 80, 0), ("all_reduce", 80, "model", 8, 140, 35)],
-)  # fmt: skip
-def test_traffic_by_dimension(op: str, nbytes: int, dimension: str, ranks: int, sent: int, between: int) -> None:
-    (row,) = summarize([call(op, "tag", nbytes, dimension, ranks)], Grid(2, 2, 4), 2)
-    assert (row.op, row.dimension, row.sent, row.inter_node) == (op, dimension, sent, between)
 
 
 # -------------------------------------------------------------------- plans

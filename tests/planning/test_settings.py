@@ -18,7 +18,6 @@ from zerolite.planning.settings import (
     Setting,
     compare,
     offload_settings,
-    plain_settings,
     with_zero,
 )
 
@@ -35,27 +34,6 @@ def config(**zero: Any) -> ZeroliteConfig:
 
 def names(settings: list[Setting]) -> list[str]:
     return [setting.name for setting in settings]
-
-
-def test_stages_without_offload() -> None:
-    for own in (config(reduce_bucket_size=1e7), config(stage=3, offload_optimizer=DISK, offload_param=DISK)):
-        assert names(plain_settings(own)) == PLAIN
-        for stage, setting in enumerate(plain_settings(own)):
-            zero = with_zero(own, **setting.keys).zero_optimization
-            assert zero.stage == stage and not (zero.offload_optimizer.enabled or zero.offload_param.enabled)
-            assert zero.reduce_bucket_size == own.zero_optimization.reduce_bucket_size
-
-
-def test_what_may_rest_elsewhere() -> None:
-    """The host before the disk, and then the lowest stage."""
-    assert names(offload_settings(config(), "cuda")) == HOST
-    assert offload_settings(config(), "cpu") == []  # the host's memory is the device's
-    disk = [name.replace("the host", "disk") for name in HOST]
-    for block in (DISK, {"device": "none", "nvme_path": "/fast"}):
-        own = config(stage=3, offload_optimizer={"device": "none"}, offload_param=block)
-        found = names(offload_settings(own, "cuda"))
-        assert [name for name in found if name in (*HOST, *disk)] == [*HOST, *disk]
-    assert names(offload_settings(config(stage=2, offload_optimizer=DISK), "cpu")) == disk
 
 
 def test_the_configs_own_setting_is_among_them() -> None:

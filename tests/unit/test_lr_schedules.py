@@ -5,14 +5,12 @@ Each list is the learning rate that update 1, 2, 3 ... used when the schedule wa
 
 from __future__ import annotations
 
-import logging
 import warnings
 
 import pytest
 import torch
 
 from zerolite.config.errors import ConfigError
-from zerolite.optim.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from zerolite.optim.schedulers import build_scheduler
 
 OURS = {
@@ -94,29 +92,6 @@ def test_one_cycle_moves_the_momentum_too():
     assert run(scheduler, 11, lambda o: o.param_groups[0]["momentum"]) == pytest.approx(expected)
     steep = build_scheduler("OneCycle", {**params, "decay_mom_rate": 1.0}, make_optimizer())
     assert max(run(steep, 20, momentum)) == 0.9999
-
-
-def test_one_cycle_leaves_an_optimizer_without_momentum_alone(caplog):
-    for number, kind in enumerate((torch.optim.SGD, torch.optim.Adagrad), 1):
-        optimizer = make_optimizer(kind)
-        with caplog.at_level(logging.WARNING, logger="zerolite"):
-            scheduler = OneCycle(optimizer, 0.1, 1.0)
-        assert caplog.text.count("no momentum to cycle") == number
-        run(scheduler, 3)
-        assert optimizer.param_groups[0].get("momentum", 0) == 0 and "betas" not in optimizer.param_groups[0]
-    optimizer = make_optimizer()
-    run(OneCycle(optimizer, 0.1, 1.0, cycle_momentum=False), 3)
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-
-
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_no_warmup_starts_at_the_top(kind):
-    none = {"warmup_num_steps": 0, "warmup_type": kind}
-    assert run(WarmupLR(make_optimizer(), 0.001, 0.1, **none), 3) == [0.1] * 3
-    decay = WarmupDecayLR(make_optimizer(), 4, 0.0, 0.1, **none)
-    assert run(decay, 7) == pytest.approx([0.1, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0])
-    cosine = WarmupCosineLR(make_optimizer(), 2, cos_min_ratio=0.0, **none)
-    assert run(cosine, 4) == pytest.approx([0.01, 0.005, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import defaultdict
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolite.optim.muon import MuonWithAdamW, adjusted_lr, orthogonalize, work_of
+from zerolite.optim.muon import adjusted_lr, orthogonalize, work_of
 from zerolite.zero.owner_exchange import balanced_owners
 
 aten = torch.ops.aten
@@ -42,28 +40,6 @@ def test_matrices_are_orthogonalized_as_torch_does_it_in_one_batch(form) -> None
         parameter.grad, one.state = matrix.clone(), defaultdict(dict)
         one.step()
         torch.testing.assert_close(-adjusted_lr(1.0, None, form) * result.float(), parameter.data, rtol=0, atol=0)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_go_on_as_the_optimizer_does(copied) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(5))]
-    groups = [{"params": [parameter]} for parameter in parameters]
-    pair = MuonWithAdamW(groups, lr=0.1, adam_lr=0.01), parameters
-
-    def step(optimizer: MuonWithAdamW, parameters: list[torch.nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-
-    step(*pair)
-    twin = copied(pair)
-    step(*pair), step(*twin)
-    for one, other in zip(parameters, twin[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    optimizer = twin[0]
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01, 0.01]
 
 
 def test_owners_of_a_7b_model_have_equal_work() -> None:

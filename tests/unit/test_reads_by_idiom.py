@@ -236,17 +236,6 @@ def test_whoever_reads_weights_after_a_step_waits_for_them(read: str) -> None:
     assert all(comm.of("wait").count(bucket) >= 2 for bucket in range(8))  # more, where the read leaves a view
 
 
-def test_an_alias_that_code_past_functions_of_torch_has_made_gets_the_values() -> None:
-    model = stack()
-    _, engine = in_flight(model)
-    weight = model[2].weight
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # as a C++ extension
-        alias, row = weight.data, weight.data[1]
-        alias.add_(1.0)
-    assert engine.module is not None and weight.isfinite().all()
-    assert torch.equal(alias, weight) and torch.equal(row, weight[1]) and alias.data_ptr() == weight.data_ptr()
-
-
 @pytest.mark.parametrize("refuses", [False, True], ids=["torch for CPUs", "torch built with CUDA"])
 def test_a_pointer_to_a_weight_in_flight_is_refused(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_reads(monkeypatch, refuses)
@@ -267,30 +256,3 @@ def test_a_pointer_to_a_weight_in_flight_is_refused(refuses: bool, monkeypatch: 
 
 
 # ---------------------------------------------------------------- TorchScript
-
-
-def loaded(scripted: Any) -> list[Tensor]:
-    file = io.BytesIO()
-    torch.jit.save(scripted, file)
-    file.seek(0)
-    return list(torch.jit.load(file).parameters())
-
-
-OF_SCRIPTED: dict[str, Callable[[Any], list[Tensor]]] = {
-    "call": lambda scripted: [scripted(X)],
-    "save": loaded,
-    "freeze": lambda scripted: [torch.jit.freeze(scripted.eval())(X)],
-}
-
-
-@pytest.mark.parametrize("use", OF_SCRIPTED)
-@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, X)], ids=["script", "trace"])
-def test_scripted_models_have_the_values_and_end_gathers_with_the_step(make: Any, use: str) -> None:
-    model = stack()
-    comm, engine = in_flight(model)
-    scripted = make(model)
-    assert sorted(comm.of("wait")) == sorted(comm.of("launch"))
-    for _ in range(2):
-        assert all(found.isfinite().all() for found in OF_SCRIPTED[use](scripted))
-        train(engine)
-        assert sorted(comm.of("wait")) == sorted(comm.of("launch"))
