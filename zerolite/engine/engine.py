@@ -402,9 +402,9 @@ class Engine(EngineBase):
 
         With ``sequence_parallel`` they include the ranks that have other parts of the same sequences.
 
-        Floats are computed in float64, in rank order. Float tensors come back in their dtype, those of 16 bits and less
-        in float32. Integers stay integers, and a sum of integer tensors is int64. The mean of integers is a float, of
-        integer tensors float64. For bools, "max" means any, "min" all, and "sum" counts. NaN on one rank gives NaN.
+        It is computed in float64, in rank order. Floating tensors come back in their dtype, those of 16 bits and less in
+        float32. Other tensors come back in int64, and their mean in float64; bools count as 0 and 1. An int stays an
+        int, except in a mean, and is exact up to 2**53.
 
         Args:
             value: a number, a tensor, or nested dicts, lists and tuples of them. None stays None.
@@ -423,7 +423,7 @@ class Engine(EngineBase):
 
         Args:
             tensors: a tensor ``[rows, ...]`` of any dtype, or nested dicts, lists and tuples of such tensors. Ranks may
-                have different numbers of rows, and none. A 0-dim tensor or a number is one row.
+                have different numbers of rows, and none. A 0-dim tensor or a number (float64) is one row.
 
         Raises the errors of :meth:`reduce`.
         """
