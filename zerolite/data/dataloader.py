@@ -17,8 +17,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from zerolite.comm import Communicator
 from zerolite.data.even_loader import CountingCollate, EvenLoader
-from zerolite.data.position import DataPosition, EpochSampler, position_from
-from zerolite.data.tracked_loader import LoaderPass, Rows, TrackedLoader, share_of
+from zerolite.data.tracked_loader import (
+    DataPosition,
+    EpochSampler,
+    LoaderPass,
+    Rows,
+    TrackedLoader,
+    position_from,
+    share_of,
+)
 from zerolite.zero.accumulation import GradAccumulation
 
 logger = logging.getLogger("zerolite")

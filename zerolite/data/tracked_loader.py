@@ -1,23 +1,63 @@
-"""Loaders that know the samples of each batch and their position in the epoch."""
+"""Loaders that know the samples of each batch, and their position in the epoch: what a checkpoint stores of it.
+
+The order of a pass does not depend on the number of ranks. A DistributedSampler shuffles with seed + epoch and pads the
+result to a multiple of the ranks. Rank r gets every world_size-th index from r on. All ranks take equally many batches,
+so together they have been given the first samples of that order. One number describes these, and the remaining samples
+can be split over any other number of ranks.
+"""
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from zerolite.data.position import (
-    DataPosition,
-    EpochSampler,
-    SampleOrder,
-    preserve_rng_state,
-    remaining_indices,
-    remaining_per_rank,
-    with_indices,
-)
+
+class EpochSampler(DistributedSampler[Any]):
+    """A DistributedSampler that shuffles anew in each pass: drawing the indices of a pass advances `epoch`.
+
+    `set_epoch(epoch)` before a pass still works. All ranks must begin the same number of passes, or their parts
+    overlap.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = super().__iter__()
+        self.set_epoch(self.epoch + 1)
+        return indices
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Position of the passes over a loader, in plain data.
+
+    Attributes:
+        samples: samples of a whole pass.
+        order: name of their order. Samplers with equal names and epochs give equally many samples in the same order.
+        epoch: the epoch of the pass; None if the sampler has none.
+        consumed: samples of the pass that all ranks together have been given; 0 before it begins.
+    """
+
+    samples: int
+    order: str
+    epoch: int | None
+    consumed: int
+
+
+def position_from(entry: Any) -> DataPosition:
+    """Return the DataPosition whose ``asdict`` is `entry`, which may have more keys. Raises ValueError for any other
+    value."""
+    types = {"samples": (int,), "order": (str,), "epoch": (int, type(None)), "consumed": (int,)}
+    fits = isinstance(entry, dict) and all(type(entry.get(name)) in allowed for name, allowed in types.items())
+    if not fits or not 0 <= entry["consumed"] <= entry["samples"]:
+        raise ValueError(
+            f"expected the position of a loader, {', '.join(types)}, with consumed from 0 to samples, got {entry!r}"
+        )
+    return DataPosition(**{name: entry[name] for name in types})
 
 
 @dataclass(frozen=True)
@@ -62,7 +102,7 @@ class Share:
     def after(self, start: int, drop_last: bool) -> Share:
         """Return the split of the samples behind the first `start`. drop_last: the sampler's option."""
         left = self.total - start
-        return replace(self, numel=remaining_per_rank(left, self.world_size, drop_last), total=left)
+        return replace(self, numel=left // self.world_size if drop_last else -(-left // self.world_size), total=left)
 
     def batch(self, number: int) -> Rows:
         """Return the rows of batch `number`, counted from 0."""
@@ -114,13 +154,14 @@ def share_of(loader: object, rank: int, world_size: int) -> Share:
 
 
 _END: Any = object()
+_IN_SEQUENCE = "in sequence"
 
 
 class LoaderPass:
     """A pass over a loader, or the remainder of a pass that a checkpoint continues."""
 
     rows: Rows | None = None  # of the latest batch
-    ended = False
+    ended = False  # the loop has asked for a batch, and there was none
 
     def begin(self, share: Share, start: int, epoch: int | None) -> None:
         """Begin behind the first `start` samples. share: how the samples behind them are split."""
@@ -133,10 +174,6 @@ class LoaderPass:
         """Count a batch that is about to be yielded."""
         self.rows = self.share.batch(self.yielded)
         self.yielded += 1
-
-    def end(self) -> None:
-        """Note that the loop has asked for a batch, and there was none."""
-        self.ended = True
 
     @property
     def consumed(self) -> int:
@@ -153,9 +190,8 @@ class TrackedLoader:
         self.share = share  # the split of a whole pass
         self._rank = rank
         self._running = running
-        self._order = SampleOrder(loader.batch_sampler.sampler)  # type: ignore[union-attr]
-        # A random order comes from our own sampler, which remembers the generator's state that it was drawn from.
-        self.loader = with_indices(loader, self._order) if self._order.draws else loader
+        self._sampler: Any = loader.batch_sampler.sampler  # type: ignore[union-attr]
+        self.loader = loader
         self._last: LoaderPass | None = None  # the pass begun last
         self._restored: DataPosition | None = None  # a loaded position, until its batch is fetched
 
@@ -169,7 +205,7 @@ class TrackedLoader:
                 yield batch
                 if self._restored is not None:  # a checkpoint was loaded inside the loop: continue from its position
                     batches = self._begin(current)
-            current.end()
+            current.ended = True
         finally:
             self._running.remove(current)
 
@@ -180,7 +216,7 @@ class TrackedLoader:
         """
         start = self._start_of_next()
         if start:
-            return self.share.after(start, self._order.drop_last).batches
+            return self.share.after(start, self._drops_last).batches
         last = self._last
         if last is not None and last.start and last in self._running and self._restored is None:
             return last.share.batches
@@ -213,49 +249,94 @@ class TrackedLoader:
         A shuffled pass that the loop left before its end is under way until the next one begins. So a checkpoint
         continues it. A pass in sequence counts as ended, because the next one begins at the first sample.
         """
-        next_pass = self._order.next_pass(self.share.total)
+        next_pass = DataPosition(self.share.total, self._order, self._epoch, 0)
         last = self._last
         if self._restored is not None:
             return self._restored if self._start_of_next() else next_pass
         if last is None or last.ended:
             return next_pass
-        left = last not in self._running
-        if left and not (self._order.shuffled and self._order.epoch == self._order.epoch_after(last.epoch)):
+        if last not in self._running and (self._order == _IN_SEQUENCE or self._epoch != self._epoch_after(last.epoch)):
             return next_pass
-        return self._order.in_pass(self.share.total, last.epoch, last.consumed)
+        return replace(next_pass, epoch=last.epoch, consumed=last.consumed)
 
     def restore(self, position: DataPosition) -> str | None:
         """Continue at `position`, also in a pass under way.
 
         Returns None, or a sentence that says why the pass begins at its first sample instead.
         """
-        obstacle = self._order.obstacle(position) if position.consumed else None
-        self._order.restore(position)
-        self._restored = replace(
-            position,
-            order=self._order.name,
-            epoch=self._order.epoch,
-            consumed=0 if obstacle else position.consumed,
-        )
+        obstacle = None
+        if position.consumed and position.order != self._order:
+            obstacle = f"its samples were {position.order} and are now {self._order}"
+        elif position.consumed and not (self._is_distributed or self._order == _IN_SEQUENCE):
+            obstacle = f"{type(self._sampler).__name__} draws its indices in a way of its own; use a DistributedSampler"
+        if position.epoch is not None and self._is_distributed:
+            self._sampler.set_epoch(position.epoch)
+        consumed = 0 if obstacle else position.consumed
+        self._restored = replace(position, order=self._order, epoch=self._epoch, consumed=consumed)
         return obstacle
 
     def _start_of_next(self) -> int:
         """Return how many samples of the pass come before the next batch: 0 unless a position was loaded. A position of
         another epoch than the sampler's does not count: the user has chosen the epoch with ``set_epoch``."""
         restored = self._restored
-        return restored.consumed if restored is not None and restored.epoch == self._order.epoch else 0
+        return restored.consumed if restored is not None and restored.epoch == self._epoch else 0
 
     def _begin(self, current: LoaderPass) -> Iterator[object]:
-        start, restored, self._restored = self._start_of_next(), self._restored, None
-        epoch = self._order.epoch
+        start, self._restored = self._start_of_next(), None
         self._last = current
-        if restored is None or not start:
-            current.begin(self.share, 0, epoch)
+        if not start:
+            current.begin(self.share, 0, self._epoch)
             return iter(self.loader)
-        current.begin(self.share.after(start, self._order.drop_last), start, epoch)
-        indices = self._order.begin_again(restored)
-        rest = remaining_indices(indices, start, self._rank, self.share.world_size, self._order.drop_last)
+        current.begin(self.share.after(start, self._drops_last), start, self._epoch)
+        loader = copy.copy(self.loader)
+        # A DataLoader refuses to set `batch_sampler`, so write past its check. `_iterator` keeps persistent workers,
+        # which are busy with the indices of the original: the copy starts its own.
+        batches = BatchSampler(self._rest(start, current.share.numel), self.share.batch_size, self.share.drop_last)
+        vars(loader).update(batch_sampler=batches, _iterator=None)
         # torch draws a seed for the workers at each iter(). The interrupted pass has drawn its own already, so a second
         # draw would change the random numbers that the user's code gets after it.
-        with preserve_rng_state(torch.default_generator, self.loader.generator):
-            return iter(with_indices(self.loader, rest))
+        with torch.random.fork_rng(devices=[]):
+            return iter(loader)
+
+    def _rest(self, start: int, numel: int) -> list[int]:
+        """Return this rank's `numel` indices behind the first `start` samples of all ranks' pass in the next epoch.
+
+        Missing indices at the end are repeated from the beginning, as a DistributedSampler does. So a pass that
+        continues with the same number of ranks has the same indices as without the interruption.
+        """
+        sampler = self._sampler
+        if self._is_distributed:
+            sampler = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
+            sampler.set_epoch(self._sampler.epoch)
+            self._sampler.set_epoch(self._epoch_after(self._sampler.epoch))
+        indices = list(sampler)
+        rest = itertools.chain(indices[start:], itertools.cycle(indices))
+        return list(itertools.islice(rest, self._rank, numel * self.share.world_size, self.share.world_size))
+
+    # ---------------------------------------------------------------- the sampler
+
+    @property
+    def _is_distributed(self) -> bool:
+        return isinstance(self._sampler, DistributedSampler)
+
+    @property
+    def _drops_last(self) -> bool:
+        """True if samples that do not reach all ranks are left out."""
+        return self._is_distributed and self._sampler.drop_last
+
+    @property
+    def _order(self) -> str:
+        """See :attr:`DataPosition.order`."""
+        if self._is_distributed:
+            return f"shuffled with seed {self._sampler.seed}" if self._sampler.shuffle else _IN_SEQUENCE
+        sequential = type(self._sampler) is SequentialSampler
+        return _IN_SEQUENCE if sequential else f"drawn by {type(self._sampler).__name__}"
+
+    @property
+    def _epoch(self) -> int | None:
+        """The next pass's."""
+        return self._sampler.epoch if self._is_distributed else None
+
+    def _epoch_after(self, epoch: int | None) -> int | None:
+        """Return the value of :attr:`_epoch` after a pass in `epoch`."""
+        return epoch + 1 if epoch is not None and isinstance(self._sampler, EpochSampler) else epoch

@@ -402,9 +402,9 @@ class Engine(EngineBase):
 
         With ``sequence_parallel`` they include the ranks that have other parts of the same sequences.
 
-        It is computed in float64, in rank order. Floating tensors come back in their dtype, those of 16 bits and less in
-        float32. Other tensors come back in int64, and their mean in float64; bools count as 0 and 1. An int stays an
-        int, except in a mean, and is exact up to 2**53.
+        It is computed in float64, in rank order. Floating tensors come back in their dtype, those of 16 bits and less
+        in float32. Other tensors come back in int64, and their mean in float64; bools count as 0 and 1. An int stays
+        an int, except in a mean, and is exact up to 2**53.
 
         Args:
             value: a number, a tensor, or nested dicts, lists and tuples of them. None stays None.
