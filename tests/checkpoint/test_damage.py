@@ -21,7 +21,6 @@ from tests.checkpoint.runs import differences, facts, on_rank_0
 from tests.checkpoint.test_crashes import about_to_save, engine_after, go_on
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
-from zerolite.checkpoint import inspect
 from zerolite.checkpoint.directory import MANIFEST, find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.export import export_checkpoint
@@ -174,7 +173,7 @@ def test_crafted_files_are_refused(two: Path, name: str) -> None:
         crafted.put_back(path, kept)
     crafted.craft(path, name, made["a list"])
     assert faults.load(two, "global_step1") == 1
-    faults.save(two, 3, keep_last=1)  # and the damaged one is in no one's way
+    faults.save(two, 3)  # and the damaged one is in no one's way
     assert faults.load(two) == 3
 
 
@@ -188,7 +187,7 @@ def test_later_version_says_whose(two: Path) -> None:
 
 @pytest.mark.parametrize(("seed", "count"), [(6, 150), pytest.param(5, 600, marks=pytest.mark.slow)])
 def test_every_mutation_is_an_error_or_harmless(two: Path, seed: int, count: int) -> None:
-    """Each JSON is changed by chance, with checksums that fit, and read, exported and inspected."""
+    """Each JSON is changed by chance, with checksums that fit, and read and exported."""
     choose, path, out = random.Random(seed), two / "global_step2", two / "out"
     kept = crafted.files_of(path)
     refused = exports_refused = 0
@@ -204,7 +203,6 @@ def test_every_mutation_is_an_error_or_harmless(two: Path, seed: int, count: int
             export_checkpoint(path, out)
         except CheckpointError:
             exports_refused += 1
-        assert inspect.main([str(path), "--verify"]) in (0, 1)
         crafted.put_back(path, kept)
     assert count > refused > count / 3 and count > exports_refused > count / 4
     export_checkpoint(path, out)

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: tags, ``latest``, pruning, the lock, what else a path may be; and runs: a save does not
+"""A directory of checkpoints: tags, ``latest``, the lock, what else a path may be; and runs: a save does not
 harm the checkpoints of another one, a job that loads a checkpoint continues its run."""
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,7 +53,7 @@ def test_tags_of_the_users(saved: Path, tag: str) -> None:
     assert (saved / "latest").read_text() == f"{tag}\n"
 
 
-def test_what_is_no_checkpoint_is_neither_replaced_nor_pruned(saved: Path) -> None:
+def test_what_is_no_checkpoint_is_not_replaced(saved: Path) -> None:
     for path in (saved / "src" / "work.py", saved / "global_step1" / "precious"):
         path.parent.mkdir(parents=True)
         path.write_text("x")
@@ -65,50 +63,10 @@ def test_what_is_no_checkpoint_is_neither_replaced_nor_pruned(saved: Path) -> No
             faults.save(saved, 1, tag)
     (saved / "empty").mkdir()
     faults.save(saved, 1, "empty")
-    for step in (2, 3):
-        faults.save(saved, step, keep_last=1)
+    faults.save(saved, 3)
     assert (saved / "src" / "work.py").read_text() == "x" and (saved / "notes").read_text() == "y"
     assert (saved / "global_step1" / "precious").exists()
     assert tags(saved) == {"empty", "global_step3"} and faults.hidden(saved) == []
-
-
-# -------------------------------------------------------------------- pruning
-
-
-def steps(*numbers: int, **arguments: Any) -> list[tuple[int, str | None, dict[str, Any]]]:
-    return [(step, None, arguments) for step in numbers]
-
-
-USERS = ["best", "global_step", "global_step1b", "step1", "xglobal_step1"]
-PRUNED: dict[str, tuple[Sequence[Any], set[str], int]] = {  # the saves, the tags that stay, and the step that is loaded
-    "the last one": (steps(*range(1, 7), keep_last=1), {"global_step6"}, 6),
-    "the last three": (steps(*range(1, 7), keep_last=3), {"global_step4", "global_step5", "global_step6"}, 6),
-    "fewer": (steps(1, 2, keep_last=3), {"global_step1", "global_step2"}, 2),
-    "tags of the users stay": (
-        [(0, tag, {}) for tag in USERS] + steps(10, 11, 12, keep_last=1) + [(20, "mine", {"keep_last": 1})],
-        {"global_step12", "mine", *USERS},
-        20,
-    ),
-    "latest stays": (
-        steps(1) + steps(2, 3, 4, 5, save_latest=False, keep_last=2),
-        {"global_step1", "global_step4", "global_step5"},
-        1,
-    ),
-    "after going back": (  # the last save counts, and not the number of its steps
-        steps(80, 90, 100, 50, 60, keep_last=2), {"global_step50", "global_step60"}, 60,
-    ),
-    "after going back, without latest": (
-        steps(50, 60) + steps(55, save_latest=False, keep_last=1), {"global_step55", "global_step60"}, 60,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", PRUNED)
-def test_older_checkpoints_are_pruned(saved: Path, case: str) -> None:
-    saves, stay, latest = PRUNED[case]
-    for step, tag, arguments in saves:
-        faults.save(saved, step, tag, **arguments)
-    assert tags(saved) == stay and faults.load(saved) == latest and faults.hidden(saved) == []
 
 
 def test_what_cannot_be_removed_does_not_matter(
@@ -121,11 +79,11 @@ def test_what_cannot_be_removed_does_not_matter(
 
     with monkeypatch.context() as patched:
         patched.setattr(filesystem, "remove", lambda path: None if path.name.startswith(".latest") else refuse(path))
-        faults.save(saved, 2, keep_last=1)
+        faults.save(saved, 2, "global_step1")
     assert "could not be removed: Operation not permitted" in caplog.text
     assert faults.load(saved) == 2
-    faults.save(saved, 3, keep_last=1)
-    assert tags(saved) == {"global_step3"} and faults.hidden(saved) == []
+    faults.save(saved, 3)
+    assert tags(saved) == {"global_step1", "global_step3"} and faults.hidden(saved) == []
 
 
 # -------------------------------------------------------------------- the lock
@@ -205,17 +163,17 @@ def test_directory_latest_and_checkpoint_may_be_symlinks(saved: Path) -> None:
     (real / "global_step1").symlink_to(saved / "elsewhere")
     assert faults.load(real, "global_step1") == 1
     faults.save(link, 1)  # the links are replaced, and not what they name
-    faults.save(link, 2, keep_last=1)
+    faults.save(link, 2)
     assert (saved / "target").read_text() == "untouched\n"
     assert faults.load(saved / "elsewhere") == 1
-    assert tags(real) == {"global_step2"} and faults.load(link) == 2
+    assert tags(real) == {"global_step1", "global_step2"} and faults.load(link) == 2
 
 
 def test_leftovers_that_are_links(saved: Path) -> None:
     """The link is removed, and not what it leads to."""
     (saved / "precious").mkdir(parents=True)
     (saved / "precious" / "file").touch()
-    for name in (".incomplete-x", ".removed-x"):
+    for name in (".incomplete-x", ".incomplete-y"):
         (saved / name).symlink_to(saved / "precious")
     faults.save(saved, 1)
     assert (saved / "precious" / "file").exists() and faults.hidden(saved) == []
@@ -251,7 +209,7 @@ REMEDIES = 'call engine.load_checkpoint on that directory before the first save.
 
 
 def test_another_run_is_not_harmed(ram: Path) -> None:
-    """Its checkpoints are neither replaced nor pruned; those of the new run stand beside them."""
+    """Its checkpoints are not replaced; those of the new run stand beside them."""
     for step, tag in ((1, None), (2, None), (3, "best")):
         faults.save(ram, step, tag)
     before = {known.tag: known.saved_at for known in complete_checkpoints(ram)}
@@ -261,12 +219,12 @@ def test_another_run_is_not_harmed(ram: Path) -> None:
             faults.save(ram, step, tag, run=other)
     assert faults.load(ram) == 3
     for step in (4, 5):
-        faults.save(ram, step, run=other, keep_last=1)
+        faults.save(ram, step, run=other)
     after = {known.tag: known.saved_at for known in complete_checkpoints(ram)}
-    assert after.keys() - before.keys() == {"global_step5"} and after.items() >= before.items()
+    assert after.keys() - before.keys() == {"global_step4", "global_step5"} and after.items() >= before.items()
     assert faults.load(ram) == 5
-    faults.save(ram, 6, "best", run=None, keep_last=1)  # as with "overwrite"
-    assert tags(ram) == {"best", "global_step5"} and faults.load(ram) == 6
+    faults.save(ram, 6, "best", run=None)  # as with "overwrite"
+    assert faults.load(ram) == 6
 
 
 def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:
@@ -290,7 +248,7 @@ def test_what_names_no_run_is_replaced(ram: Path) -> None:
     assert read_manifest(ram / "global_step1").run == "" and faults.load(ram) == 2
     later = faults.resumed(ram)
     assert later.id
-    faults.save(ram, 3, run=later, keep_last=1)
+    faults.save(ram, 3, run=later)
     (ram / "global_step3" / MANIFEST).write_text("{")
     faults.save(ram, 3, run=TrainingRun())
 

@@ -37,17 +37,15 @@ SCENARIOS: dict[str, tuple[Save, Save, set[int]]] = {
     "second": (save(2), save(3), {2, 3}),
     "overwrite": (save(2, "best"), save(3, "best"), {2, 3}),
     "overwrite without latest": (save(2, "best", save_latest=False), save(3, "best", save_latest=False), {2, 3}),
-    "pruning": (lambda path: [faults.save(path, step) for step in (1, 2)], save(3, keep_last=1), {2, 3}),
     "after crashes": (lambda path: overwritten_halfway(path), save(3, "best"), {2, 3}),
 }
 
 
 def overwritten_halfway(save_dir: Path) -> None:
-    """A save was killed while it replaced a checkpoint, and another while it removed one."""
+    """A save was killed while it replaced a checkpoint, and another before."""
     faults.save(save_dir, 1)
     faults.save(save_dir, 2, "best")
     os.rename(save_dir / "best", save_dir / ".replaced-best")
-    shutil.copytree(save_dir / "global_step1", save_dir / ".removed-global_step0")
     shutil.copytree(save_dir / "global_step1", save_dir / ".incomplete-best-0123")
 
 

@@ -21,7 +21,7 @@ FIRST_STEPS = ROOT / "docs" / "getting-started.md"
 # Left out: commands that need another machine, a network, another launcher, or a process to send a signal to; and plans
 # of models that users download, or that take minutes (tests/planning has smaller ones of their kind).
 RUNNABLE = re.compile(
-    r"^\$ zerolite (plan --model transformer:|report|inspect|export|--nproc 2 train\.py|--dry-run) ?.*$", re.MULTILINE
+    r"^\$ zerolite (plan --model transformer:|report|export|--nproc 2 train\.py|--dry-run) ?.*$", re.MULTILINE
 )
 
 

@@ -1,4 +1,4 @@
-"""Directory of checkpoints: list, begin, commit, prune, the file `latest`, and whose run a checkpoint is of.
+"""Directory of checkpoints: list, begin, commit, the file `latest`, and whose run a checkpoint is of.
 
 A checkpoint is a directory with a manifest. It is written under a name that begins with a dot, and renamed when it is
 complete. Then the file ``latest``, which contains its name, is replaced. So a process may be killed at any point: all
@@ -15,7 +15,6 @@ import functools
 import json
 import logging
 import os
-import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,11 +26,10 @@ from zerolite.checkpoint.errors import CheckpointError, NoCheckpoint
 logger = logging.getLogger("zerolite")
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_INCOMPLETE, _REPLACED, _REMOVED = ".incomplete-", ".replaced-", ".removed-"
+_INCOMPLETE, _REPLACED = ".incomplete-", ".replaced-"
 MOST_JSON_BYTES = 1 << 30  # limit of a manifest, which has 8 bytes for each MiB of the checkpoint
 _MOST_LATEST_BYTES = 4096
 _JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"  # the launcher's: the same on all nodes and after a restart, then "-" and the node
-_DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
 
 def default_tag(global_steps: int) -> str:
@@ -162,7 +160,7 @@ def _latest(directory: Path) -> str | None:
 
 
 class TrainingRun:
-    """The run of one job: a save never replaces or removes a checkpoint of another run, whose id its manifest names.
+    """The run of one job: a save never replaces a checkpoint of another run, whose id its manifest names.
 
     A run is one training, of one or more jobs: a job that loads a checkpoint completely continues its run. Only the
     rank that commits uses it, so ranks cannot disagree on it.
@@ -182,7 +180,7 @@ class TrainingRun:
         self.id = run or self.id
 
     def owns(self, known: CompleteCheckpoint) -> bool:
-        """Return True if a save of this job may replace or remove a checkpoint."""
+        """Return True if a save of this job may replace a checkpoint."""
         return known.run == self.id or known.run in self._earlier
 
 
@@ -241,7 +239,7 @@ def begin(directory: Path, tag: str, run: TrainingRun | None) -> Path:
             '"checkpoint": {"overwrite": true}; to keep both, pass another tag'
         )
     for path in sorted(directory.iterdir()):
-        if path.name.startswith((_INCOMPLETE, _REMOVED)) or path.name == f".{LATEST}.new":
+        if path.name.startswith(_INCOMPLETE) or path.name == f".{LATEST}.new":
             filesystem.remove(path)
         elif path.name.startswith(_REPLACED):
             _settle(path, directory / path.name.removeprefix(_REPLACED))
@@ -283,36 +281,13 @@ def commit(written: Path, tag: str) -> Path:
         with contextlib.suppress(OSError):  # the first rename may have been the one that failed
             filesystem.rename(replaced, path)
         raise
-    _remove(replaced)
-    return path
-
-
-def _remove(path: Path) -> None:
-    """Remove a directory that is not needed any more. If that fails, it does no harm until the next save removes it."""
     try:
-        # Rename it first: a checkpoint that is half removed must not be found under its tag.
-        if not path.name.startswith("."):
-            path = filesystem.rename(path, path.with_name(f"{_REMOVED}{path.name}"))
-        filesystem.remove(path)
-    except OSError as error:
-        logger.warning("'%s' could not be removed: %s", path, error.strerror)
+        filesystem.remove(replaced)
+    except OSError as error:  # it does no harm until the next save removes it
+        logger.warning("'%s' could not be removed: %s", replaced, error.strerror)
+    return path
 
 
 def set_latest(directory: Path, tag: str) -> None:
     """Write the file `latest`. Called by one rank, with the lock."""
     filesystem.replace_file(directory / LATEST, f"{tag}\n".encode())
-
-
-def prune(directory: Path, keep: int, saved: str, run: TrainingRun | None) -> None:
-    """Remove checkpoints with a default tag, except the ``keep`` newest, ``saved`` and the latest.
-
-    Tags that the user has chosen stay, and checkpoints that the job does not own. Called by one rank, with the lock.
-    """
-    latest = _latest(directory)
-    others = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag)]
-    others = [known for known in others if known.tag != saved and (run is None or run.owns(known))]
-    others.sort(key=lambda known: known.saved_at)
-    keep -= 1 if _DEFAULT_TAG.fullmatch(saved) else 0
-    for known in others[: max(len(others) - keep, 0)]:
-        if known.tag != latest:
-            _remove(directory / known.tag)

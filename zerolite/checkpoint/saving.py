@@ -270,10 +270,9 @@ class Saver:
             key: json_codec.encode(value, key, tensors) for key, value in self._state(model, user, scheduler).items()
         }
         shards = [Shard.whole(f"{CLIENT}{index}", tensor) for index, tensor in enumerate(tensors)]
-        settings = self._parts.config.checkpoint
-        run = None if settings.overwrite else self._run
+        run = None if self._parts.config.checkpoint.overwrite else self._run
         manifest = self._manifest(tag, request)
-        return Commit(Path(request.save_dir), manifest, state, run, request.save_latest, settings.keep_last), shards
+        return Commit(Path(request.save_dir), manifest, state, run, request.save_latest), shards
 
     def _state(self, model: ModelFacts, user: dict[str, object], scheduler: Any) -> dict[str, object]:
         """Return the content of state.json before it is encoded. ``model``: facts of the full model."""

@@ -142,9 +142,8 @@ class Commit:
         save_dir: directory of the checkpoints.
         manifest: the manifest, without its files.
         state: content of state.json, to which the optimizer's scalars are added.
-        run: run of the job that saves; None may replace and remove the checkpoints of all runs.
+        run: run of the job that saves; None may replace the checkpoints of all runs.
         save_latest: let ``latest`` point to this checkpoint.
-        keep_last: see :func:`directory.prune`; None removes nothing.
     """
 
     save_dir: Path
@@ -152,7 +151,6 @@ class Commit:
     state: dict[str, Any]
     run: TrainingRun | None
     save_latest: bool = True
-    keep_last: int | None = None
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
     _path: Path | None = field(default=None, init=False)  # from the begin until the checkpoint has its name
     _tensors: dict[str, StoredTensor] = field(default_factory=dict, init=False)
@@ -213,8 +211,6 @@ class Commit:
                     f"it is complete in '{self.save_dir}', but the file '{directory.LATEST}' could not be replaced "
                     f"({error.strerror}) and names another one, or none; load it with tag='{tag}'"
                 ) from error
-        if self.keep_last is not None:
-            directory.prune(self.save_dir, self.keep_last, tag, self.run)
 
     def close(self) -> None:
         """Unlock the directory, and remove a checkpoint that was not committed."""

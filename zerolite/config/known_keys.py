@@ -63,6 +63,7 @@ UNSUPPORTED: dict[str, Key] = {
         switch="enabled",
     ),
     "expert_parallel.preset_model": Key((None,), ignored="experts are found by the structure of their modules"),
+    "checkpoint.keep_last": Key((None,), "all stay; docs/checkpoints.md has the loop that removes older ones"),
     "checkpoint.timeout_s": Key(reason="saves and loads wait as long as desync_timeout_s says"),
     "check_collectives": Key(reason="set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch compares the ranks' collectives"),
     "memory_check": Key(("off",), ignored="`zerolite plan` says beforehand if a job fits"),

@@ -88,12 +88,9 @@ class DataTypesConfig(Block):
 class CheckpointConfig(Block):
     """Saving and loading; see [Checkpoints](checkpoints.md)."""
 
-    keep_last: Count | None = None
-    """Number of newest checkpoints with the default tag, `global_step<N>`, to keep. null: all. Checkpoints with tags of
-    your own always stay. (zerolite's own key.)"""
     overwrite: Bool = False
-    """Let a job that has not loaded a checkpoint of a run replace and remove that run's checkpoints. false: to replace
-    one is an error, and they are not removed. (zerolite's own key.)"""
+    """Let a job that has not loaded a checkpoint of a run replace that run's checkpoints. false: it is an error.
+    (zerolite's own key.)"""
 
 
 class ZeroliteConfig(Block):

@@ -18,7 +18,6 @@ from zerolite.launcher.resources import find_nproc_problem
 COMMANDS = {
     "plan": "zerolite.planning.command",
     "report": "zerolite.diagnostics.report",
-    "inspect": "zerolite.checkpoint.inspect",
     "export": "zerolite.checkpoint.export",
     "import-deepspeed": "zerolite.compat.deepspeed_import",
 }

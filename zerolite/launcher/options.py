@@ -49,13 +49,11 @@ examples:
   zerolite --hostfile hosts --exclude node3 train.py
   zerolite plan --model my.model:build --config zero3.json --world-size 64
   zerolite report
-  zerolite inspect runs/gpt/checkpoints --verify
   zerolite export runs/gpt/checkpoints exported --dtype bf16
 
 commands that start nothing, each with a --help of its own:
   plan              memory and traffic of a job, before a device is rented
   report            versions, devices, and which kernels can be used here
-  inspect           what a checkpoint holds, and whether it is whole
   export            a checkpoint's model, as Hugging Face loads it
   import-deepspeed  a checkpoint of DeepSpeed's ZeRO becomes one of zerolite
 A file in the working directory that is called like one of them is run instead, as any
@@ -125,7 +123,7 @@ def build_parser() -> _Parser:
     parser = _Parser(
         prog="zerolite",
         usage="zerolite [options] (script.py | -m module) [args ...]\n"
-        "       zerolite (plan | report | inspect | export | import-deepspeed) ...",
+        "       zerolite (plan | report | export | import-deepspeed) ...",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
