@@ -6,7 +6,6 @@ It needs no DeepSpeed and runs no code from the files. They are mapped, so a ten
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -25,19 +24,14 @@ from zerolite.utils.text import command_parser
 
 DESCRIPTION = """\
 Convert a universal checkpoint of DeepSpeed to one of zerolite, with its optimizer
-states. No code from the files is run. A part that needs code is left out with a
-message, or the checkpoint is refused."""
+states. No code from the files is run; one that needs it is refused."""
 
 EPILOG = """\
 OUT becomes a directory of checkpoints for engine.load_checkpoint."""
 
-logger = logging.getLogger("zerolite")
-
 
 def import_deepspeed(directory: Path, out: Path, tag: str | None = None) -> Path:
     """Convert a universal checkpoint of DeepSpeed into the directory of checkpoints ``out``, under the same tag.
-
-    Parts that are left out are logged.
 
     Args:
         directory: directory of DeepSpeed's checkpoints, or the checkpoint itself.
@@ -59,11 +53,12 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None) -> Path
     if path.exists() and not (path / MANIFEST).is_file():
         raise CheckpointError(f"'{path}' is there already, and is no checkpoint of zerolite; choose another directory")
     imported = UniversalReader(source)
-    for text in imported.left_out:
-        logger.warning("import-deepspeed: '%s': left out: %s", source, text)
     tensors: list[torch.Tensor] = []
     scalars = imported.state["optimizer"].pop("scalars")
-    state = {key: json_codec.encode(value, key, tensors) for key, value in imported.state.items()}
+    try:
+        state = {key: json_codec.encode(value, key, tensors) for key, value in imported.state.items()}
+    except TypeError as error:
+        raise CheckpointError(f"'{source}' was not imported: {error}") from error
     of_client = [Shard.whole(f"client_state/{index}", tensor) for index, tensor in enumerate(tensors)]
     parameters = imported.state["parameters"].values()
     manifest = Manifest(

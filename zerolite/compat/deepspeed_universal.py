@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import MANIFEST
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.flat_ranges import Shard, everything
 from zerolite.checkpoint.state import clean
-from zerolite.compat.safe_unpickle import StubObject, load_safely
+from zerolite.compat.safe_unpickle import load_safely
 from zerolite.utils.dtypes import CODES
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
@@ -35,7 +34,7 @@ _MODEL_KEYS = frozenset(
 )
 # Entries of a parameter group that are not hyperparameters: implementation switches, counters, and the parameters.
 _NOT_HYPERPARAMETERS = frozenset(
-    ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable", "_ds_source_param_group_id")
+    "params param_names step foreach fused capturable differentiable bias_correction _ds_source_param_group_id".split()
 )
 
 
@@ -72,7 +71,6 @@ class UniversalReader:
     Attributes:
         state: content of state.json, not yet encoded.
         tensors: tensors with keys as in tensors.json; their files are mapped, not read.
-        left_out: descriptions of the parts that are left out.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of another kind, or its files would run code.
@@ -80,7 +78,6 @@ class UniversalReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.left_out: list[str] = []
         self.tensors: list[Shard] = []
         self.fragments: list[dict[str, torch.Tensor]] = []
         self.models = self._model_files()
@@ -88,7 +85,7 @@ class UniversalReader:
         self.optimizer = load_safely(path / "zero" / "optimizer_state.pt")
         try:
             self._check_head()
-            self.config = self._plain_data(self.head.get("ds_config") or {}, "its configuration")
+            self.config = self.head.get("ds_config") or {}
             self.deepspeed_version = str(self.head["ds_version"])
             self.state = self._read_state()
         except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -137,21 +134,16 @@ class UniversalReader:
             )
 
     def _read_state(self) -> dict[str, Any]:
-        self.module: dict[str, torch.Tensor] = {}
-        extra: dict[str, Any] = {}  # state of modules with get_extra_state
-        for name, value in self.head["module"].items():
-            if name.rpartition(".")[2] == "_extra_state":
-                data = self._plain_data(value, f"the extra state '{name}'")
-                if data is not _NOTHING:
-                    extra[clean(name.removesuffix("_extra_state").removesuffix("."))] = data
-            elif isinstance(value, torch.Tensor):
-                self.module[name] = value
-            else:
-                self.left_out.append(f"the entry '{name}' of the model's state, a {_type_name(value)}")
-        for key in ("data_sampler", "random_ltd"):
-            if self.head.get(key) is not None:
-                self.left_out.append(f"the state of DeepSpeed's {key}")
-        client = {key: value for key, value in self.head.items() if key not in _MODEL_KEYS}
+        module: dict[str, Any] = self.head["module"]
+        self.module = {name: value for name, value in module.items() if isinstance(value, torch.Tensor)}
+        extra = {}  # state of modules with get_extra_state
+        for name in module.keys() - self.module.keys():
+            owner, _, last = name.rpartition(".")
+            if last != "_extra_state":
+                raise TypeError(f"the model's state has '{name}', a {type(module[name]).__name__}")
+            extra[clean(owner)] = module[name]
+        of_data = {key: self.head[key] for key in ("data_sampler", "random_ltd") if self.head.get(key) is not None}
+        client = {key: value for key, value in self.head.items() if key not in _MODEL_KEYS} | of_data
         optimizer = self._read_optimizer()
         return {
             "parameters": self._read_parameters(),
@@ -162,21 +154,8 @@ class UniversalReader:
             "loss_scaler": self._read_loss_scaler(),
             "counters": self._read_counters(),
             "loaders": None,
-            "client_state": self._plain_data(client, "client_state"),
+            "client_state": client,
         }
-
-    def _plain_data(self, value: Any, where: str) -> Any:
-        """Return ``value`` without the parts that are not plain data, which are added to ``left_out``."""
-        if type(value) is dict:
-            items = {key: self._plain_data(element, f"{where}[{key!r}]") for key, element in value.items()}
-            return {key: element for key, element in items.items() if element is not _NOTHING}
-        try:
-            json_codec.encode(value, where, [])
-        except TypeError:
-            more = "" if isinstance(value, StubObject) else " that holds other objects"
-            self.left_out.append(f"{where}, a {_type_name(value)}{more}")
-            return _NOTHING
-        return value
 
     # ---------------------------------------------------------------- the model
 
@@ -214,7 +193,7 @@ class UniversalReader:
         value, shape = load_safely(path), self.shapes[name]
         value = value["param"] if isinstance(value, dict) else value  # at stage 3 the file is the flat tensor
         if not isinstance(value, torch.Tensor) or value.numel() != math.prod(shape):
-            got = tuple(value.shape) if isinstance(value, torch.Tensor) else _type_name(value)
+            got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(f"'{path}': expected a tensor of shape {shape}, got {got}")
         return value.view(shape)
 
@@ -254,6 +233,8 @@ class UniversalReader:
 
     def _read_optimizer(self) -> dict[str, Any]:
         flat_groups, settings = self.head["param_shapes"], self.optimizer["param_groups"]
+        if not all(group.get("bias_correction", True) for group in settings):
+            raise CheckpointError(f"'{self.path}' is of an Adam without bias_correction, which torch's optimizers have")
         self.shapes = {name: tuple(shape) for group in flat_groups for name, shape in group.items()}
         # DeepSpeed's optimizer has a flat tensor for each group, at stage 3 for each of its subgroups.
         numbers = [number for number, group in enumerate(settings) for _ in group["params"]]
@@ -263,7 +244,8 @@ class UniversalReader:
                 f"in the model states, got {len(numbers)}; are all files from the same save?"
             )
         groups: list[dict[str, Any]] = [
-            {"names": [], "values": self._hyperparameters(*pair)} for pair in enumerate(settings)
+            {"names": [], "values": {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}}
+            for group in settings
         ]
         steps: dict[str, torch.Tensor] = {}
         for index, (number, names) in enumerate(zip(numbers, flat_groups, strict=True)):
@@ -276,13 +258,6 @@ class UniversalReader:
                 if step is not None:
                     steps[clean(name)] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         return {"type": self._optimizer_type(), "groups": groups, "scalars": {"step": steps} if steps else {}}
-
-    def _hyperparameters(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
-        values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
-        if not values.pop("bias_correction", True):  # torch's optimizers always correct the bias
-            self.left_out.append(f"parameter group {number}['bias_correction'], which is False")
-        plain: dict[str, Any] = self._plain_data(values, f"parameter group {number}")
-        return plain
 
     def _step(self, name: str, index: int, group: dict[str, Any]) -> Any:
         """Return the count of steps: of the parameter, else of its flat group at stage 3, else of its param group."""
@@ -305,21 +280,17 @@ class UniversalReader:
     def _read_schedule(self) -> dict[str, Any] | None:
         """Return the schedule's state. Its ``type`` is None if the config does not name it."""
         saved, named = self.head.get("lr_scheduler"), self.config.get("scheduler")
-        state = self._plain_data(saved, "the state of the learning rate schedule")
-        if saved is None or state is _NOTHING:
+        if saved is None:
             return None
+        state = dict(saved)
         if set(saved) == {"last_batch_iteration"}:
-            state = {"last_epoch": state["last_batch_iteration"] + 1}  # DeepSpeed counts from -1
+            state = {"last_epoch": saved["last_batch_iteration"] + 1}  # DeepSpeed counts from -1
         return {"type": named.get("type") if isinstance(named, dict) else None, "state": state}
 
     def _read_loss_scaler(self) -> dict[str, Any] | None:
         if not any(self.module[name].dtype == torch.float16 for name in self.shapes if name in self.module):
             return None
-        saved = self.optimizer.get("loss_scaler")
-        fields = saved.fields if isinstance(saved, StubObject) else {}
-        if not isinstance(fields.get("cur_scale"), (int, float)):
-            self.left_out.append("the loss scale, which has an unknown format")
-            return None
+        fields = self.optimizer["loss_scaler"].fields
         if not fields.get("dynamic"):
             return {"scale": float(fields["cur_scale"]), "good_steps": 0, "hysteresis_left": 1}
         good = fields["cur_iter"] - fields["last_overflow_iter"] - 1
@@ -346,12 +317,5 @@ class UniversalReader:
         }
 
 
-_NOTHING: Any = object()
-
-
 def _joined(parts: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
     return torch.cat(parts)[: math.prod(shape)].view(shape)
-
-
-def _type_name(value: object) -> str:
-    return value.name if isinstance(value, StubObject) else type(value).__name__
