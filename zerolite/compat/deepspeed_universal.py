@@ -85,7 +85,7 @@ class UniversalReader:
         self.optimizer = load_safely(path / "zero" / "optimizer_state.pt")
         try:
             self._check_head()
-            self.config = self.head.get("ds_config") or {}
+            self.config: dict[str, Any] = self.head.get("ds_config") or {}
             self.deepspeed_version = str(self.head["ds_version"])
             self.state = self._read_state()
         except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -303,10 +303,11 @@ class UniversalReader:
 
     def _read_counters(self) -> dict[str, Any]:
         accumulation = self.config.get("gradient_accumulation_steps")
-        batch, micro = self.config.get("train_batch_size"), self.config.get("train_micro_batch_size_per_gpu")
+        sizes: Any = (self.config.get("train_batch_size"), self.config.get("train_micro_batch_size_per_gpu"))
+        batch, micro = sizes
         if not isinstance(accumulation, int):
-            sizes_known = isinstance(batch, int) and isinstance(micro, int)
-            accumulation = batch // (micro * self.world_size) if sizes_known else 1
+            known = isinstance(batch, int) and isinstance(micro, int)
+            accumulation = batch // (micro * self.world_size) if known else 1
         return {
             "global_steps": self.head["global_steps"],
             "skipped_steps": self.head["skipped_steps"],

@@ -43,7 +43,7 @@ def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> 
         dtype = rows[0].dtype
         wide = torch.cat(rows).to(torch.float64 if dtype.is_floating_point or op == "mean" else torch.int64)
         result = OPS[op](wide, 0)
-        if isinstance(item, numbers.Real):
+        if not isinstance(item, torch.Tensor):
             number = float(result)
             return int(number) if isinstance(item, int) and op != "mean" and number.is_integer() else number
         return result.to(dtype if dtype.itemsize > 2 else torch.float32) if dtype.is_floating_point else result
