@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import zerolite
 from tests.toolkit import models, reference
@@ -31,19 +31,6 @@ def samples_of(rank: int) -> tuple[Tensor, Tensor]:
     return models.float_batch(5, 0, rank, size=SAMPLES[dist.get_world_size()][rank])
 
 
-class Part(IterableDataset):
-    """The samples of this rank. breaks: behind them comes an error."""
-
-    def __init__(self, breaks: bool = False, empty: bool = False) -> None:
-        self.breaks, self.empty = breaks, empty
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if not self.empty:
-            yield from zip(*samples_of(dist.get_rank()), strict=True)
-        if self.breaks:
-            raise KeyError("a bug in the dataset")
-
-
 def joint_batches() -> list[list[tuple[Tensor, Tensor]]]:
     """Return for each step the batches of the ranks that have one."""
     world = dist.get_world_size()
@@ -51,13 +38,8 @@ def joint_batches() -> list[list[tuple[Tensor, Tensor]]]:
     return [[part[step] for part in parts if step < len(part)] for step in range(max(map(len, parts)))]
 
 
-def from_iterable(engine: Any) -> Iterator[tuple[Any, int]]:
-    for batch in engine.dataloader:
-        yield batch, engine.dataloader.weight
-
-
 def by_hand(engine: Any) -> Iterator[tuple[Any, int]]:
-    """Yield batches and weights as docs/uneven-data.md does for any loader."""
+    """Yield batches and weights as docs/uneven-data.md does."""
     loader = DataLoader(TensorDataset(*samples_of(engine.rank)), BATCH)
     batches, last = iter(loader), None
     for _ in range(engine.reduce(len(loader), "max")):
@@ -67,19 +49,12 @@ def by_hand(engine: Any) -> Iterator[tuple[Any, int]]:
         yield last, weight
 
 
-def joined(config: dict[str, Any], how: str, epochs: int = 2) -> dict[str, Any]:
-    """Train passes over uneven parts. how: "iterable", "by hand", or "train_batch"."""
-    config = config | {"train_micro_batch_size_per_gpu": BATCH}
-    engine = zerolite.initialize(models.build(models.Mlp), config, training_data=Part(), loss_fn=torch.nn.MSELoss())
-    norms, losses = [], []
-    steps = len(joint_batches())
+def joined(config: dict[str, Any], epochs: int = 2) -> dict[str, Any]:
+    """Train passes over uneven parts."""
+    engine = zerolite.initialize(models.build(models.Mlp), config)
+    norms = []
     for _ in range(epochs):
-        if how == "train_batch":
-            for _ in range(steps // engine.gradient_accumulation_steps):
-                losses.append(float(engine.train_batch()))
-                norms.append(engine.get_global_grad_norm())
-            continue
-        for batch, weight in (by_hand if how == "by hand" else from_iterable)(engine):
+        for batch, weight in by_hand(engine):
             engine.backward(models.square_loss(engine, batch), weight=weight)
             if engine.step():
                 norms.append(engine.get_global_grad_norm())
@@ -87,7 +62,7 @@ def joined(config: dict[str, Any], how: str, epochs: int = 2) -> dict[str, Any]:
             norms.append(engine.get_global_grad_norm())
     parameters = snapshot(engine)
     assert_same_on_ranks(parameters)
-    return {"parameters": parameters, "norms": norms, "losses": losses}
+    return {"parameters": parameters, "norms": norms}
 
 
 def joined_plain(micros: int, epochs: int = 2) -> Any:
@@ -103,46 +78,9 @@ def joined_plain(micros: int, epochs: int = 2) -> Any:
 def test_uneven_passes_are_those_of_the_joint_batches(stage: str) -> None:
     for micros in (1, 3):
         wanted = joined_plain(micros)
-        for how in ("iterable", "by hand"):
-            found = joined(at(stage, accumulation=micros), how)
-            assert found["norms"] == pytest.approx(wanted.norms, rel=2e-6), how
-            torch.testing.assert_close(found["parameters"], wanted.parameters, rtol=0, atol=2e-6)
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("stage", ["1", "3"])
-def test_train_batch_over_uneven_parts(stage: str) -> None:
-    wanted, found = joined_plain(1), joined(at(stage), "train_batch")
-    assert found["losses"] == pytest.approx(wanted.losses, rel=2e-6)
-    torch.testing.assert_close(found["parameters"], wanted.parameters, rtol=0, atol=2e-6)
-
-
-@on_ranks(2, timeout=30)
-@pytest.mark.parametrize("stage", ["0", "3"])
-def test_uneven_parts_that_all_ranks_refuse(stage: str) -> None:
-    engine = make_engine(at(stage), "Mlp")
-
-    def train(weighted: bool = True, plain: bool = False, **more: Any) -> None:
-        loader = engine.deepspeed_io(Part(**more), batch_size=BATCH)
-        for batch in loader:
-            loss = models.square_loss(engine, batch)
-            if plain:
-                loss.backward()
-            else:
-                engine.backward(loss, weight=loader.weight if weighted else None)
-            engine.step()
-
-    for plain in (False, True):
-        with raises(RuntimeError, "got a backward without a weight"):
-            train(weighted=False, plain=plain)
-        engine.zero_grad()
-    with raises(ValueError, "IterableDataset Part: expected at least one batch on every rank, got none on rank 1"):
-        train(empty=engine.rank == 1)
-    breaks = engine.rank == 0
-    with raises(KeyError if breaks else RuntimeError, "a bug" if breaks else "rank 0 has failed to load"):
-        train(breaks=breaks)
-    engine.zero_grad()
-    train()
+        found = joined(at(stage, accumulation=micros))
+        assert found["norms"] == pytest.approx(wanted.norms, rel=2e-6)
+        torch.testing.assert_close(found["parameters"], wanted.parameters, rtol=0, atol=2e-6)
 
 
 # -------------------------------------------------------------------- batches that differ in size

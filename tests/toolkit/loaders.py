@@ -5,8 +5,7 @@ from __future__ import annotations
 from zerolite.comm import Communicator
 from zerolite.comm.transport import DryTransport
 from zerolite.data.dataloader import Loaders
-from zerolite.zero.accumulation import GradAccumulation
 
 
 def loaders_of(rank: int, world_size: int, batch_size: int, drop_last: bool = False) -> Loaders:
-    return Loaders(Communicator(DryTransport(rank, world_size)), GradAccumulation(1), "cpu", batch_size, drop_last)
+    return Loaders(Communicator(DryTransport(rank, world_size)), "cpu", batch_size, drop_last)

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from zerolite.comm import Communicator
-from zerolite.data.even_loader import CountingCollate, EvenLoader
 from zerolite.data.tracked_loader import (
     DataPosition,
     EpochSampler,
@@ -26,7 +25,6 @@ from zerolite.data.tracked_loader import (
     position_from,
     share_of,
 )
-from zerolite.zero.accumulation import GradAccumulation
 
 logger = logging.getLogger("zerolite")
 
@@ -81,7 +79,6 @@ class Loaders:
     def __init__(
         self,
         comm: Communicator,
-        accumulation: GradAccumulation,
         device_type: str,
         micro_batch_size: int | None,
         drop_last: bool,
@@ -90,17 +87,14 @@ class Loaders:
         """
         Args:
             comm: the data ranks.
-            accumulation: is told while some ranks repeat a batch.
             collate_fn: default of the loaders.
         """
         self._collate_fn = collate_fn
-        self._comm, self._accumulation = comm, accumulation
         self._rank, self._world_size = comm.rank, comm.world_size
         self._device_type = device_type
         self._micro_batch_size = micro_batch_size
         self._drop_last = drop_last
         self._running: list[LoaderPass] = []  # passes under way, the one begun last at the end
-        self._even: list[EvenLoader] = []  # those with a pass under way, the one begun last at the end
         # By number, in the order in which they were made. Weak, because a loader that the user drops needs no position.
         self._made: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -118,27 +112,18 @@ class Loaders:
         """Make a loader of `dataset`; see :meth:`zerolite.engine.engine.Engine.deepspeed_io`."""
         if route not in ROUTES:
             raise ValueError(f"engine.deepspeed_io: expected route to be one of {', '.join(ROUTES)}, got {route!r}.")
-        is_iterable = isinstance(dataset, IterableDataset)
-        collate = collate_fn or self._collate_fn
         loader = build_dataloader(
             dataset,
             self._micro_batch_size if batch_size is None else batch_size,
             self._rank,
             self._world_size,
-            collate_fn=CountingCollate(collate) if is_iterable else collate,
+            collate_fn=collate_fn or self._collate_fn,
             pin_memory=pin_memory and self._device_type == "cuda",
             num_workers=num_workers,
             drop_last=self._drop_last and route == "train",
             shuffle=route == "train",
         )
-        if not is_iterable:
-            return self.prepare(loader)
-        return EvenLoader(loader, self._comm, self._accumulation, self._even)
-
-    @property
-    def repeats(self) -> bool:
-        """True if the batch in hand is one that this rank repeats, because other ranks have more of them."""
-        return bool(self._even) and self._even[-1].weight == 0
+        return loader if isinstance(dataset, IterableDataset) else self.prepare(loader)
 
     def prepare(self, loader: Any) -> TrackedLoader:
         """Return `loader` as one whose batches are known. Raises ValueError if they cannot be: see

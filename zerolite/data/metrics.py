@@ -62,8 +62,6 @@ def gather(
         samples = None if loaders is None else loaders.rows(loader)
     except ValueError as error:
         problem = error
-    # A batch that this rank repeats has no rows.
-    repeats = loaders is not None and loader is None and samples is None and loaders.repeats
 
     def rows(path: str, item: object) -> torch.Tensor:
         if problem is not None:
@@ -74,8 +72,7 @@ def gather(
                 f"expected a row for each of the {samples.per_rank} samples that the loader gave this rank, got "
                 f"{tensor.shape[0]} rows at {path}; for values that are not one for each sample call engine.gather"
             )
-        tensor = tensor if tensor.dim() else tensor.reshape(1)
-        return tensor[:0] if repeats else tensor
+        return tensor if tensor.dim() else tensor.reshape(1)
 
     def joined(item: Any, parts: list[torch.Tensor]) -> torch.Tensor:
         is_scalar = not isinstance(item, torch.Tensor) or not item.dim()

@@ -12,7 +12,6 @@ from zerolite.comm import collective
 from zerolite.comm.initial_sync import broadcast_together
 from zerolite.data import metrics
 from zerolite.data.dataloader import RepeatingLoader
-from zerolite.data.even_loader import EvenLoader
 from zerolite.data.micro_batch import check_batches
 from zerolite.diagnostics.consistency import SameInputs
 from zerolite.engine import whole_steps
@@ -254,14 +253,9 @@ class Engine(EngineBase):
             for module in training:  # modules that the user had put in eval mode stay in it
                 module.training = True
 
-    def is_own(self, data_iter: object) -> bool:
-        """Return True if these are the batches of ``engine.dataloader`` that :meth:`train_batch` takes by itself."""
-        return data_iter is self._batches
-
-    def _weight_of(self, batches: object) -> int | None:
+    def _batch_weight(self) -> int | None:
         """Return the weight of the micro-batch in hand; None if all batches count the same."""
-        loader = self.dataloader
-        return loader.weight if isinstance(loader, EvenLoader) and self.is_own(batches) else None
+        return None
 
     def _batches_of(self, data_iter: Iterator[object] | None, call: str) -> Iterator[object]:
         check_batches(data_iter, self.dataloader, call)

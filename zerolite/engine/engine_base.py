@@ -51,7 +51,7 @@ class EngineBase:
         self.monitor = monitoring.monitor
         self._parts, self._schedule, self._monitoring = parts, schedule, monitoring
         size, drops = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
-        self._loaders = Loaders(batch, parts.accumulation, device.type, size, drops, collate_fn)
+        self._loaders = Loaders(batch, device.type, size, drops, collate_fn)
         self._access = ParameterAccess(parts)  # zerolite.get_full_grad and the like find it by EngineRef.access
         self._offload = StateOffload(parts)
         model_state = ModelState(parts)

@@ -89,13 +89,13 @@ class _DividedSequences(Engine):
     def loss_weight(self) -> int:
         if self._sequence.takes_parts:
             return super().loss_weight
-        return 0 if self._loaders.repeats else self._sequence.weight()
+        return self._sequence.weight()
 
     def split_sequence(self, targets: torch.Tensor) -> torch.Tensor:
         return self._sequence.split(targets)[0]
 
-    def _weight_of(self, batches: object) -> int | None:
-        return super()._weight_of(batches) if self._sequence.takes_parts else self.loss_weight
+    def _batch_weight(self) -> int | None:
+        return None if self._sequence.takes_parts else self.loss_weight
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeError: attention exchanges tokens in a way that torch.compile does not follow yet."""
@@ -114,8 +114,6 @@ class SequenceEngine(_DividedSequences):
         number of labels that are counted in this rank's part, unless ``weight`` is given. So the gradient is that of
         the joint batch."""
         known, attends = self._sequence.backward_of(weight)
-        if weight is None and self._loaders.repeats and not self._sequence.takes_parts:
-            known = 0
         with attends:
             return super().backward(loss, *args, weight=known, **kwargs)
 

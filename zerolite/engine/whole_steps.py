@@ -36,7 +36,7 @@ def train_batch(engine: Engine, batches: Iterator[object]) -> torch.Tensor:
             raise
         micro = MicroBatch.of(batch, engine.loss_fn, engine.device)
         loss = micro.loss(engine(*micro.args, **micro.kwargs), engine.loss_fn)
-        weight = engine._weight_of(batches)
+        weight = engine._batch_weight()
         engine.backward(loss, weight=weight)
         losses.append(loss.detach().float().reshape(()))
         weights += [] if weight is None else [weight]
@@ -55,7 +55,7 @@ def eval_batch(
         outputs.append(made)
         if compute_loss:
             losses.append(micro.loss(made, engine.loss_fn).float().reshape(()))
-            weight = engine._weight_of(batches)
+            weight = engine._batch_weight()
             weights += [] if weight is None else [weight]
     if not compute_loss:
         return outputs

@@ -25,7 +25,6 @@ class GradAccumulation:
         backwards: backwards so far.
         weighted: its backwards have weights; None before the first.
         weight: sum of their weights.
-        needs_weights: some rank repeats a batch, which would count again without a weight; equal on all ranks.
         of_parts: each loss is that of a part of the samples, and its backward is weighted by what the part counts.
         of_others: the backward of one rank brings gradients of other ranks' losses too.
         loss_scale: loss scale of its backwards, once it has been read.
@@ -44,7 +43,6 @@ class GradAccumulation:
         self._backwards_since_step = 0
         self.weighted: bool | None = None
         self.weight = 0.0
-        self.needs_weights = False
         self.loss_scale: float | None = None
         self.mean_weight: tuple[int, Any] | None = None
         self.flushed = (0, 1.0)
@@ -97,11 +95,6 @@ class GradAccumulation:
                 changed.
         """
         weighted = weight is not None
-        if self.needs_weights and not weighted:
-            raise RuntimeError(
-                "expected engine.backward(loss, weight=loader.weight), got a backward without a weight, while some "
-                "ranks have run out of batches and repeat their last one, which would count again (docs/uneven-data.md)"
-            )
         if self.of_parts and not weighted:
             raise RuntimeError(
                 "expected engine.backward(loss), which weights the loss by the labels of this rank's part of the "
