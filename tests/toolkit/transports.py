@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerolite.comm import Communicator, create, create_communicator, host_memory, second_communicator
+from benchmarks.null_communicator import NullCommunicator
+from zerolite.comm import Communicator, Pending, create, create_communicator, host_memory, second_communicator
 from zerolite.comm.communicator import NativeCommunicator
 from zerolite.comm.process_group import second_group
 from zerolite.comm.transport import ProcessGroupTransport
@@ -168,7 +170,7 @@ class _LateWork:
     def is_completed(self) -> bool:
         return self._done
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         if self._done:
             return
         self._work.wait()
@@ -180,3 +182,47 @@ class _LateWork:
         for tensor, result in self._results:
             tensor.copy_(result)
         self._done = True
+
+
+class Message:
+    """A message of gloo: it has ended once it is waited for, and must not be waited for again."""
+
+    def __init__(self) -> None:
+        self._waited = False
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        assert not self._waited, "a second wait ends at the timeout of the process group"
+        self._waited = True
+
+    def is_completed(self) -> bool:
+        return self._waited
+
+
+class LateGathers(NullCommunicator):
+    """One rank alone, whose gathers give NaN until they are waited for.
+
+    Attributes:
+        events: launches of gathers and waits for them, with the number of the bucket.
+        in_wait: called in each wait.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 4) -> None:
+        super().__init__(rank, world_size)
+        self.events: list[tuple[str, int]] = []
+        self.in_wait: Callable[[], object] = lambda: None
+
+    def all_gather(self, full: Tensor, tag: str, key: int = 0) -> Pending:
+        own, values, bucket = self.shard(full).clone(), full.clone(), key - 1
+        full.fill_(torch.nan)
+        self.shard(full).copy_(own)
+        self.events.append(("launch", bucket))
+
+        def finish() -> Tensor:
+            self.in_wait()
+            self.events.append(("wait", bucket))
+            return full.copy_(values)
+
+        return Pending([Message(), Message()], (full,), finish)
+
+    def of(self, event: str) -> list[int]:
+        return [bucket for name, bucket in self.events if name == event]

@@ -16,7 +16,8 @@ from torch import nn
 import zerolite
 from benchmarks.null_communicator import NullCommunicator
 from tests.toolkit.pool import Pool
-from zerolite.comm import Pending, use_communicator
+from tests.toolkit.transports import LateGathers
+from zerolite.comm import use_communicator
 
 LAYERS, PARAMETERS = 40, 160  # each step's instructions that no parameter causes are told by halving the layers
 MOST = 180  # instructions of a parameter
@@ -70,23 +71,6 @@ def of_plain(layers: int) -> int:
     return instructions_of(step)
 
 
-class NeverDone:
-    """An operation that ends when it is waited for."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return False
-
-
-class LateCommunicator(NullCommunicator):
-    """Its gathers are in flight until they are waited for."""
-
-    def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
-        return Pending([NeverDone()], (full,), lambda: full)
-
-
 def make_engine(layers: int, stage: int, kind: type[NullCommunicator] = NullCommunicator, **zero: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -121,7 +105,7 @@ def test_a_parameter_in_flight_costs_few_instructions() -> None:
     zero = {"overlap_comm": True, "reduce_bucket_size": 1300}
     counts = [
         of_engine(2 * LAYERS, 2, kind, **zero) - of_engine(LAYERS, 2, kind, **zero)
-        for kind in (NullCommunicator, LateCommunicator)
+        for kind in (NullCommunicator, LateGathers)
     ]
     assert 50 < (counts[1] - counts[0]) / PARAMETERS <= MOST_IN_FLIGHT, (counts[1] - counts[0]) / PARAMETERS
 

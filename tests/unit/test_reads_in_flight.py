@@ -3,7 +3,9 @@ something reads without a call is waited for in the step."""
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import threading
 import time
 import warnings
@@ -16,46 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.test_launches import Simulated, make_engine, stack, train
-from zerolite.comm import Pending, dry_communicator
+from tests.toolkit.transports import LateGathers, Message
+from tests.unit.test_launches import make_engine, stack, train
+from zerolite.comm import dry_communicator
+from zerolite.utils import torch_private
+from zerolite.zero import param_gatherer
 
 pytestmark = pytest.mark.usefixtures("without_ranks", "nothing_compiled")
-
-
-class NeverDone:
-    """An operation that ends when it is waited for."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return False
-
-
-class Late(Simulated):
-    """A communicator whose gathers give NaN until they are waited for. ``events``: launches of gathers, and waits."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 4)
-        self.events: list[tuple[str, int]] = []
-        self.seconds = 0.0  # that a wait takes
-
-    def all_gather(self, full: Tensor, tag: str, key: int = 0) -> Pending:
-        super().all_gather(full, tag, key)
-        own, values, bucket = self.shard(full).clone(), full.clone(), key - 1
-        full.fill_(torch.nan)
-        self.shard(full).copy_(own)
-        self.events.append(("launch", bucket))
-
-        def finish() -> Tensor:
-            time.sleep(self.seconds)
-            self.events.append(("wait", bucket))
-            return full.copy_(values)
-
-        return Pending([NeverDone()], (full,), finish)
-
-    def of(self, event: str) -> list[int]:
-        return [bucket for name, bucket in self.events if name == event]
 
 
 class Tied(nn.Module):
@@ -72,8 +41,10 @@ class Tied(nn.Module):
         return nn.functional.linear(hidden, self.embedding.weight)
 
 
-def overlapping(model: nn.Module, stage: int = 1, overlap: bool | None = True, **config: Any) -> tuple[Late, Any]:
-    comm = Late()
+def overlapping(
+    model: nn.Module, stage: int = 1, overlap: bool | None = True, **config: Any
+) -> tuple[LateGathers, Any]:
+    comm = LateGathers()
     return comm, make_engine(comm, model, stage, zero={"overlap_comm": overlap}, **config)
 
 
@@ -125,7 +96,7 @@ def test_with_the_key_off_on_the_cpu_and_where_nothing_is_to_be_hidden_gathers_e
         train(engine)
         assert comm.of("wait") == comm.of("launch") and {type(p) for p in model.parameters()} == {nn.Parameter}
     _, engine = overlapping(stack())
-    with mock.patch.object(NeverDone, "is_completed", lambda self: True):
+    with mock.patch.object(Message, "is_completed", lambda self: True):
         train(engine)
     assert {type(p) for p in engine._parts.model.parameters()} == {nn.Parameter}
 
@@ -198,7 +169,7 @@ ON_THE_HOST = {"offload_optimizer": {"device": "cpu"}}
 )
 def test_the_engine_itself_keeps_no_view(stage: int, offload: Any, precision: Any, optimizer: str) -> None:
     config = {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}, "zero": offload, **precision}
-    comm, model = Late(), stack(4)
+    comm, model = LateGathers(), stack(4)
     config["zero"] = {"overlap_comm": True, **config.get("zero", {})}
     engine = make_engine(comm, model, stage, **config)
     x = torch.ones(2, 8, dtype=next(model.parameters()).dtype)
@@ -255,7 +226,7 @@ def test_two_threads_read_weights_after_a_step() -> None:
     model = stack()
     comm, engine = overlapping(model)
     train(engine)
-    comm.seconds = 0.02
+    comm.in_wait = lambda: time.sleep(0.02)
     together = threading.Barrier(3)
 
     def read() -> list[bool]:
@@ -308,6 +279,132 @@ def test_a_forked_process_finds_whole_weights() -> None:
         os._exit(0 if whole else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert sorted(comm.of("wait")) == list(range(8))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_process_that_is_forked_after_a_rank_was_lost_does_not_wait_for_ever() -> None:
+    model = stack(2)
+    comm, engine = overlapping(model)
+    train(engine)
+    comm.in_wait = mock.Mock(side_effect=RuntimeError("rank 1 has gone"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if not child:
+        try:
+            model[0].weight.sum()
+        except RuntimeError as error:
+            os._exit(0 if "this process was forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(RuntimeError, match="rank 1 has gone"):
+        model[0].weight.sum()
+    comm.in_wait = lambda: None
+    assert model[0].weight.isfinite().all() and model[1].weight.isfinite().all()
+
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a function": lambda p: p.detach().clone(),
+    "an operator": torch.tensor,
+    "a layer": lambda p: nn.functional.linear(torch.ones(1, 8), p),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("other", [False, True], ids=["the same weight", "another weight"])
+@pytest.mark.parametrize("read", READS)
+def test_a_handler_of_a_signal_reads_weights_while_its_thread_waits(read: str, other: bool) -> None:
+    model = stack(4)
+    comm, engine = overlapping(model)
+    train(engine)
+    seen: list[Tensor] = []
+
+    def handle(*_: object) -> None:
+        comm.in_wait = lambda: None
+        seen.append(READS[read](model[1 if other else 2].weight))
+
+    before = signal.signal(signal.SIGUSR2, handle)
+    comm.in_wait = lambda: signal.raise_signal(signal.SIGUSR2)
+    try:
+        assert model[2].weight.isfinite().all()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert len(seen) == 1 and seen[0].isfinite().all()
+    train(engine)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_transform_in_a_handler_that_interrupts_a_wait_is_refused() -> None:
+    model = stack(4)
+    comm, engine = overlapping(model)
+    train(engine)
+    comm.in_wait = lambda: torch.func.grad(lambda x: nn.functional.linear(x, model[1].weight).sum())(torch.ones(1, 8))
+    with pytest.raises(RuntimeError, match="let the handler set a flag"):
+        model[2].weight.sum()
+    comm.in_wait = lambda: None
+    train(engine)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_wait_that_was_interrupted_is_repeated() -> None:
+    model = stack(4)
+    comm, engine = overlapping(model)
+    train(engine)
+    comm.in_wait = mock.Mock(side_effect=KeyboardInterrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model[2].weight.sum()
+    comm.in_wait = lambda: None
+    assert all(p.isfinite().all() for p in model.parameters())
+    train(engine)
+
+
+def test_where_torch_cannot_hide_weights_gathers_end_with_the_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    overlapping(stack(2))
+    register = torch_private._deferred_keys.__wrapped__
+    with pytest.raises(RuntimeError, match="DeferredInit"):  # as if another library had registered its operators
+        register()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no dispatch key"):
+        patch.setattr(torch._C, "_parse_dispatch_key", lambda key: None)
+        register()
+    monkeypatch.setattr(torch_private, "_deferred_keys", register)
+    model = stack(4)
+    comm, engine = overlapping(model)
+    assert "gathers of an update end with the step" in caplog.text
+    train(engine, 2)
+    assert comm.of("wait") == comm.of("launch") and {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_at_the_end_of_a_process_gathers_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    model = stack(4)
+    comm, engine = overlapping(model)
+    train(engine)
+    param_gatherer._end_in_time()
+    assert sorted(comm.of("wait")) == [0, 1, 2, 3] and not caplog.text
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_at_the_end_of_a_process_a_rank_that_does_not_come_is_waited_for_in_vain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = stack(4)
+    _, engine = overlapping(model)
+    train(engine)
+    late = mock.Mock(side_effect=RuntimeError("Timed out"))
+    with mock.patch.object(Message, "wait", late):
+        param_gatherer._end_in_time()
+    ((timeout,),) = {call.args for call in late.mock_calls}
+    assert 50 < timeout.total_seconds() <= param_gatherer.END_S
+    assert "Other ranks may not get this rank's part" in caplog.text
+    with pytest.raises(RuntimeError, match=r"values of an update .* Timed out"):
+        model[2].weight.sum()
+    model.zero_grad()
+    del engine
+    gc.collect()  # the end of the engine does all but the wait
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_a_backward_that_needs_no_values_of_a_weight_in_flight() -> None:

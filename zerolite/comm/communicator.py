@@ -8,7 +8,9 @@ fp32 at no extra traffic. See gloo.py and shared_memory.py.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,7 @@ class Pending:
         self._keep = list(keep)
         self._finish = finish
         self._result = result
+        self._is_waiting = False  # a wait has begun, and may have been interrupted
         self.entry: Raw | None = None
 
     def arrived(self) -> bool:
@@ -68,11 +71,39 @@ class Pending:
             if self.call is not None:
                 recorder.note_wait(self.call)
             if self._works:
-                wait_for(self._works, self.entry)
-            self._result = self._finish()
-            self._works, self._keep, self._finish = [], [], None
+                again, self._is_waiting = self._is_waiting, True
+                try:
+                    wait_for(self._works, self.entry, again)
+                except RuntimeError:  # of a collective that has failed: every further wait for it raises at once
+                    self._is_waiting = False
+                    raise
+            if self._finish is not None:  # otherwise a signal's handler has waited meanwhile
+                self._result = self._finish()
+                self._works, self._keep, self._finish = [], [], None
         assert self._result is not None
         return self._result
+
+    def wait_for_peers(self, deadline: float) -> None:
+        """Wait on the host, also on CUDA, until what this rank sends and receives has arrived. :meth:`wait` is still
+        called.
+
+        Args:
+            deadline: of ``time.monotonic()``, in seconds.
+
+        Raises:
+            RuntimeError: another rank has gone, or did not come in time. Nothing can be sent to it after that.
+        """
+        for work in self._works if WAIT.on_device else ():
+            work.wait()
+            while not work.is_completed():  # NCCL would count a timeout of ``wait`` from the launch, and abort
+                if time.monotonic() > deadline:
+                    raise RuntimeError("timed out")
+                time.sleep(0.001)
+        while self._works and not WAIT.on_device:
+            if not (self._is_waiting and self._works[0].is_completed()):
+                self._works[0].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            del self._works[0]
+            self._is_waiting = False
 
 
 class Chained(Pending):
@@ -106,6 +137,9 @@ class Chained(Pending):
 
     def arrived(self) -> bool:
         return self._finish is None
+
+    def wait_for_peers(self, deadline: float) -> None:
+        (self._first if self._second is None else self._second).wait_for_peers(deadline)
 
     def memory(self) -> Sequence[torch.Tensor]:
         return [*super().memory(), *(self._first if self._second is None else self._second).memory()]

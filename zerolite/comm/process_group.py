@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
@@ -15,6 +16,7 @@ from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
 
 from zerolite.comm.environment import Rendezvous, find_local_rank, read_environment
@@ -44,6 +46,29 @@ _users: weakref.WeakSet[_Closable] = weakref.WeakSet()
 def keep_track(user: _Closable) -> None:
     """Call ``user.close()`` before the process group is destroyed. It is not kept alive."""
     _users.add(user)
+
+
+_before_end: list[Callable[[], object]] = []
+
+
+def before_groups_end(notify: Callable[[], object]) -> None:
+    """Call ``notify()`` before process groups end, by :func:`destroy` or by torch's ``destroy_process_group``."""
+    if not _before_end:
+        destroy_groups = dist.destroy_process_group
+
+        @functools.wraps(destroy_groups)
+        def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+            _notify_of_end()
+            destroy_groups(*args, **kwargs)
+
+        for module in (dist, distributed_c10d):
+            module.destroy_process_group = destroy_process_group
+    _before_end.append(notify)
+
+
+def _notify_of_end() -> None:
+    for notify in _before_end:
+        notify()
 
 
 SECOND_GROUP = "zerolite second group"  # description of the groups that second_group makes
@@ -240,6 +265,7 @@ def destroy() -> None:
     global _started_here, _gloo_kept_here
     failed: Exception | None = None
     if _started_here and dist.is_initialized():
+        _notify_of_end()
         for user in list(_users):
             try:
                 user.close()

@@ -210,7 +210,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
     def _compare_now(self, launch: _Announcement, ticket: list[int]) -> None:
         """Wait until all ranks are about to launch a collective. Raises RuntimeError if they differ."""
         fence, highest = self.transport.highest(ticket)
-        wait_for((fence,), (launch.op, launch.tag, launch.nbytes, torch.uint8, 0))
+        wait_for([fence], (launch.op, launch.tag, launch.nbytes, torch.uint8, 0))
         self._compare(highest(), ticket, launch)
 
     def _compare(self, highest: list[int], ticket: list[int], launch: _Announcement) -> None:

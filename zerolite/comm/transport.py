@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -21,12 +22,22 @@ from zerolite.comm.process_group import second_group
 class Work(Protocol):
     """Handle of a launched operation."""
 
-    def wait(self) -> object:
-        """Wait until the operation has ended: on CUDA the current stream waits, not the host. Raises RuntimeError if it
-        failed."""
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Wait until the operation has ended: on CUDA the current stream waits, not the host. With a ``timeout`` the
+        host waits at most so long.
+
+        Raises:
+            RuntimeError: it failed, or did not end in time.
+        """
         ...
 
-    def is_completed(self) -> bool: ...
+    def is_completed(self) -> bool:
+        """Return True if the operation has ended or failed.
+
+        A message of gloo tells only once it is waited for. It must not be waited for twice: the second wait ends at the
+        timeout.
+        """
+        ...
 
 
 class Transport(ABC):
@@ -130,7 +141,7 @@ class _Unsent:
 
     _waited = False
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         self._waited = True
 
     def is_completed(self) -> bool:

@@ -79,7 +79,13 @@ def _end(reference: EngineRef, parts: EngineParts, restore: Callable[[], None], 
     backward, where the engine was never kept, and at stage 3, because each rank has a part of the parameters only.
     """
     restore()
-    parts.param_gatherer.wait_all()
+    try:
+        parts.param_gatherer.wait_all()
+    finally:  # if another rank has gone, the parameters whose values do not come raise, and all else ends
+        _leave_model(reference, parts, hooks)
+
+
+def _leave_model(reference: EngineRef, parts: EngineParts, hooks: Sequence[list[Any]]) -> None:
     if parts.partitioned is not None:
         parts.partitioned.context.set_gathers_for_operations(True)  # the next engine decides
     parts.reducer.current.end()  # an exception may have cut its last backward short

@@ -121,8 +121,6 @@ def storage_users(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-_DEFERRED_KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
-_DEFERRED: Any = torch._C.DispatchKeySet(_DEFERRED_KEY)
 _sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()  # by storage of a deferred tensor
 _operators: list[torch.library.Library] = []  # what it has registered lasts as long as the object
 
@@ -135,6 +133,18 @@ class Source(Protocol):
 
     def values_of(self, alias: torch.Tensor) -> torch.Tensor:
         """Return the values of another tensor that has the data of such a parameter, or of a view of that data."""
+
+
+@functools.cache
+def _deferred_keys() -> Any:
+    """Return the set of the one dispatch key of deferred tensors, and register their operators the first time."""
+    key: Any = torch._C._parse_dispatch_key("DeferredInit")
+    if key is None:
+        raise RuntimeError(f"torch {torch.__version__} has no dispatch key DeferredInit")
+    operators = torch.library.Library("_", "IMPL")
+    operators.fallback(_run_with_values, "DeferredInit")
+    _operators.append(operators)
+    return torch._C.DispatchKeySet(key)
 
 
 class _Deferred(torch.Tensor):
@@ -151,10 +161,10 @@ def deferred_tensor(like: torch.Tensor, source: Source, message: str) -> torch.T
     A class with ``__torch_function__`` sees only what Python gives the parameter to, and one with
     ``__torch_dispatch__`` cannot be assigned to a parameter that exists. The dispatch key is one that torch leaves to
     others: torchdistx had it, for values that come later. It works in no dispatch mode; torch raises there.
+
+    Raises:
+        RuntimeError: this torch has no such key, or another library has taken its operators.
     """
-    if not _operators:
-        _operators.append(torch.library.Library("_", "IMPL"))
-        _operators[0].fallback(_run_with_values, "DeferredInit")
     made: Any = torch.Tensor._make_wrapper_subclass(
         _Deferred,
         like.shape,
@@ -163,7 +173,7 @@ def deferred_tensor(like: torch.Tensor, source: Source, message: str) -> torch.T
         dtype=like.dtype,
         device=like.device,
         storage_size=like.untyped_storage().nbytes(),
-        _extra_dispatch_keys=_DEFERRED,
+        _extra_dispatch_keys=_deferred_keys(),
     )
     storage = made.untyped_storage()._cdata
     torch._C._set_throw_on_mutable_data_ptr(made)
@@ -175,12 +185,12 @@ def deferred_tensor(like: torch.Tensor, source: Source, message: str) -> torch.T
 
 def _is_deferred(tensor: torch.Tensor) -> bool:
     keys: Any = torch._C._dispatch_keys(tensor)
-    return bool(keys.has(_DEFERRED_KEY))
+    return bool((keys & _deferred_keys()).raw_repr())
 
 
 def undeferred() -> contextlib.AbstractContextManager[Any]:
     """Context in which operators take deferred tensors as they are, and must not touch their values."""
-    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_DEFERRED)
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_deferred_keys())
     return guard
 
 

@@ -250,11 +250,12 @@ class Bucket:
             for slot, view in zip(self.layout.slots, self._views, strict=True):
                 data = view if is_fake(view) else deferred_tensor(view, source, in_flight_error(slot.name))
                 self._stand_ins.append(data)
-        with undeferred():
-            for parameter, data in zip(self.parameters, self._stand_ins, strict=True):
-                parameter.data = data
-                parameter.__class__ = self.absent_class
+        # In this order, so that :meth:`reveal_parameters` also undoes what an exception (Ctrl-C) has cut short.
         self.is_hidden = True
+        with undeferred(), as_plain_tensors():
+            for parameter, data in zip(self.parameters, self._stand_ins, strict=True):
+                parameter.__class__ = self.absent_class
+                parameter.data = data
         return True
 
     def reveal_parameters(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,11 +17,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.comm import collective
+from zerolite.comm import Pending, collective
+from zerolite.comm.process_group import before_groups_end
+from zerolite.utils.accelerator import is_fake
 from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.utils.torch_private import (
     before_scripting,
     compiler_is_used,
+    deferred_tensor,
     profiler_is_on,
     transform_level,
     undispatched,
@@ -29,6 +35,10 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import GATHER, Observers
 from zerolite.zero.stage3.absent_parameter import AbsentParameter
 
+logger = logging.getLogger("zerolite")
+
+END_S = 60.0  # that a rank, at its end, waits for others whose update takes longer
+
 # These modules read weights of others, and their classes, before or without calling those.
 _READ_CHILDREN = (
     nn.MultiheadAttention,
@@ -38,8 +48,9 @@ _READ_CHILDREN = (
     torch.jit.ScriptModule,
 )
 
-# Any thread may read a parameter in flight. The lock is held during a wait, so that each gather is ended once.
-_lock = threading.RLock()
+# Any thread may read a parameter in flight. The lock is held during a wait, so that each gather is ended once. The
+# thread that holds it may take it again.
+_lock = threading.Condition()
 _in_flight: list[ParamGatherer] = []  # those with gathers that have outlived their step
 _hook: list[RemovableHandle] = []  # while there are such
 _is_read_unseen = False  # something may read parameters that no code of Python sees, so no gather outlives its step
@@ -50,9 +61,62 @@ def _end_all_gathers() -> None:
         param_gatherer.wait_all()
 
 
+def _is_waiting() -> bool:
+    """Return True if this thread is inside a wait: in a signal's handler, or in a finalizer that collection runs."""
+    try:
+        _lock.notify(0)
+    except RuntimeError:  # it has not acquired the lock
+        return False
+    return True
+
+
+def _before_fork() -> None:
+    try:
+        _end_all_gathers()
+    finally:
+        _lock.acquire()  # no other thread hides a parameter now, or has the lock that the child inherits
+
+
+def _after_fork_in_child() -> None:
+    for param_gatherer in list(_in_flight):
+        param_gatherer.lose("this process was forked while a thread of its parent trained, or after a rank was lost")
+    _lock.release()
+
+
 # A forked process (a worker of a DataLoader, for example) does not inherit the threads that gather, so it would wait
 # for ever.
-os.register_at_fork(before=_end_all_gathers)
+os.register_at_fork(before=_before_fork, after_in_parent=_lock.release, after_in_child=_after_fork_in_child)
+
+
+def _end_in_time() -> None:
+    """Wait for all gathers before this process, or its process groups, end: others still receive this rank's part.
+
+    An update of another rank may take longer than that of this one. But a rank that has failed never comes, so the
+    wait has a limit. What has not come by then raises where it is read.
+    """
+    if not _in_flight:
+        return
+    deadline, errors = time.monotonic() + END_S, ["another thread waits for them"]
+    if _lock.acquire(timeout=END_S):
+        try:
+            errors = [error for param_gatherer in list(_in_flight) if (error := param_gatherer.end_in_time(deadline))]
+        finally:
+            _lock.release()
+    for error in errors:
+        logger.warning(
+            "this rank, or its process groups, end while values of its last update are in flight: expected them from "
+            "all ranks within %g s, got: %s. Other ranks may not get this rank's part of the weights",
+            END_S,
+            error,
+        )
+
+
+atexit.register(_end_in_time)
+# Before other handlers at exit, which may read parameters; and in processes of multiprocessing that were forked, where
+# there are none. Nothing public runs in both.
+_before_threads_end: Any = getattr(threading, "_register_atexit", None)
+if _before_threads_end is not None:
+    _before_threads_end(_end_in_time)
 
 
 def _end_overlap() -> None:
@@ -68,6 +132,12 @@ def _on_scripting(module: nn.Module) -> None:
 
 # From here on, and not from the first engine on, because a model may be scripted before.
 before_scripting(_on_scripting)
+
+
+@functools.cache
+def _watch_groups() -> None:
+    """End all gathers before process groups end."""
+    before_groups_end(_end_in_time)
 
 
 @functools.cache
@@ -113,14 +183,28 @@ class ParamGatherer:
         self.overlaps = overlaps and groups.updated is not None and groups.states.world_size > 1
         self.pending: list[Bucket] = []
         self._update_stream: torch.cuda.Stream | None = None
-        if self.overlaps and buffer.placements.device.type == "cuda":
-            _watch_captures()
+        if self.overlaps:
+            _watch_groups()
+            if buffer.placements.device.type == "cuda":
+                _watch_captures()
 
     def use_layout(self) -> None:
         """Prepare the buckets that are new. Called when the optimizer has its views of them, and the user has none."""
         for bucket in self._buffer.buckets if self.overlaps else ():
             if bucket.absent_class is AbsentParameter and not bucket.layout.rows:
-                bucket.absent_class = type("InFlight", (AbsentParameter,), {"source": _Gathered(self, bucket)})
+                source = _Gathered(self, bucket)
+                try:
+                    if not is_fake(bucket.compute):
+                        deferred_tensor(bucket.compute, source, "")
+                except RuntimeError as error:
+                    logger.warning(
+                        "overlap_comm: gathers of an update end with the step and do not hide behind the next "
+                        "forward, because reads of parameters in flight could not wait: %s",
+                        error,
+                    )
+                    self.overlaps = False
+                    return
+                bucket.absent_class = type("InFlight", (AbsentParameter,), {"source": source})
                 bucket.count_own_views()
 
     @collective
@@ -171,12 +255,22 @@ class ParamGatherer:
 
         Args:
             in_operator: an operator waits, in whatever state of autograd, autocast and torch.func it was called.
+
+        Raises:
+            RuntimeError: another rank has gone.
         """
         for bucket in buckets:
             if bucket.gathering is None:
                 continue
-            if transform_level() is None and not in_operator:
+            is_transformed = transform_level() is not None
+            if not is_transformed and (not in_operator or _is_waiting()):
                 self._wait_undispatched(bucket)
+            elif _is_waiting():
+                raise RuntimeError(
+                    "expected no transform of torch.func in a signal's handler or a destructor that runs while this "
+                    "thread waits for parameters, got one that reads them: let the handler set a flag, and read after "
+                    "the step"
+                )
             else:  # inside of torch.func's transforms, which are a thread's own, nothing else may be written
                 with ThreadPoolExecutor(1) as thread:
                     thread.submit(self._wait_undispatched, bucket).result()
@@ -206,7 +300,8 @@ class ParamGatherer:
             bucket.reveal_parameters()
         # Last, because other threads look there first to see if they must wait. A failed gather does not end, so every
         # read of its parameters raises.
-        self.pending.remove(bucket)
+        if bucket in self.pending:  # an earlier wait may have been interrupted here
+            self.pending.remove(bucket)
         bucket.gathering = None
         if not self.pending and self in _in_flight:
             _in_flight.remove(self)
@@ -215,6 +310,41 @@ class ParamGatherer:
 
     def wait_all(self) -> None:
         self.wait(list(self.pending))
+
+    def end_in_time(self, deadline: float) -> str:
+        """Wait on the host until all gathers have ended here and this rank's parts are sent.
+
+        Returns the error if another rank has gone, or has not come by ``deadline`` (of ``time.monotonic()``). Reads
+        raise it from then on.
+        """
+        try:
+            for bucket in list(self.pending):
+                if bucket.gathering is not None:
+                    bucket.gathering.wait_for_peers(deadline)
+            self.wait_all()
+        except RuntimeError as error:
+            self.lose(str(error))
+            return str(error)
+        return ""
+
+    def lose(self, why: str) -> None:
+        """Let every read of parameters in flight raise, because their values do not come."""
+        for bucket in self.pending:
+            bucket.gathering = _Lost(why)
+        _in_flight.remove(self)
+
+
+class _Lost(Pending):
+    """A gather whose values do not come."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__((), (), None)
+        self._why = why
+
+    def wait(self) -> torch.Tensor:
+        raise RuntimeError(
+            f"expected the values of an update from all ranks, got none: {self._why}. Load the last checkpoint"
+        )
 
 
 class _Gathered:
