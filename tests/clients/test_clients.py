@@ -48,6 +48,27 @@ TRL_LOSSES = {
     "sft": [4.176846504211426, 4.158027648925781, 4.159029960632324],
     "dpo": [0.6931471824645996, 0.6957588195800781, 0.7003217935562134],
 }
+# DeepSpeed 0.19.8's, the same with every file.
+FACTORY_LOSSES = {
+    "file": [
+        4.5691118240356445, 4.580258846282959, 4.554867744445801, 4.574511528015137, 4.573663711547852,
+        4.586941719055176,
+    ],
+    "file_lora": [
+        4.5691118240356445, 4.580258846282959, 4.555839538574219, 4.565810203552246, 4.567974090576172,
+        4.586265563964844,
+    ],
+}  # fmt: skip
+# DeepSpeed 0.19.8's, the same at stages 2 and 3 in fp32, with offload and without.
+OPENRLHF = {
+    "losses": [4.187839508056641, 4.47670841217041, 4.818925142288208, 4.62690544128418],
+    "norms": [0.9554874897003174, 1.024904489517212, 0.9308106303215027, 0.8987794518470764],
+    "rates": [0.0015, 0.003, 0.00165, 0.0003],
+    "evaluated": -67.52816009521484,
+    "sum": 168.58350025117397,
+}
+# The sum of squares of the moving average. At stage 3 OpenRLHF writes it inside a gather, where DeepSpeed drops it.
+OPENRLHF_AVERAGES = {"2": 168.4774583876133, "3": 168.4896393418312}
 
 
 def need(*modules: str) -> None:
@@ -100,6 +121,14 @@ def test_trainer_trains_evaluates_resumes_and_generates(tmp_path: Path) -> None:
         assert result["tokens"] == [TRAINER_TOKENS], case
         assert {"global_step3", "latest", "zero_to_fp32.py", "model.safetensors"} <= set(result["files"]), case
         assert {"config.json", "model.safetensors"} <= set(result["model"]), case
+
+
+def test_trainer_with_the_files_of_llama_factory(tmp_path: Path) -> None:
+    need("accelerate", "transformers", "peft")
+    cases = [f"file,{name}" for name in ("z0", "z2", "z2_offload", "z3", "z3_offload")]
+    for case, result in run(tmp_path, "trainer_loop.py", *cases, "file_lora,z3").items():
+        assert result["losses"] == pytest.approx(FACTORY_LOSSES[case.split(",")[0]], rel=1e-6), case
+        assert result["resumed"] == result["losses"][3:], case
 
 
 def test_trainer_finds_a_batch_size(tmp_path: Path) -> None:
@@ -160,6 +189,26 @@ def test_trl(tmp_path: Path, kind: str) -> None:
         if kind == "dpo":
             reference, fresh = result["generated"]
             assert reference == fresh, case
+
+
+def test_the_strategy_of_openrlhf(tmp_path: Path) -> None:
+    """OpenRLHF itself (``pip install --no-deps openrlhf``): its strategy, actor and SFTTrainer, without a line changed
+    but those that say CUDA. It sends states to sleep, keeps a moving average, saves, resumes, and reads weights one by
+    one, as for vLLM."""
+    need("openrlhf", "accelerate", "transformers", "peft")
+    cases = ["2,fp32,none", "2,fp32,offload", "3,fp32,none", "3,fp32,offload", "2,bf16,none", "3,bf16,offload"]
+    results = run(tmp_path, "openrlhf_loop.py", *cases, "2,fp32,muon", "3,fp32,muon")
+    muon = [results.pop(f"{stage},fp32,muon")["losses"] for stage in (2, 3)]  # DeepSpeed 0.19.8 refuses OpenRLHF's
+    assert muon[0] == pytest.approx(muon[1], rel=1e-6) and muon[0][-1] != pytest.approx(OPENRLHF["losses"][-1])
+    for case, result in results.items():
+        close = 1e-6 if "fp32" in case else 1e-3
+        result["sum"] = sum(result["sums"])
+        for name, wanted in OPENRLHF.items():
+            assert result[name] == pytest.approx(wanted, rel=close), (case, name)
+        assert result["resumed"] == result["losses"][2:], case
+        assert sum(result["averages"]) == pytest.approx(OPENRLHF_AVERAGES[case[0]], rel=close / 10), case
+        saved = {name: value for name, value in result["saved"].items() if name != "lm_head.weight"}
+        assert sorted(saved.values()) == sorted(result["sums"]), case
 
 
 def test_models_made_under_zero_init(tmp_path: Path) -> None:

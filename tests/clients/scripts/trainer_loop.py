@@ -2,9 +2,10 @@
 
 A small Llama from a config, trained for six steps with evaluation and checkpoints, resumed from the third by a second
 Trainer, and asked to generate. Rank 0 writes the losses of both. `too_large,2` begins with a batch for which there is
-no memory.
+no memory. `file,z3_offload` and `file_lora,z3` take a JSON file of LLaMA-Factory.
 """
 
+import json
 import os
 
 import torch
@@ -12,6 +13,8 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from shared import auto, run_cases, small_llama
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from tests.clients.published_configs import CONFIGS
 
 ROWS = 48
 
@@ -40,6 +43,14 @@ def ds_config(stage):
     }
 
 
+def config_file(out, name):
+    """Write a config of LLaMA-Factory, whose users name its file, and return the path."""
+    path = f"{out}.{os.environ['RANK']}.json"
+    with open(path, "w") as file:
+        json.dump(CONFIGS[f"hiyouga/LLaMA-Factory ds_{name}_config"], file)
+    return path
+
+
 class OutOfMemory(torch.autograd.Function):
     """A backward that finds no memory for a batch of more than two rows."""
 
@@ -59,8 +70,9 @@ def make_trainer(out, kind, stage):
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(backend="gloo")
     set_seed(5)
+    config = config_file(out, stage) if kind.startswith("file") else ds_config(int(stage))
     arguments = TrainingArguments(
-        output_dir=out + ".runs", deepspeed=ds_config(int(stage)), report_to=[], disable_tqdm=True,
+        output_dir=out + ".runs", deepspeed=config, report_to=[], disable_tqdm=True,
         per_device_train_batch_size=4 if kind == "too_large" else 2, auto_find_batch_size=kind == "too_large",
         per_device_eval_batch_size=2, gradient_accumulation_steps=2,
         max_steps=6, learning_rate=3e-3, warmup_steps=2,
@@ -68,7 +80,7 @@ def make_trainer(out, kind, stage):
         accelerator_config={"use_configured_state": True},  # on CPUs accelerate has to be told of gloo, above
     )  # fmt: skip
     model = LlamaForCausalLM(small_llama(tie_word_embeddings=True))
-    if kind == "lora":
+    if "lora" in kind:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))

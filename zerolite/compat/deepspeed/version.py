@@ -1,6 +1,6 @@
 """Version that programs read: that of DeepSpeed's interface, and the name of its provider.
 
-Clients compare it. From 0.18.2 on accelerate uses DeepSpeed's sequence parallelism.
+Clients compare it: accelerate asks for 0.18.2 before it divides sequences, and OpenRLHF for 0.18.9 before it uses Muon.
 """
 
-__version__ = "0.18.2+zerolite"
+__version__ = "0.19.8+zerolite"

@@ -97,7 +97,10 @@ class DeepSpeedOptimizer:
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """Alias of the optimizer under DeepSpeed's name for stages 1 to 3."""
+    """The optimizer at stages 1 to 3, which offloads the engine's states."""
+
+    offload_states = forward_to("_engine", Engine.offload_states)
+    reload_states = forward_to("_engine", Engine.reload_states)
 
 
 class Stage3Optimizer(ZeROOptimizer):

@@ -145,6 +145,9 @@ class DeepSpeedEngine(torch.nn.Module):
     offload_states = forward_to("zerolite", Engine.offload_states)
     reload_states = forward_to("zerolite", Engine.reload_states)
 
+    def empty_partition_cache(self) -> None:
+        """Do nothing: between two steps stage 3 keeps no gathered parameters but the persistent ones."""
+
     def was_step_applied(self) -> bool:
         """Return True if the last ``step()`` changed weights. Waits for the step."""
         return self._at_boundary and isinstance(self.optimizer, DeepSpeedOptimizer) and not self.optimizer.overflow
