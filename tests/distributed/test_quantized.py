@@ -197,6 +197,11 @@ def test_a_frozen_layer_of_bitsandbytes_in_4_bits(tmp_path: Path) -> None:
     for stage in (0, 2, 3):
         engine, found = train_engine(packed(), stage)
         wanted = wanted or found
+        evaluated = []
+        for mode in (True, False, False):  # on CPUs with AVX512-BF16 bitsandbytes packs anew in evaluation
+            with torch.no_grad():
+                evaluated.append(engine.module.train(mode)(torch.ones(2, 64, dtype=torch.bfloat16)))
+        assert torch.equal(evaluated[0], evaluated[1]) and torch.equal(evaluated[1], evaluated[2])
         assert found == wanted and found[0] != found[-1]
         engine.save_checkpoint(str(tmp_path), tag=str(stage))
         engine.load_checkpoint(str(tmp_path), tag=str(stage))

@@ -95,6 +95,7 @@ def build_engine(
     others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)
+    _keep_packing(model)
     check_initialize(config, model, optimizer, groups, comm, device, **others)
     divided = check_sequences(model, config.sequence_parallel)
     if not builder.policy.shard_parameters:
@@ -111,6 +112,17 @@ def build_engine(
     parts = builder.build(choice, groups, trains)
     schedule = LearningRateSchedule(scheduler_of(arguments.lr_scheduler, config, parts.optimizer), parts.pipeline.state)
     return _make_engine(parts, builder, arguments, schedule, pipe_stage, divided)
+
+
+def _keep_packing(model: torch.nn.Module) -> None:
+    """Keep layers of bitsandbytes from packing their weights anew in evaluation, as they do on CPUs with AVX512-BF16.
+
+    The new bytes are lost when stage 3 releases the weight, whose ``quant_state`` then describes them and not the
+    shards. At every stage bitsandbytes cannot train with the new packing.
+    """
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def _warn(choice: OptimizerChoice, model: torch.nn.Module, is_divided: bool, shards_parameters: bool) -> None:
