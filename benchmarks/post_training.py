@@ -1,5 +1,5 @@
-"""What post-training adds to training, at stage 3: full weights for an inference engine, generation by the model
-itself, and a step; zerolite beside DeepSpeed, and beside plain all-gathers and plain PyTorch.
+"""Cost of post-training at stage 3: full weights for an inference engine, generation by the model itself, and a step;
+zerolite beside DeepSpeed, and beside plain all-gathers and plain PyTorch.
 
     python benchmarks/post_training.py
     python benchmarks/post_training.py --ranks 4 --width 1024 --layers 16 --rounds 9 --lora

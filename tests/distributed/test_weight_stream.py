@@ -46,9 +46,12 @@ def once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "3 defaults"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_values_of_every_stage(precision: str, stage: int | str) -> None:
-    engine = make_engine(at(stage, precision))
+    engine, described = make_engine(at(stage, precision)), []
+    streamed(engine)
     run_steps(engine, 2, model="OddModel")
+    engine.module.register_state_dict_post_hook(lambda module, *state: described.append(module))
     found = streamed(engine)
+    assert not described, "the plan of the first stream serves the second one"
     assert_same_bits(found, once(engine.full_state_dict()), f"stage {stage}")
     half = streamed(engine, dtype=torch.float16)
     assert_same_bits(half, {name: value.half() for name, value in found.items()}, "cast")
@@ -57,6 +60,9 @@ def test_the_values_of_every_stage(precision: str, stage: int | str) -> None:
         value.zero_()
     assert_same_bits(snapshot(engine), before, "what a caller writes into a bucket")
     run_steps(engine, 1, 2, model="OddModel")  # no collective was left behind
+    for value in (1.0, 2.0):
+        engine.module.register_buffer("later", torch.full((3,), value))
+        assert_same_bits(streamed(engine), once(engine.full_state_dict()), "a buffer that came later, or another one")
 
 
 @on_ranks(2)

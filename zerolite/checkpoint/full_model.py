@@ -19,6 +19,7 @@ from zerolite.checkpoint.state import clean
 from zerolite.comm import Communicator, HostGroup, Topology, collective
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
+from zerolite.utils.accelerator import address
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
@@ -71,8 +72,19 @@ def merge_stages(local: Mapping[str, object], topology: Topology) -> dict[str, A
     return joined
 
 
+def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if an entry of a state dict is the module's plain tensor itself."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.shape == tensor.shape and value.dtype == tensor.dtype and address(value) == address(tensor)
+
+
 class FullModel:
-    """Entries of the full model's state dict, and access to its tensors. Made on all ranks."""
+    """Entries of the full model's state dict, and access to its tensors. Made on all ranks.
+
+    Attributes:
+        in_place: this rank's model has all tensors itself, in modules. So the entries hold as long as these have them.
+    """
 
     def __init__(self, parts: EngineParts, state: Mapping[str, Any], masters: ParameterAccess) -> None:
         """
@@ -89,13 +101,16 @@ class FullModel:
         first: dict[int, str] = {}  # first names, by the id of tensors
         self._local: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # tensor and entry in the state, by first name
         local = dict(state)
+        self.in_place = parts.topology.model.world_size == 1
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 # Tied names have one parameter or buffer, but an entry each.
                 tensor = registered.get(clean(name), value)
                 first.setdefault(id(tensor), name)
                 local[name] = entry = self._describe(first[id(tensor)], tensor, value, clean(name) in registered)
-                self._local.setdefault(entry.owner, (tensor, value))
+                is_own = sharded_param_of(tensor) is not None or _is_same(tensor, value)
+                self.in_place &= entry.in_model and is_own
+                self._local.setdefault(entry.owner, (tensor, tensor if is_own else value))
         self.entries = merge_stages(local, parts.topology)
 
     def _describe(self, owner: str, tensor: torch.Tensor, value: torch.Tensor, in_model: bool) -> FullTensor:
@@ -127,7 +142,8 @@ class FullModel:
         return ((name, entry) for name, entry in self.entries.items() if isinstance(entry, FullTensor))
 
     def local(self, entry: FullTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tensor on this rank, and its value in the state dict, which is empty if it is partitioned."""
+        """Return the tensor on this rank, and what has its values unless it is partitioned: itself, or an entry of the
+        state dict in other memory."""
         return self._local[entry.owner]
 
     @collective

@@ -20,7 +20,7 @@ from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.saving import directory_of
 from zerolite.checkpoint.state import clean
-from zerolite.checkpoint.weight_stream import Piece, StreamOptions, WeightStream, fingerprint, plan_buckets
+from zerolite.checkpoint.weight_stream import Piece, StreamOptions, StreamPlan, WeightStream, fingerprint, plan_buckets
 from zerolite.comm import HostGroup, RaiseTogether, Topology, collective, raise_together
 from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
@@ -99,6 +99,7 @@ class FullState:
         self._states, self._parts, self._access = states, states.parts, access
         self._topology, self._device = states.parts.topology, states.parts.device
         self._host = HostGroup(self._topology.world, "whole model")  # not that of checkpoints: a save may be under way
+        self._stream_plan: StreamPlan | None = None  # of the latest stream
 
     @torch.no_grad()
     def get(self, rank0_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -126,11 +127,13 @@ class FullState:
                 "have their own; engine.full_state_dict() returns all of them"
             )
         self._check_readable()
-        full = self._full_model()
-        planned: list[list[Piece]] = []
+        self._parts.param_gatherer.wait_all()
+        if self._stream_plan is None or not self._stream_plan.fits(options):
+            self._stream_plan = StreamPlan(self._full_model(), self._parts.model, options)
+        stream_plan, planned = self._stream_plan, list[list[Piece]]()
 
         def plan() -> int:
-            planned.extend(plan_buckets(full, self._parts.model, options))
+            planned.extend(plan_buckets(stream_plan, options))
             return fingerprint(planned, options.dtype)
 
         # Ranks that gather other tensors would wait for each other, so all know of errors and differences first.
@@ -140,7 +143,7 @@ class FullState:
                 "zerolite.stream_full_weights: expected the same arguments on all ranks, got others on ranks "
                 f"{listed([str(rank) for rank, one in enumerate(plans) if one != plans[0]])} than on rank 0"
             )
-        return WeightStream(full, self._parts, planned, options.dtype)
+        return WeightStream(stream_plan.full, self._parts, planned, options.dtype)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any] | None, strict: bool) -> None:

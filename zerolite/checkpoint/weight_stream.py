@@ -12,6 +12,7 @@ layers, or other experts. While the caller uses a bucket, the next one is gather
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import sys
 import zlib
@@ -74,14 +75,44 @@ class StreamOptions:
             raise ValueError(f"expected dtype to be None or one of {', '.join(map(str, FLOATS))}, got {self.dtype!r}")
 
 
-def plan_buckets(full: FullModel, model: torch.nn.Module, options: StreamOptions) -> list[list[Piece]]:
+class StreamPlan:
+    """Tensors of a model that a stream gathers, by piece. It serves later streams too, which it :meth:`fits`.
+
+    Attributes:
+        full: the full model.
+        pieces: in the order of the state dict. They are made on first use.
+    """
+
+    def __init__(self, full: FullModel, model: torch.nn.Module, options: StreamOptions) -> None:
+        self.full, self._model, self._options = full, model, options
+        self._names = _names_of_tensors(model)
+
+    @functools.cached_property
+    def pieces(self) -> list[Piece]:
+        """Raises ValueError for adapters that cannot be merged."""
+        return list(_pieces(self.full, self._model, self._options))
+
+    def fits(self, options: StreamOptions) -> bool:
+        """Return True if the model has the same tensors under the same names, and nothing else is in its state dict."""
+        same = (options.merge_lora, options.dtype) == (self._options.merge_lora, self._options.dtype)
+        return same and self.full.in_place and _names_of_tensors(self._model) == self._names
+
+
+def _names_of_tensors(model: torch.nn.Module) -> list[tuple[str, str, int]]:
+    """Return the name of each module with those of its own parameters and buffers, and their ids."""
+    named = model.named_modules(remove_duplicate=False)
+    owned = ((prefix, own) for prefix, module in named for own in (module._parameters, module._buffers))
+    return [(prefix, name, id(tensor)) for prefix, tensors in owned for name, tensor in tensors.items()]
+
+
+def plan_buckets(plan: StreamPlan, options: StreamOptions) -> list[list[Piece]]:
     """Divide the tensors of a model, in the order of its state dict, into buckets; the same on all ranks.
 
     Raises:
         ValueError: for a wrong argument.
     """
     options.check()
-    pieces = list(_pieces(full, model, options))
+    pieces = plan.pieces
     chosen = _chosen(options.names, [name for piece in pieces for name in piece.names.values()])
     buckets: list[list[Piece]] = []
     filled = 0
