@@ -267,7 +267,7 @@ def test_copies_of_the_model_are_as_it_was() -> None:
 
 
 def test_patterns_that_match_nothing() -> None:
-    with pytest.raises(ConfigError, match='got "block.\\*", which matches none; the nearest name is "blocks.0"'):
+    with pytest.raises(ConfigError, match='got "block.\\*", which matches none; the nearest name is "blocks.[0-2]"'):
         attached_to(Model(), "blocks.*", "block.*")
     with pytest.raises(ConfigError, match='the nearest name is "Block"'):
         attached_to(Model(), "Blocks")

@@ -144,12 +144,8 @@ def _matches(name: str, module: torch.nn.Module, pattern: str) -> bool:
 
 def _matches_none(pattern: str, modules: Sequence[tuple[str, torch.nn.Module]]) -> str:
     sentence = f'expected patterns of names or classes of modules that are called, got "{pattern}", which matches none'
-    names = list(dict.fromkeys(text for name, module in modules for text in (name, type(module).__name__)))
-    if not names:
+    names = dict.fromkeys(text for name, module in modules for text in (name, type(module).__name__))
+    near = difflib.get_close_matches(pattern, names, 1, cutoff=0.0)
+    if not near:
         return f"{sentence}: the model has no modules in it; leave the key out"
-
-    def similarity(text: str) -> tuple[float, float]:
-        last, wanted = text.rpartition(".")[2], pattern.rpartition(".")[2]
-        return difflib.SequenceMatcher(None, text, pattern).ratio(), difflib.SequenceMatcher(None, last, wanted).ratio()
-
-    return f'{sentence}; the nearest name is "{max(names, key=similarity)}" (model.named_modules() lists all)'
+    return f'{sentence}; the nearest name is "{near[0]}" (model.named_modules() lists all)'

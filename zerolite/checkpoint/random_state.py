@@ -27,29 +27,18 @@ def save_random_state(device: torch.device) -> torch.Tensor:
 def load_random_state(saved: torch.Tensor, device: torch.device) -> None:
     """Restore the generators from :func:`save_random_state`. Generators whose state was not saved stay as they are.
 
-    Raises ValueError for other bytes, before anything is changed.
+    Raises ValueError for other bytes.
     """
     try:
         state = json_codec.decode(json.loads(bytes(saved.tolist())), _no_tensor)
-        _try(state, device)
+        torch.set_rng_state(_tensor(state["torch"]))
+        random.setstate(state["python"])
+        if "cuda" in state and device.type == "cuda":
+            torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+        if "numpy" in state and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
     except Exception as error:  # four libraries, each with exceptions of its own
         raise ValueError(f"expected the states of random number generators, got others ({error})") from error
-    torch.set_rng_state(_tensor(state["torch"]))
-    random.setstate(state["python"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
-
-
-def _try(state: dict[str, Any], device: torch.device) -> None:
-    """Set the states in generators that are not in use, to see if they are valid."""
-    torch.Generator("cpu").set_state(_tensor(state["torch"]))
-    random.Random().setstate(state["python"])
-    if "cuda" in state and device.type == "cuda":
-        torch.Generator(device).set_state(_tensor(state["cuda"]))
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.RandomState().set_state(tuple(state["numpy"]))
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
