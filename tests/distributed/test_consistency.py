@@ -113,21 +113,9 @@ AFTER: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
         "what was done to p.grad is mul_(",
     ),
     "mul_": (lambda engine, odd: _each(engine, lambda g: g.mul_(0.5 if odd else 1.0)), "mul_(1.0) (11 gradients) on"),
-    "times": (
-        lambda engine, odd: _each(engine, lambda g: g * (0.5 if odd else 1.0)),
-        "but mul(0.5) (11 gradients) on",
-    ),
-    "one": (
-        lambda engine, odd: odd and engine.module.down.weight.grad.mul_(0.5),
-        "is nothing on rank 0, but mul_(0.5) ",
-    ),
     "None": (
         lambda engine, odd: [setattr(p, "grad", None) for p in engine.module.parameters() if odd],
         "is nothing on rank 0, but set to None (11 gradients) on rank 1",
-    ),
-    "value": (
-        lambda engine, odd: nn.utils.clip_grad_value_(engine.module.parameters(), 0.1 if odd else 1.0),
-        "_foreach_clamp_max_(1.0) (11 gradients) on rank 0, but ",
     ),
 }
 

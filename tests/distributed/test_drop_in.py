@@ -30,7 +30,7 @@ def assert_row_is_true(pools: Pools, name: str, everything: bool, world: int = 2
             assert set(found) == {said}, f"stage {stage}: {sorted(set(found))}, the table says {said}"
 
 
-FAST = ("torchs_loop", "closure", "clipped_by_torch", "grad_read", "own_updates", "module_hooks")
+FAST = ("torchs_loop", "closure", "clipped_by_torch", "grad_read", "grad_assigned", "own_updates", "module_hooks")
 
 
 @pytest.mark.fast(*FAST)

@@ -8,7 +8,6 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from tests.toolkit.memory import tagged
 from zerolite import checkpointing
 from zerolite.activation_checkpointing import attach, current
-from zerolite.activation_checkpointing.saved_inputs import Copies
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.utils.memory_tags import ACTIVATIONS, HOST
 
@@ -273,27 +271,3 @@ def test_patterns_that_match_nothing() -> None:
         attached_to(Model(), "Blocks")
     with pytest.raises(ConfigError, match="got 'inner', which is TorchScript"):
         attached_to(nn.ModuleDict({"inner": torch.jit.script(nn.Linear(2, 2))}), "inner")
-
-
-def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen through a stand-in for torch.cuda."""
-    waits = mock.MagicMock()  # in one order
-    for name, made in (("Stream", waits.copying), ("current_stream", waits.now), ("Event", waits.event)):
-        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=made))
-    monkeypatch.setattr(torch.cuda, "stream", mock.MagicMock())
-    launched = [mock.call.copying.wait_stream(waits.now), mock.call.event.record(waits.copying)]
-    waited = [mock.call.now.wait_event(waits.event)]
-    copies = Copies(torch.device("cuda"))
-    source, target = torch.ones(3), torch.zeros(3)
-    known = weakref.ref(source)
-    copy = copies.launch([(source, target)])
-    assert torch.equal(target, source) and waits.mock_calls == launched
-    del source
-    assert known() is not None  # until the current stream waits
-    copy.wait()
-    copy.wait()
-    assert waits.mock_calls == launched + waited and known() is None
-    copies.launch([(torch.ones(3), target)])  # without a reference to it
-    assert waits.mock_calls == (launched + waited) * 2
-    copies.finish()
-    assert waits.mock_calls[6:] == [mock.call.copying.synchronize()]

@@ -1,7 +1,6 @@
 import random
 
 import pytest
-import torch
 
 from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
 
@@ -62,29 +61,6 @@ def check_buckets(sizes, world, bucket_numel, alignment, kinds):
         assert covered == bucket.numel
     assert end == layout.numel and layout.numel % world == 0
     assert [slot.index for slot in layout.slots] == list(range(len(sizes)))
-
-
-def test_every_element_of_a_sliced_bucket_has_one_owner():
-    """Several ranks may share a row. A rank's part of a row is where its parameters are in that row."""
-    for sizes, rows, _, _, kinds in random_cases():
-        specs = [ParameterSpec(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(zip(sizes, kinds, strict=True))]
-        for ranks_of_row in (1, 2, 3):
-            layout = PartitionLayout.build_sliced(specs, [range(len(specs))], rows, ranks_of_row)
-            assert layout.world_size == rows * ranks_of_row
-            owners = [torch.zeros(numel, dtype=torch.int64) for numel in sizes]
-            for rank in range(layout.world_size):
-                for bucket in layout.buckets:
-                    owned, row = layout.shard_range(bucket, rank), bucket.numel // rows
-                    assert owned.numel * layout.world_size == bucket.numel and owned.numel % 16 == 0
-                    assert owned.start // row == (owned.end - 1) // row == rank % rows
-                for f in layout.fragments(rank):
-                    owners[f.slot.index][f.param_start : f.param_start + f.numel] += 1
-                    bucket = layout.buckets[f.slot.bucket]
-                    in_row = f.bucket_start % (bucket.numel // rows) - f.slot.start
-                    assert f.param_start == rank % rows * f.slot.part + in_row
-                    assert f.bucket_start == layout.shard_range(bucket, rank).start + f.shard_start
-                    assert layout.param_range(f.slot, rank) == (f.param_start, f.param_start + f.numel)
-            assert all(bool((of_parameter == 1).all()) for of_parameter in owners)
 
 
 def test_buckets_run_in_reverse_registration_order():

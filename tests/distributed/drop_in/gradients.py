@@ -286,7 +286,7 @@ OWN = "a tensor of your own in `p.grad`"
 
 
 @case(OWN + " before", ["before a backward"], words=["'first.weight'", "after the last backward"], name="early_tensor")
-@case(OWN + ", after", ["after a backward", "without a backward", "sum", "own", "clipped"], close=CLIPPED)
+@case(OWN + ", after", ["after a backward", "without a backward", "sum", "clipped", "own"], close=CLIPPED)
 def grad_assigned(run: Run, when: str) -> None:
     run.start()
     run.train(1)
