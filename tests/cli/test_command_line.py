@@ -50,6 +50,7 @@ def test_the_command_answers_at_once_and_imports_nothing_heavy(
     assert not words or after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.8
 
 
+@pytest.mark.slow
 def test_import_zerolite_adds_little_to_import_torch() -> None:
     """And imports no torch by itself. Counted in modules, over every public name: seconds depend on what else the
     machine does. Not among them is torch.distributed.checkpoint, with which torch 2.6 imports its compiler."""

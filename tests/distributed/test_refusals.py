@@ -214,7 +214,7 @@ def run_out(engine: Any, name: str) -> None:
         setattr(local, name, fail)
 
 
-@pytest.mark.fast("2-complete-1-step")
+@pytest.mark.fast("2-complete-1-step", "2-finish-1-zero_grad")
 @pytest.mark.parametrize("then", ["zero_grad", "step", "step again"])
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 defaults"])
 @pytest.mark.parametrize("name", ["complete", "finish"])

@@ -143,7 +143,7 @@ def states_of(engine: Any) -> dict[str, Any]:
 _SAVED = ("plain", "replicated")
 
 
-@pytest.mark.fast("hierarchical-4")
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("name", SETS)
 def test_replicas_count_once(name: str, tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ def check_quant(
 QUANTS = list(itertools.product(ERRORS, (0, 1, 4), (1, 3)))  # dtype of the error, alignment, rows
 
 
+@pytest.mark.fast(every=5)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_are_packed_to_the_bits_of_the_cpu(

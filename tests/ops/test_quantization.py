@@ -99,6 +99,7 @@ def test_a_block_with_a_number_that_is_not_finite_arrives_as_nan(bits: int, bad:
         assert torch.equal(total.isnan(), expected[:701])
 
 
+@pytest.mark.fast(every=5)
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_kernels_give_the_bits_of_the_reference(bits: int, dtype: torch.dtype, kernels: CpuKernels) -> None:

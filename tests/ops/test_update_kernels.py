@@ -72,6 +72,7 @@ def test_skip_leaves_everything(skip: float, kernels: CpuKernels) -> None:
 # ------------------------------------------------------------------- where an element lies
 
 
+@pytest.mark.fast(every=5)
 @pytest.mark.parametrize("dtypes", [Dtypes(), MIXED, Dtypes(BF16, F16, BF16, F16)], ids=["fp32", "mixed", "16 bits"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_short_lengths_at_every_alignment(name: str, dtypes: Dtypes, kernels: CpuKernels) -> None:

@@ -93,6 +93,7 @@ def _crossed(name: str, dtypes: Dtypes) -> Problem:
     return Problem(of, [p], [g], [[s], [second]][: of.states], table, rows, dtypes)
 
 
+@pytest.mark.fast(every=5)
 @needs_fma
 @pytest.mark.parametrize("name", NAMES)
 def test_special_values_give_the_bits_of_the_reference(name: str, kernels: CpuKernels) -> None:

@@ -17,7 +17,7 @@ from zerolite.config import ConfigError
 from zerolite.planning.make import plan
 from zerolite.planning.report import render
 from zerolite.planning.result import Plan, PlanError
-from zerolite.planning.traffic import Grid, between_nodes, messages_between_nodes
+from zerolite.planning.traffic import Grid, between_nodes, messages_between_nodes, summarize
 
 # -------------------------------------------------------------------- arithmetic
 
@@ -58,6 +58,16 @@ def test_which_part_leaves_the_node() -> None:
 
 def call(op: str, tag: str, nbytes: int, dimension: str = "data", ranks: int = 8) -> Any:
     return SimpleNamespace(op=op, tag=tag, nbytes=nbytes, dimension=dimension, ranks=ranks, unaligned=0, moves=1)
+
+
+@pytest.mark.parametrize(
+    ("op", "nbytes", "dimension", "ranks", "sent", "between"),
+    [("all_reduce", 1000, "tensor", 4, 1500, 0), ("send", 100, "pipe", 2, 100, 100), ("receive", 100, "pipe", 2, 0, 0),
+     ("all_reduce", 80, "data", 2, 80, 0), ("all_reduce", 80, "model", 8, 140, 35)],
+)  # fmt: skip
+def test_traffic_by_dimension(op: str, nbytes: int, dimension: str, ranks: int, sent: int, between: int) -> None:
+    (row,) = summarize([call(op, "tag", nbytes, dimension, ranks)], Grid(2, 2, 4), 2)
+    assert (row.op, row.dimension, row.sent, row.inter_node) == (op, dimension, sent, between)
 
 
 # -------------------------------------------------------------------- plans

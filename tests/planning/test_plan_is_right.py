@@ -117,13 +117,14 @@ def test_sets_of_ranks(pools: Pools, stage: int, kind: str, precision: str, buck
     check(pools, 4, kind, stage=stage, buckets=buckets, precision=precision, accumulation=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "size", "stage", "nodes"),
     [
         (2, 2, 3, None),
-        pytest.param(4, 2, 3, None, marks=pytest.mark.slow),
-        pytest.param(4, 2, 1, 2, marks=pytest.mark.slow),
-        pytest.param(4, 4, 2, None, marks=pytest.mark.slow),
+        (4, 2, 3, None),
+        (4, 2, 1, 2),
+        (4, 4, 2, None),
     ],
 )
 def test_experts_on_several_ranks(pools: Pools, world: int, size: int, stage: int, nodes: int | None) -> None:

@@ -47,7 +47,7 @@ def test_a_plan_of_long_sequences_is_right(
         assert exchanged.ranks == size
 
 
-@pytest.mark.fast("auto-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "nodes", "expected"),
     [

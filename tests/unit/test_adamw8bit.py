@@ -100,6 +100,7 @@ def held(optimizer: AdamW8bit) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.fast(every=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
 def test_a_copy_goes_on_with_the_same_bits(way: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ subprocess.run([sys.executable, __file__], check=True)
 """
 
 
+@pytest.mark.slow
 def test_import_deepspeed_finds_ours_where_it_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "zerolite.compat.deepspeed", "script.py", "parent"]

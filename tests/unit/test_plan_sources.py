@@ -119,6 +119,7 @@ TINY_LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
 TINY_LLAMA |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 50}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], None])
 def test_hugging_face_configs(tmp_path: Path, architectures: list[str] | None) -> None:
     pytest.importorskip("transformers")

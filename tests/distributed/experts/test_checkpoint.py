@@ -64,7 +64,7 @@ def _directory() -> str:
     return tempfile.mkdtemp() if dist.get_rank() == 0 else ""
 
 
-@pytest.mark.fast("2-2-4")
+@pytest.mark.slow
 @on_ranks(4, timeout=120)
 @pytest.mark.parametrize("size, stage", [(2, "0"), (2, "2"), (4, "3 moving"), (2, "3 moving"), *IN_SETS])
 def test_full_values_are_those_of_the_whole_model(size: int, stage: str) -> None:

@@ -38,7 +38,7 @@ def test_experts_over_all_ranks_match_one_process(stage: str) -> None:
     assert_like_one_process("Mixture", 4, stage, EXACT, double=True, accumulation=2, clip=0.3)
 
 
-@pytest.mark.fast("3 moving hierarchical-4")
+@pytest.mark.slow
 @on_ranks(4, 8, timeout=240)
 @pytest.mark.parametrize(
     "stage", ["0 in sets", "1 in sets", "2 in sets", "3 moving in sets", "3 tight in sets", "3 moving hierarchical"]
