@@ -83,7 +83,7 @@ def seconds_of_notes(rounds: int) -> tuple[float, float]:
     timed: list[Callable[[], object]] = [
         lambda: noted.all_reduce(tensor, "gradients", FAKE_WORLD, 1),
         lambda: plain.all_reduce(tensor, "gradients", FAKE_WORLD, 1),
-        lambda: wait_for(works, ENTRY),
+        lambda: wait_for(list(works), ENTRY),
         bare,
     ]
     least = [math.inf] * len(timed)

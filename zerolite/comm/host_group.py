@@ -152,7 +152,7 @@ class HostMaximum:
         # After round k every rank knows the maximum of the 2^(k+1) ranks up to itself.
         for to, source in self._rounds:
             heard = torch.empty_like(known)
-            works = dist.irecv(heard, source, self._group), dist.isend(known, to, self._group)
+            works = [dist.irecv(heard, source, self._group), dist.isend(known, to, self._group)]
             wait_for(works, ("all_reduce", _MAXIMUM, known.numel(), known.dtype, 0))
             known = torch.maximum(known, heard)
         return known.tolist()

@@ -61,7 +61,8 @@ def before_groups_end(notify: Callable[[], object]) -> None:
             _notify_of_end()
             destroy_groups(*args, **kwargs)
 
-        for module in (dist, distributed_c10d):
+        modules: list[Any] = [dist, distributed_c10d]
+        for module in modules:
             module.destroy_process_group = destroy_process_group
     _before_end.append(notify)
 
