@@ -142,6 +142,22 @@ def test_experts_on_several_ranks(pools: Pools, world: int, size: int, stage: in
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("world", "stage", "nodes"), [(2, 3, None), (4, 2, None), (4, 1, 2)])
+def test_experts_of_tensor_parallel_ranks(pools: Pools, world: int, stage: int, nodes: int | None) -> None:
+    """Each of two tensor-parallel ranks sends half of the 24 rows; outputs and gradients are gathered."""
+    setting = {"stage": stage, "buckets": "small", "expert_parallel": {"size": world}}
+    setting["tensor_parallel"] = {"size": 2, "plan": {"0": {"style": "column", "gather_output": True}}}
+    measured = pools(world).run(MEASURED, {"kind": "spread", "shared_memory": nodes is None, **setting}, timeout=180)
+    made = planned("spread", world, world - 1, nodes, **setting)
+    assert_right(made, measured[world - 1], PEAK_OF_EXPERTS, PEAK_OF_EXPERTS)
+    found = {
+        (row.op, row.dimension): (row.ranks, row.count, row.nbytes) for row in made.traffic if row.tag == "experts"
+    }
+    assert found["all_to_all", "expert"][:2] == (world, 8)
+    assert found["all_gather", "tensor"] == (2, 4, 2 * 24 * 4 * (2 * WIDTH + 2))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "stage"), [(4, 0), (2, 1), (4, 2), (2, 3)])
 def test_messages_between_hosts(pools: Pools, world: int, stage: int) -> None:
     check(pools, world, "gpt", nodes=2, stage=stage, buckets="small")

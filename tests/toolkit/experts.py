@@ -20,9 +20,9 @@ VOCABULARY, WIDTH, EXPERTS, CHOSEN = 17, 12, 8, 3
 
 
 class Expert(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 7) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.silu(self.up(x)))
@@ -35,7 +35,7 @@ class Block(nn.Module):
     def __init__(self, favourite: int | None) -> None:
         super().__init__()
         self.favourite = favourite
-        self.norm, self.router, self.shared = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Expert()
+        self.norm, self.router, self.shared = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Expert(6)
         self.experts = ExpertParallel(Expert() for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def make(name: str, size: int, stage: str = "2", double: bool = False, **more: A
         if stage.endswith(ending):
             stage, more["zero"] = stage.removesuffix(ending), {key: dist.get_world_size() // 2}
     options, optimizer = more.pop("options", {}), more.pop("optimizer", optimizer_of(double))
-    config = at(stage, optimizer=optimizer, expert_parallel={"size": size}, **more)
+    config = at(stage, optimizer=optimizer, **({"expert_parallel": {"size": size}} | more))
     return zerolite.initialize(build(name, double, **options), config)
 
 

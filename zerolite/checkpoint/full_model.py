@@ -66,7 +66,8 @@ def merge_stages(local: Mapping[str, object], topology: Topology) -> dict[str, A
         of_tensor = rows[stage * tensor : (stage + 1) * tensor]
         for name, entry in of_tensor[0].items():
             if isinstance(entry, FullTensor):
-                shards = tuple(shard for row in of_tensor for shard in row[name].shards)
+                of_experts = any(shard.dimension == "expert" for shard in entry.shards)  # each rank names all of them
+                shards = entry.shards if of_experts else tuple(s for row in of_tensor for s in row[name].shards)
                 entry = firsts.setdefault(entry.owner, replace(entry, stage=stage, shards=shards))
             joined.setdefault(name, entry)
     return joined
@@ -154,7 +155,7 @@ class FullModel:
         needed = not rank0_only or topology.world.rank == 0
         if topology.model.world_size == 1 and not entry.shards:
             return self._part(entry, dtype, needed)
-        if topology.model.world_size == 1:  # the ranks have different experts
+        if entry.shards and entry.shards[0].dimension == "expert":
             part = self._part(entry, dtype, needed=True)
             return self._assemble(entry, topology.expert, 0, exported_dtype(entry.dtype, dtype), part, needed)
         receives = not rank0_only or topology.data.rank == 0  # in this copy of the model

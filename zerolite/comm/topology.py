@@ -19,8 +19,12 @@ are neighbours among the data ranks too. Both ways say nothing of each other.
     world size 8, sequence 2                       sequence groups   0 1 | 2 3 | 4 5 | 6 7
                                                    batch groups      0 2 4 6 | 1 3 5 7
 
-Experts may be spread over the data ranks, expert data × expert: ranks of one expert group have different experts, and
-are neighbours; ranks of one expert data group have the same. All of them have other samples, or other parts of them.
+Experts may be spread over data × tensor ranks, which are expert data × expert: ranks of one expert group have
+different experts, and are neighbours, so that such a group consists of whole tensor groups; ranks of one expert data
+group have the same experts. Ranks of a data group have other samples, or other parts of them.
+
+    world size 8, tensor 2, expert 4               expert groups        0 1 2 3 | 4 5 6 7
+                                                   expert data groups   0 4 | 1 5 | 2 6 | 3 7
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class Topology:
         model: ranks of one full copy of the model, tensor × pipe.
         shard: data ranks over which ZeRO splits buckets: all of them, unless some hold the same shards.
         replicate: data ranks that hold the same shard; None if there are no others.
-        expert: data ranks that have the other experts (ep); one rank where each has all.
+        expert: ranks that have the other experts (ep), of whole tensor groups; one rank where each has all.
         expert_data: data ranks that have the same experts (edp); all of them where each has all.
         expert_shard: those of them that are in one set of ``shard``.
         mesh: torch's DeviceMesh with the dimensions "pipe", "data" and "tensor"; None for one process and in a dry run.
@@ -90,6 +94,11 @@ class Topology:
         """The sizes of the dimensions, as text."""
         parts = f"sequence={self.sequence.world_size}, " if self.sequence.world_size > 1 else ""
         return f"pipe={self.pipe.world_size}, data={self.batch.world_size}, {parts}tensor={self.tensor.world_size}"
+
+    @property
+    def expert_spread(self) -> int:
+        """Neighbouring data ranks that have other experts; 1 if all of them have the same."""
+        return max(1, self.expert.world_size // self.tensor.world_size)
 
     @property
     def coordinates(self) -> tuple[int, int, int]:
@@ -138,11 +147,14 @@ def with_replicas(topology: Topology, device: torch.device, shard: int) -> Topol
         ValueError: ``shard`` does not divide the number of data ranks, sets begin and end in the middle of hosts, or
             experts are spread over ranks of several sets.
     """
-    experts = topology.expert.world_size
+    experts, tensor = topology.expert_spread, topology.tensor.world_size
     if shard % experts:
+        of_ranks = f"expert_parallel.size = {experts * tensor}"
+        if tensor > 1:
+            of_ranks = f"{experts} data-parallel ranks ({of_ranks}, tensor_parallel.size = {tensor})"
         raise ValueError(
-            f"expected a multiple of expert_parallel.size = {experts}, so that each set of ranks has all experts, got "
-            f"{shard}; choose one, or lower expert_parallel.size"
+            f"expected a multiple of {of_ranks}, so that each set of ranks has all experts, got {shard}; choose one, "
+            "or lower expert_parallel.size"
         )
     data, host, span = topology.data, topology.host, shard * topology.tensor.world_size
     if host is not None and host < topology.world.world_size and host % span and span % host:
@@ -156,7 +168,7 @@ def with_replicas(topology: Topology, device: torch.device, shard: int) -> Topol
     within, across = sets_of(data, device, shard, "shards and replicas")
     within.serve("shard", data.is_rank0)
     topology = replace(topology, shard=within, replicate=across.serve("replicate", data.is_rank0))
-    if experts == 1:
+    if topology.expert.world_size == 1:
         return topology
     alike = set_of(topology.expert_data, device, shard // experts, "experts and replicas")
     return replace(topology, expert_shard=alike.serve("expert shard", data.is_rank0))
@@ -186,21 +198,26 @@ def with_sequence(topology: Topology, device: torch.device, size: int) -> Topolo
 
 @collective
 def with_experts(topology: Topology, device: torch.device, size: int) -> Topology:
-    """Let ``size`` neighbouring data ranks have different experts.
+    """Let ``size`` neighbouring ranks have different experts, those of whole tensor groups. There is no pipeline.
 
     Args:
         device: of the tensors.
         size: ranks that have all experts together.
 
     Raises:
-        ValueError: ``size`` does not divide the number of data ranks.
+        ValueError: ``size`` is no multiple of the ranks of a tensor group, or does not divide the number of all.
     """
-    data = topology.data
+    world, tensor = topology.world, topology.tensor.world_size
     if size == 1:
         return topology
-    within, across = sets_of(data, device, size, "experts")
-    within.serve("expert", data.is_rank0)
-    across.serve("expert data", data.is_rank0)
+    if tensor > 1 and (size % tensor or world.world_size % size):
+        raise ValueError(
+            f"expected a multiple of tensor_parallel.size = {tensor} that divides the {world.world_size} ranks, so "
+            f"that those of a tensor group have different experts, got {size}; choose one, or leave the block out"
+        )
+    within, across = sets_of(world, device, size, "experts")
+    within.serve("expert", world.is_rank0)
+    across.serve("expert data", world.is_rank0)
     return replace(topology, expert=within, expert_data=across, expert_shard=across)
 
 

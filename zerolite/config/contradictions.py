@@ -173,7 +173,6 @@ def _experts(config: ZeroliteConfig) -> Found:
             yield paths, expected, json.dumps(value), "leave it out: it would have no effect"
     others = {
         "pipeline.stages": config.pipeline.stages > 1,
-        "tensor_parallel.size": config.tensor_parallel.ranks > 1,
         f"{_ZERO}.zero_quantized_weights": zero.zero_quantized_weights,
         f"{_ZERO}.zero_quantized_gradients": zero.zero_quantized_gradients,
     }

@@ -92,8 +92,8 @@ class ExpertParallelConfig(Block):
     """Spread the experts of mixtures over `size` ranks, which exchange tokens; see [experts](experts.md)."""
 
     size: Count = 1
-    """Ranks that have all experts together; a divisor of the number of data-parallel ranks and of the number of
-    experts. 1 = off. (zerolite's own key.)"""
+    """Ranks that have all experts together: a divisor of the number of data-parallel ranks (times
+    `tensor_parallel.size`, of which it is a multiple) and of the number of experts. 1 = off. (zerolite's own key.)"""
     autoep_size: Natural = 0
     """DeepSpeed's name of `size`; 0 = not used."""
     enabled: Bool = True

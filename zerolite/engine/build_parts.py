@@ -104,7 +104,7 @@ class PartsBuilder:
             if zero.feeds_errors_back:
                 feedback = ErrorFeedback(**zero.zeropp_loco_param.model_dump(exclude_none=True))
             self._groups.compress(zero.zero_quantized_weights, zero.zero_quantized_gradients, feedback)
-        if topology.expert.world_size > 1:
+        if topology.expert_spread > 1:  # otherwise each data rank has the same experts, as it has the same layers
             self._groups.spread_experts(RankGroups.of_experts(topology, self.policy, zero.is_hierarchical))
         self._observers = Observers()
         self.shared_grads: SharedGradReducer | None = None

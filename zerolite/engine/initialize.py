@@ -42,6 +42,7 @@ from zerolite.engine.arguments import Arguments, OptimizerLike, check_model
 from zerolite.engine.build import build_engine
 from zerolite.engine.engine import Engine
 from zerolite.engine.engine_base import parts_of
+from zerolite.tensor_parallel.shard_spec import is_of_experts
 from zerolite.utils.accelerator import default_device, keep_freed_memory, make_current
 
 if TYPE_CHECKING:
@@ -236,6 +237,11 @@ def parallelize_model(
         _shard_layers(model, config, topology, device)
     if topology.expert.world_size > 1:
         _spread_experts(model, topology, device, config.expert_parallel.capacity)
+    elif any(map(is_of_experts, model.parameters())):
+        raise RuntimeError(
+            "zerolite.initialize: expected a model with all experts, got one of which an engine with expert_parallel "
+            "has left this rank a part; build the model again, or keep the block in the config"
+        )
     forbid_partial_state_dicts(model, topology)
     if pipe_stage is not None:
         loss_fn = pipe_stage.loss_fn
@@ -254,7 +260,7 @@ def _spread_experts(model: torch.nn.Module, topology: Topology, device: torch.de
     except ConfigError as refused:
         error, facts = refused, {"the experts": {"": str(refused)}}
     different = "zerolite.initialize: the ranks have different experts"
-    check_equal_on_ranks(Description(facts), topology.data, device, different)
+    check_equal_on_ranks(Description(facts), topology.world, device, different)
     if error is not None:
         raise error
     spread_experts(found, topology, device, capacity)

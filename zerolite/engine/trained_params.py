@@ -22,7 +22,7 @@ from zerolite.engine.options import bucket_numel
 from zerolite.ops.call import QUANT_BLOCK
 from zerolite.optim.muon import MUON, MuonWithAdamW, check_matrices, uses_muon
 from zerolite.precision.dtypes import Precision
-from zerolite.tensor_parallel.shard_spec import is_of_experts, spread_of
+from zerolite.tensor_parallel.shard_spec import is_of_experts
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
@@ -64,6 +64,7 @@ class LayoutRules:
         self._rounds_values = groups.rounds_values
         self._shards = groups.shard.world_size
         self._ranks_of_row = groups.states.world_size // self._shards
+        self._spread = 1 if groups.experts is None else groups.experts.spread
         # Elements that travel with a common scale are those of one parameter: a norm's would drown small weights.
         self._alignment = SHARD_ALIGNMENT if groups.compression is None else QUANT_BLOCK
         self._partitioned = partitioned
@@ -82,7 +83,10 @@ class LayoutRules:
         if self._rounds_values:
             self._check_packable(parameters, names)
         specs = [
-            ParameterSpec(names[id(p)], unpartitioned_numel(p), self._bucket_kind(p), spread_of(p)) for p in parameters
+            ParameterSpec(
+                names[id(p)], unpartitioned_numel(p), self._bucket_kind(p), self._spread if is_of_experts(p) else 1
+            )
+            for p in parameters
         ]
         self.bucket_numel = self.bucket_numel or bucket_numel(specs, self._config, self._shards)
         if self._partitioned is None:

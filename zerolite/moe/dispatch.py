@@ -72,21 +72,27 @@ class Route(NamedTuple):
 
 
 @collective
-def over_ranks(comm: Communicator, share: int, forward: Forward, trains: bool, tokens: Sequence[Tensor]) -> Tensor:
+def over_ranks(
+    comm: Communicator, share: int, forward: Forward, trained: Sequence[Tensor], tokens: Sequence[Tensor]
+) -> Tensor:
     """Compute a layer of experts, of which each rank of ``comm`` has ``share``, and return its output [n, width].
 
     Args:
         forward: the module's own forward with this rank's experts: rows [m, width], their expert and its weight
             [m, 1].
-        trains: the experts require gradients on every rank.
+        trained: this rank's parameters that require gradients, the same ones on every rank. If its experts get no
+            token, their gradients are zeros.
         tokens: hidden states [n, width], the experts of each token [n, k], and their weights [n, k].
     """
     hidden, index, weights = tokens
     journey = Journey(comm, _route(comm, share, index))
-    # This ties the result to a graph on a rank without tokens too, whose experts have computed nothing.
-    anchor = torch.zeros((), device=hidden.device, requires_grad=trains and torch.is_grad_enabled())
     pairs, pair_weights = _ToExperts.apply(journey, hidden, weights)
-    found = forward(pairs, journey.experts, pair_weights) if len(pairs) else pairs
+    # The anchor ties the result to a graph on every rank, also to that of experts that have computed nothing.
+    anchor = torch.zeros((), device=hidden.device, requires_grad=bool(trained) and torch.is_grad_enabled())
+    if len(pairs):
+        found = forward(pairs, journey.experts, pair_weights)
+    else:
+        found, anchor = pairs, torch.stack([anchor, *(p.flatten()[:0].sum(dtype=anchor.dtype) for p in trained)]).sum()
     output: Tensor = _FromExperts.apply(journey, found, hidden.dtype, anchor)
     return output
 
@@ -118,6 +124,24 @@ def with_capacity(comm: Communicator, share: int, capacity: int, forward: Forwar
     by_rank = found.unflatten(0, (share, size, capacity)).transpose(0, 1).flatten(0, 2)
     (returned,) = _Exchange.apply(comm, traffic, by_rank)
     return sum_copies(returned, copies)[:count]
+
+
+@collective
+def in_parts(comm: Communicator, compute: Callable[[Sequence[Tensor]], Tensor], tokens: Sequence[Tensor]) -> Tensor:
+    """Compute a layer of experts for tokens that all ranks of ``comm`` have: each rank those of a part of them.
+
+    The outputs are gathered, and in the backward the gradients of the hidden states and of the weights: so all ranks
+    have equal gradients of what comes before, as if each had computed all tokens.
+
+    Args:
+        compute: function of a part of ``tokens`` that returns its output.
+        tokens: as of :func:`over_ranks`, equal on all ranks.
+    """
+    hidden, index, weights = tokens
+    own_hidden, own_weights = _OwnRows.apply(comm, hidden, weights)
+    output = compute((own_hidden, _own_rows(comm, index), own_weights))
+    gathered: Tensor = _AllRows.apply(comm, len(index), output)
+    return gathered
 
 
 def _within_capacity(index: Tensor, experts: int, capacity: int) -> Tensor:
@@ -223,7 +247,7 @@ class _FromExperts(torch.autograd.Function):
         # A checkpoint that computes this layer again ends behind the last tensor that is saved: on every rank, also on
         # one without tokens, behind the last all-to-all.
         rows, ctx.comm, ctx.traffic = journey.route.rows, journey.comm, journey.route.traffic
-        ctx.dtype = found.dtype
+        ctx.dtype, ctx.anchor = found.dtype, None if anchor.is_leaf else anchor.new_zeros(())
         ctx.save_for_backward(*rows, journey.pairs.source)
         (returned,) = _exchanged(ctx.comm, ctx.traffic.back, (added(found.detach(), journey.pairs).to(dtype),))
         return added(returned, rows)
@@ -233,7 +257,7 @@ class _FromExperts(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> object:
         source, _, _, pairs = ctx.saved_tensors
         (arrived,) = _exchanged(ctx.comm, ctx.traffic, (gradient.index_select(0, source),))
-        return None, arrived.index_select(0, pairs).to(ctx.dtype), None, None
+        return None, arrived.index_select(0, pairs).to(ctx.dtype), None, ctx.anchor
 
 
 class _Exchange(torch.autograd.Function):
@@ -250,13 +274,67 @@ class _Exchange(torch.autograd.Function):
         return None, None, *_exchanged(ctx.comm, ctx.traffic.back, gradients)
 
 
+class _OwnRows(torch.autograd.Function):
+    """This rank's rows of tensors that all ranks have. Their gradients are those of all ranks' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.count = comm, len(tensors[0])
+        return tuple(_own_rows(comm, tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> object:
+        return None, *_all_rows(ctx.comm, ctx.count, gradients)
+
+
+class _AllRows(torch.autograd.Function):
+    """The rows of all ranks, ``count`` together, of which each has those of :func:`_own_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, count: int, rows: Tensor) -> Tensor:
+        ctx.comm = comm
+        return _all_rows(comm, count, (rows,))[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> object:
+        return None, None, _own_rows(ctx.comm, gradient)
+
+
+def _own_rows(comm: Communicator, tensor: Tensor) -> Tensor:
+    """Return a copy of this rank's rows. The last ranks have fewer, or none, if the ranks cannot have equally many."""
+    length = -(-len(tensor) // comm.world_size)
+    return tensor.detach()[comm.rank * length : (comm.rank + 1) * length].clone(memory_format=torch.contiguous_format)
+
+
+def _all_rows(comm: Communicator, count: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gather the rows of several tensors, of which each rank has those of :func:`_own_rows`, as one message."""
+    rows = _as_bytes(tensors)
+    full = rows.new_empty((comm.world_size, -(-count // comm.world_size), rows.shape[1]))
+    full[comm.rank, : len(rows)] = rows
+    if count:  # the same number on all ranks
+        comm.all_gather(full.view(-1), TAG).wait()
+    return _from_bytes(full.flatten(0, 1)[:count], tensors)
+
+
 def _exchanged(comm: Communicator, traffic: Traffic, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Send rows of several tensors [rows, columns] as one message of bytes to each rank."""
-    parts = [_dense(tensor.detach()).view(torch.uint8) for tensor in tensors]
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    rows = _as_bytes(tensors)
     arrived = comm.all_to_all_rows(rows, traffic.sent, traffic.received, traffic.largest, TAG).wait()
-    columns = arrived.split([part.shape[1] for part in parts], 1)
-    return tuple(_dense(part).view(tensor.dtype) for part, tensor in zip(columns, tensors, strict=True))
+    return _from_bytes(arrived, tensors)
+
+
+def _as_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the rows of several tensors [rows, columns] one beside the other."""
+    parts = [_dense(tensor.detach()).view(torch.uint8) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _from_bytes(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors that :func:`_as_bytes` has put into ``rows``, with the columns and dtypes of ``like``."""
+    columns = rows.split([tensor.shape[1] * tensor.element_size() for tensor in like], 1)
+    return tuple(_dense(part).view(tensor.dtype) for part, tensor in zip(columns, like, strict=True))
 
 
 def _dense(rows: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from zerolite.comm import Topology, collective
 from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.config import ConfigError
 from zerolite.moe.copies import histogram
-from zerolite.moe.dispatch import over_ranks, with_capacity
-from zerolite.tensor_parallel.shard_spec import ShardSpec, set_shard_spec, shard_parameter, shard_spec_of
+from zerolite.moe.dispatch import in_parts, over_ranks, with_capacity
+from zerolite.tensor_parallel.shard_spec import ShardSpec, is_partial, set_shard_spec, shard_parameter, shard_spec_of
 from zerolite.utils.torch_private import untraced
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
 
@@ -38,6 +38,9 @@ def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: t
     Args:
         found: result of :func:`find_experts`.
         capacity: most tokens of a rank that an expert takes in a forward; 0 for all.
+
+    Ranks of a tensor group are called with the same tokens, and each of them sends a part of these. Where sequence
+    parallelism has divided the tokens before, each sends its own.
     """
     comm = topology.expert
     for ranks in (comm, topology.expert_data, topology.expert_shard):
@@ -51,7 +54,8 @@ def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: t
             synchronize_tensors([parameter.data], topology.data, device, "initial_sync")
             shard_parameter(parameter, ShardSpec.of_experts(parameter.shape, comm.rank, comm.world_size))
         vars(module)["num_experts"] = _number(module) // comm.world_size
-        vars(module)["forward"] = SpreadCall(module, topology, capacity)
+        has_own_tokens = any(map(is_partial, module.parameters(recurse=False)))
+        vars(module)["forward"] = SpreadCall(module, topology, capacity, not has_own_tokens)
 
 
 def spread_calls(model: nn.Module) -> dict[str, SpreadCall]:
@@ -177,9 +181,14 @@ class SpreadCall:
 
     load: Tensor | None = None
 
-    def __init__(self, module: nn.Module, topology: Topology, capacity: int) -> None:
+    def __init__(self, module: nn.Module, topology: Topology, capacity: int, shares_tokens: bool) -> None:
+        """
+        Args:
+            shares_tokens: tensor-parallel ranks are called with the same tokens, and not with parts of a sequence.
+        """
         self.topology = topology
         self._module, self._comm, self._capacity = module, topology.expert, capacity
+        self._shares_tokens = shares_tokens and topology.tensor.world_size > 1
 
     @property
     def experts(self) -> int:
@@ -188,7 +197,7 @@ class SpreadCall:
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        module, comm = self._module, self._comm
+        module = self._module
         hidden, index, weights = routes_of(module, args, kwargs)
         if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(hidden):
             raise ValueError(
@@ -198,15 +207,22 @@ class SpreadCall:
             )
         if self.load is not None and module.training:
             self.load += histogram(index, self.experts + 1)[:-1]
+        if self._shares_tokens:
+            return in_parts(self.topology.tensor, self._compute, (hidden, index, weights))
+        return self._compute((hidden, index, weights))
+
+    def _compute(self, tokens: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of hidden states, the experts of each and their weights, which this rank alone has."""
+        module, comm = self._module, self._comm
 
         def forward(rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
             result: Tensor = type(module).forward(module, rows, experts, weights)
             return result
 
         if self._capacity:
-            return with_capacity(comm, _number(module), self._capacity, forward, (hidden, index, weights))
-        trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        return over_ranks(comm, _number(module), forward, trains, (hidden, index, weights))
+            return with_capacity(comm, _number(module), self._capacity, forward, tokens)
+        trained = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+        return over_ranks(comm, _number(module), forward, trained, tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadCall:
         # The module copies its parameters before its forward. Their copies are the same part of the experts.
@@ -215,4 +231,4 @@ class SpreadCall:
             spec = shard_spec_of(parameter)
             if spec is not None and id(parameter) in memo:
                 set_shard_spec(memo[id(parameter)], spec)
-        return SpreadCall(copied, self.topology, self._capacity)
+        return SpreadCall(copied, self.topology, self._capacity, self._shares_tokens)

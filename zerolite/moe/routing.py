@@ -97,7 +97,7 @@ def replay_routing(model: Any, choices: Choices) -> Iterator[None]:
         RuntimeError: a block's router is not understood (its experts are not those of a ``topk`` in the block's
             forward), or the context has ended and no forward has come to one of the modules.
 
-    With experts over ranks (``expert_parallel``) all data-parallel ranks open the context, and errors of one rank are
+    With experts over ranks (``expert_parallel``) all ranks open the context, and errors of one rank are
     raised on all: at the start, or at the end, because a forward that stopped would leave the others in the exchange.
     """
     module = _module_of(model)
@@ -125,7 +125,7 @@ def _together(model: nn.Module, action: Callable[[], Result]) -> Result:
     except Exception as raised:
         error = raised
     device = next(model.parameters()).device
-    raise_together(calls[0].topology.data, device, "errors", error, "zerolite.moe.replay_routing", ValueError)
+    raise_together(calls[0].topology.world, device, "errors", error, "zerolite.moe.replay_routing", ValueError)
     return result
 
 

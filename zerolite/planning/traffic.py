@@ -19,7 +19,8 @@ ON_HOST = "control"  # tag of the small exchanges between processes on the host,
 class Grid(NamedTuple):
     """Sizes of a grid of pipe × data × tensor ranks, tensor innermost, as in :class:`zerolite.comm.Topology`.
 
-    ``sequence`` of the data ranks, neighbours, have parts of the same sequences.
+    ``sequence`` of the data ranks, neighbours, have parts of the same sequences. ``expert`` of all ranks, neighbours,
+    have all experts together: those of whole tensor groups.
     """
 
     pipe: int = 1
@@ -49,15 +50,19 @@ class Grid(NamedTuple):
     def groups(self, dimension: str, size: int) -> Iterator[list[int]]:
         """Yield the ranks of each group of ``size`` ranks, in order.
 
-        The data ranks are in sets in several ways: neighbours are "shard", "sequence" or "expert"; those at one place
-        of all sets are "replicate", "expert data", or of other sequences "data"; "ring" are some of a sequence's, and
-        "expert shard" those of a "shard" with the same experts.
+        The data ranks are in sets in several ways: neighbours are "shard" or "sequence"; those at one place of all
+        sets are "replicate", "expert data", or of other sequences "data"; "ring" are some of a sequence's, and "expert
+        shard" those of a "shard" with the same experts. Neighbours among all ranks are "expert".
         """
+        if dimension == "expert":
+            yield from (list(range(first, first + size)) for first in range(0, self.world_size, size))
+            return
         block, step = self.data, 1
-        if dimension in ("shard", "sequence", "expert"):
+        if dimension in ("shard", "sequence"):
             block = size
         elif dimension == "expert shard":
-            block, step = self.expert * size, self.expert
+            spread = max(1, self.expert // self.tensor)  # neighbouring data ranks with other experts
+            block, step = spread * size, spread
         elif dimension == "ring":
             block, step = self.sequence, self.sequence // size
         elif dimension in ("replicate", "expert data", "data"):

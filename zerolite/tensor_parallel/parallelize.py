@@ -112,6 +112,8 @@ def _read(model: nn.Module, settings: TensorParallelConfig, comm: Communicator, 
     written = _not_connected(matching.find_sharded_layers(modules, comm), settings.sequence_parallel)
     biases = [bias for tp_block in tp_blocks for bias in parallel_blocks.biases_of_heads(tp_block)]
     runs = sequence.find_runs([*tp_blocks, *written], modules) if settings.sequence_parallel else []
+    if runs:
+        sequence.check_losses(modules)
     partial = _partial_parameters(
         matches, tp_blocks, modules, bool(runs), {id(module._parameters[key]) for module, key in biases}
     )

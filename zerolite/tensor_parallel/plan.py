@@ -279,7 +279,9 @@ def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, S
             if style in _GATHERED_HEADS and target is not None and is_head(target, modules):
                 plan[full_name] = Style("vocab")
             elif style.startswith(_EXPERTS):
-                logger.info("tensor_parallel: experts ('%s') stay whole on every rank", full_name)
+                logger.info(
+                    "tensor_parallel: experts ('%s') stay whole; expert_parallel spreads them over ranks", full_name
+                )
             else:
                 plan[full_name] = parse_style(full_name, style)
     if not plan:

@@ -54,6 +54,17 @@ def find_runs(tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Modul
     return runs
 
 
+def check_losses(modules: Mapping[str, nn.Module]) -> None:
+    """Raise TensorPlanError for a model that computes losses of its routers' logits."""
+    for name, module in modules.items():
+        if getattr(vars(module).get("config"), "output_router_logits", False) is True:
+            raise TensorPlanError(
+                "tensor_parallel.sequence_parallel: expected config.output_router_logits = False, because the logits "
+                "of routers, and auxiliary losses of them, would be of a part of the sequence on each rank, got True "
+                f"in '{name or type(module).__name__}'; set it to False, or leave sequence_parallel out"
+            )
+
+
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) or is_container(module)
 

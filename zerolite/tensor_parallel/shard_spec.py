@@ -151,12 +151,6 @@ def is_of_experts(parameter: torch.Tensor) -> bool:
     return spec is not None and spec.dimension == "expert"
 
 
-def spread_of(parameter: torch.Tensor) -> int:
-    """Return the number of neighbouring data-parallel ranks that have other parts of the parameter; 1 for none."""
-    spec = shard_spec_of(parameter)
-    return spec.size if spec is not None and spec.dimension == "expert" else 1
-
-
 @torch.no_grad()
 def shard_parameter(parameter: torch.nn.Parameter | None, spec: ShardSpec) -> None:
     """Reduce ``parameter`` to this rank's shard. It stays the same object, and is sharded once if it is used twice."""

@@ -48,7 +48,8 @@ class RankGroups:
         divisor: number of ranks whose losses the gradients are the mean of: those of ``mean``, and for experts all that
             may have sent them tokens.
         spread: neighbouring ranks that have other parameters: see :class:`~zerolite.zero.layout.BucketLayout`.
-        experts: groups of the parameters of experts, which neighbouring ranks have others of; None without experts.
+        experts: groups of the parameters of experts, which neighbouring data ranks have others of; None if all of them
+            have the same.
         rounds_values: gathers after an update round what they send, so the owner of a value keeps it elsewhere.
         reduce_scatter: sums a bucket over ``shard`` and ``replicate``, with the arguments and the result of
             :meth:`Communicator.reduce_scatter`. All ranks wait for their results in the order of the launches.
@@ -102,7 +103,7 @@ class RankGroups:
         gradients of the tokens that it was sent: so a sum over the ranks with the same experts is one over all."""
         # Each set of ranks has all experts, so ranks at one place of all sets have the same shard of the same ones.
         groups = cls._chosen(topology, policy, all_split_states, topology.expert_shard, topology.expert_data)
-        groups.divisor, groups.spread = topology.data.world_size, topology.expert.world_size
+        groups.divisor, groups.spread = topology.data.world_size, topology.expert_spread
         return groups
 
     @classmethod
@@ -128,11 +129,7 @@ class RankGroups:
         """Return the groups of a bucket: see :class:`~zerolite.zero.layout.BucketLayout`."""
         if spread == 1:
             return self
-        if self.experts is None:
-            raise RuntimeError(
-                "zerolite.initialize: expected a model with all experts, got one of which an engine with "
-                "expert_parallel has left this rank a part; build the model again, or keep the block in the config"
-            )
+        assert self.experts is not None, "the layout has been made with these groups"
         return self.experts
 
     def compress(self, values: bool, gradients: bool, feedback: ErrorFeedback | None) -> None:

@@ -56,7 +56,9 @@ def spread(module: ExpertParallel, rank: int, size: int) -> Any:
         parameter.data = parameter.data[rank * share : (rank + 1) * share].clone()
     module.num_experts = share
     comm = create_communicator(torch.device("cpu"))
-    return lambda hidden, index, weights: over_ranks(comm, share, module.forward, True, (hidden, index, weights))
+    return lambda hidden, index, weights: over_ranks(
+        comm, share, module.forward, list(module.parameters()), (hidden, index, weights)
+    )
 
 
 HOW = ["uneven", "none on rank 0", "nowhere", "one expert", "empty places"]

@@ -285,7 +285,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (experts.Mixture, {"expert_parallel": {"size": 3}}, "expected a divisor of the 2 data-parallel ranks, got 3"),
     (experts.Mixture, {"expert_parallel": {"size": 2, "autoep_size": 4}}, "leave one of the two out"),
     (experts.Mixture, {"expert_parallel": {"capacity": 8}}, "expected no capacity where the ranks do not share"),
-    (experts.Mixture, {"tensor_parallel": {"size": 2}}, "does not know experts on several ranks yet"),
+    (
+        experts.Mixture,
+        {"tensor_parallel": {"size": 2}, "expert_parallel": {"size": 3}},
+        "expected a multiple of tensor_parallel.size = 2 that divides the 2 ranks, .* got 3",
+    ),
     (experts.Mixture, {"pipeline": {"stages": 2}}, "does not know experts on several ranks yet"),
     (experts.Mixture, {"zero": {"shard_size": 1}}, "shard_size: expected a multiple of expert_parallel.size = 2"),
 ]
