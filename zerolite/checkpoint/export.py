@@ -6,7 +6,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.state import StoredModel
 from zerolite.utils.dtypes import BY_CODE, DTYPES
-from zerolite.utils.text import command_parser, format_size, size_argument
+from zerolite.utils.text import command_parser, size_argument
 
 logger = logging.getLogger("zerolite")
 
@@ -37,31 +36,15 @@ master weights), and buffers have their own; with it every floating tensor has t
 Tied weights are written once, under the first of their names."""
 
 
-@dataclass(frozen=True)
-class Exported:
-    """Result of an export.
-
-    Attributes:
-        checkpoint: the exported checkpoint.
-        files: the files with tensors, without the index.
-        tensors: number of tensors.
-        nbytes: their bytes.
-    """
-
-    checkpoint: Path
-    files: list[Path]
-    tensors: int
-    nbytes: int
-
-
 def export_checkpoint(
     checkpoint: Path,
     out: Path,
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
     exclude_frozen: bool = False,
-) -> Exported:
-    """Write the model in ``checkpoint`` (one, or the latest in a directory of several) into the directory ``out``.
+) -> list[Path]:
+    """Write the model in ``checkpoint`` (one, or the latest in a directory of several) into the directory ``out``, and
+    return the files with tensors.
 
     Args:
         checkpoint: path of the checkpoint.
@@ -78,8 +61,7 @@ def export_checkpoint(
     entries, aliases = reader.trust(lambda: _contents(reader, dtype, exclude_frozen))
     plan = plan_files(entries.values(), max_shard_size, aliases)
     keys = {entry.name: key for key, entry in entries.items()}
-    files = write_model(out, plan, (_read(reader, keys[entry.name], entry) for file in plan for entry in file.entries))
-    return Exported(reader.path, files, len(entries), sum(file.nbytes for file in plan))
+    return write_model(out, plan, (_read(reader, keys[entry.name], entry) for file in plan for entry in file.entries))
 
 
 def _contents(
@@ -146,7 +128,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "zerolite export") -> in
     """Run the command. Returns 0, or 1 after a sentence on stderr."""
     options = build_parser(prog).parse_args(argv)
     try:
-        exported = export_checkpoint(
+        files = export_checkpoint(
             options.checkpoint,
             options.out,
             DTYPES.get(options.dtype),
@@ -156,12 +138,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "zerolite export") -> in
     except CheckpointError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
-    where = (
-        str(exported.files[0])
-        if len(exported.files) == 1
-        else f"{len(exported.files)} files and {INDEX} in '{options.out}'"
-    )
-    print(f"exported {exported.tensors} tensors, {format_size(exported.nbytes)}, of '{exported.checkpoint}' to {where}")
+    where = str(files[0]) if len(files) == 1 else f"{len(files)} files and {INDEX} in '{options.out}'"
+    print(f"exported '{options.checkpoint}' to {where}")
     return 0
 
 

@@ -50,9 +50,6 @@ class SavedGrid:
     def ranks(self) -> int:
         return self.pipe * self.data * self.tensor
 
-    def __str__(self) -> str:
-        return f"pipe={self.pipe}, data={self.data}, tensor={self.tensor}"
-
 
 class Manifest(FileModel):
     """Description of a checkpoint, and of all its other files.
@@ -73,11 +70,6 @@ class Manifest(FileModel):
     exclude_frozen_parameters: bool
     run: str = ""
     files: dict[str, FileEntry] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all files except the manifest."""
-        return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> bytes:
         body = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES, **self.model_dump()}
@@ -147,14 +139,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: list[StoredBox]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 def index_to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
