@@ -305,7 +305,7 @@ def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(tmp_path: Path) -> No
         with faults.failing(number if engine.rank == 0 else 10**6, errno.ENOSPC, always=True, only="write"):
             told = raised(save)
         own = told.removeprefix("CheckpointError: ").removeprefix("engine.save_16bit_model: rank 0: ")
-        assert own.startswith(f"'{tmp_path}/model") and own.endswith("could not be written: No space left on device")
+        assert own.startswith(f"'{tmp_path}/.model") and own.endswith("could not be written: No space left on device")
         assert ("engine.save_16bit_model: rank 0" in told) == (engine.rank != 0)
         if engine.rank == 0:
             assert_equal(read_model(tmp_path)[0], before, "what was there")

@@ -92,31 +92,23 @@ def write_model(directory: Path, files: Sequence[ModelFile], values: Iterator[to
     """
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"expected '{directory}' to be a directory or not to exist, found a file")
-    with _named(directory):
+    try:
         filesystem.make_directory(directory, exist_ok=True)
         _remove_incomplete(directory)
-    try:
         for file in files:
-            path = directory / file.name
-            with _named(path):
-                writer = FileWriter(_incomplete(path))
-            with writer:
-                _write(writer, path, memoryview(build_header(file.entries, file.metadata)[0]))
+            with FileWriter(_incomplete(directory / file.name)) as writer:
+                writer.write(memoryview(build_header(file.entries, file.metadata)[0]))
                 for entry in file.entries:
-                    _write(writer, path, _bytes_of(next(values), entry))
-                with _named(path):
-                    writer.finish()
-        with _named(directory):
-            _replace(directory, files)
+                    writer.write(_bytes_of(next(values), entry))
+                writer.finish()
+        _replace(directory, files)
+    except OSError as error:
+        where = error.filename or directory
+        raise CheckpointError(f"'{where}' could not be written: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):
             _remove_incomplete(directory)
     return [directory / file.name for file in files]
-
-
-def _write(writer: FileWriter, path: Path, content: memoryview) -> None:
-    with _named(path):
-        writer.write(content)
 
 
 def _bytes_of(value: torch.Tensor, entry: ToStore) -> memoryview:
@@ -161,11 +153,3 @@ def _incomplete(path: Path) -> Path:
 def _remove_incomplete(directory: Path) -> None:
     for path in sorted(directory.glob(f".model*.safetensors{_INCOMPLETE}")):
         filesystem.remove(path)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"'{path}' could not be written: {error.strerror or error}") from error
