@@ -216,7 +216,7 @@ class FullState:
                 raise
             except Exception as failure:
                 if lost:
-                    raise
+                    raise lost[0] from None  # as it was: reading has failed, and not the writing of a file
                 error = failure
         for _ in values:  # on the other ranks, and after an error: each is a collective, in which all ranks take part
             pass
