@@ -138,25 +138,8 @@ def test_initialize_says_once_what_has_no_effect(caplog: pytest.LogCaptureFixtur
     assert keys == ["zero_optimization.round_robin_gradients", "zero_optimization.offload_param.device"]
 
 
-OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "max_grad_norm": 0.0}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}}
-FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
-        "min_loss_scale": 1}  # fmt: skip
 SIZES = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-STAGE_3 = {
-    "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
-    "offload_param": {"device": "cpu", "pin_memory": True}, "overlap_comm": True, "contiguous_gradients": True,
-    "sub_group_size": 1e9, "reduce_bucket_size": 16384, "stage3_prefetch_bucket_size": 14745,
-    "stage3_param_persistence_threshold": 1280, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}  # fmt: skip
 CLIENTS: dict[str, dict[str, Any]] = {
-    "transformers' ds_config_zero3.json": {
-        "fp16": FP16, "bf16": {"enabled": False}, "optimizer": OPTIMIZER, "scheduler": WARMUP,
-        "zero_optimization": STAGE_3, "gradient_clipping": 1.0, "steps_per_print": float("inf"),
-        "wall_clock_breakdown": False, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "checkpoint": {"use_node_local_storage": False}, **SIZES,
-    },
     "DeepSpeed's documentation": {
         **SIZES, "steps_per_print": 10, "prescale_gradients": False, "gradient_predivide_factor": 1.0,
         "sparse_gradients": False, "communication_data_type": None, "amp": {"enabled": False},

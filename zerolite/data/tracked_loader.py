@@ -228,12 +228,6 @@ class TrackedLoader:
         return getattr(self.loader, name)
 
     @property
-    def weight(self) -> int:
-        """Number of samples in the batch in hand, for ``engine.backward(weight=)``; 0 before the first one."""
-        rows = None if self._last is None else self._last.rows
-        return 0 if rows is None else rows.per_rank
-
-    @property
     def last_share(self) -> Share:
         """Split of the pass begun last."""
         return self.share if self._last is None else self._last.share
