@@ -17,8 +17,11 @@ from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments
 from zerolite.engine.build import build_engine
 from zerolite.utils.accelerator import Platform, use_platform
-from zerolite.zero.compression import Compression
+from zerolite.zero import bucket as bucket_module
+from zerolite.zero import compression as compression_module
+from zerolite.zero.compression import Compression, ErrorFeedback
 from zerolite.zero.groups import TwoHops
+from zerolite.zero.local_sum import LocalSum
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("without_ranks")
@@ -248,6 +251,46 @@ def test_a_second_hop_that_raises_is_launched_before_the_next_first_one(
         calls.append([call.op for call in recorder.calls])
     assert calls[0] == calls[1] and len(calls[0]) == (6 if hop == "all_reduce" else 9)
     assert hop == "compressed" or all(map(torch.equal, *results)), "what nobody sends has no values to compare"
+
+
+@pytest.mark.parametrize("at", ["launch", "wait", "store"])
+def test_sums_over_replicas_that_raise_go_on_where_they_have_stopped(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the launch of the first second hop of three, in the wait for it, and behind that."""
+    calls, means = [], []
+    for fails in (False, True):
+        torch.manual_seed(1)
+        engine = make_engine(Simulated(0, 4), stack(3), 2, sets=2, gradient_accumulation_steps=2)
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine._parts.reducer.wait()
+        assert len(engine._parts.groups.partial) == 3
+        with record() as recorder, monkeypatch.context() as patch:
+            if fails:
+                owner = {"launch": engine._parts.groups.two_hops, "wait": LocalSum, "store": bucket_module}[at]
+                no_memory(patch, owner, {"launch": "second", "wait": "finish", "store": "tag_memory"}[at])
+                with pytest.raises(torch.OutOfMemoryError):
+                    engine._parts.pipeline.finish_reductions()
+            engine._parts.pipeline.finish_reductions()
+        assert engine._parts.reducer.finished
+        calls.append([(call.op, call.dimension, call.key) for call in recorder.calls])
+        means.append(mean_gradients(engine))
+    assert calls[0] == calls[1] and len(calls[0]) == 3 and all(map(torch.equal, *means))
+
+
+@pytest.mark.parametrize(("name", "at"), [("empty", 0), ("quantize", 0), ("empty", 1), ("all_to_all", 0)])
+def test_an_error_is_fed_back_once_by_a_sum_that_raises(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for fails in (False, True):
+        comm = Communicator()
+        compression, values = Compression(comm, ErrorFeedback()), torch.linspace(-1.0, 3.0, 512)
+        found = []
+        for number in range(3):
+            if fails and number == 1:
+                with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                    no_memory(patch, comm if name == "all_to_all" else compression_module, name, at)
+                    compression.reduce_scatter(values.clone(), "gradients")
+            found.append(compression.reduce_scatter(values.clone(), "gradients").wait())
+        results.append([*found, *compression.memory()])
+    assert len(results[0]) == 4 and all(map(torch.equal, *results))
 
 
 def test_few_reductions_are_in_flight_behind_a_backward_of_a_program_that_communicates() -> None:
