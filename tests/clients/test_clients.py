@@ -67,6 +67,14 @@ OPENRLHF = {
     "evaluated": -67.52816009521484,
     "sum": 168.58350025117397,
 }
+# DeepSpeed 0.19.8's in bf16, stage 3.
+OPENRLHF_BF16 = {
+    "losses": [4.18782114982605, 4.476691246032715, 4.81914758682251, 4.626835107803345],
+    "norms": [0.9553665518760681, 1.025002121925354, 0.9310365319252014, 0.8975398540496826],
+    "rates": OPENRLHF["rates"],
+    "evaluated": -67.52220916748047,
+    "sum": 168.548554033041,
+}
 # The sum of squares of the moving average. At stage 3 OpenRLHF writes it inside a gather, where DeepSpeed drops it.
 OPENRLHF_AVERAGES = {"2": 168.4774583876133, "3": 168.4896393418312}
 
@@ -201,9 +209,9 @@ def test_the_strategy_of_openrlhf(tmp_path: Path) -> None:
     muon = [results.pop(f"{stage},fp32,muon")["losses"] for stage in (2, 3)]  # DeepSpeed 0.19.8 refuses OpenRLHF's
     assert muon[0] == pytest.approx(muon[1], rel=1e-6) and muon[0][-1] != pytest.approx(OPENRLHF["losses"][-1])
     for case, result in results.items():
-        close = 1e-6 if "fp32" in case else 1e-3
+        theirs, close = (OPENRLHF, 1e-6) if "fp32" in case else (OPENRLHF_BF16, 3e-4)
         result["sum"] = sum(result["sums"])
-        for name, wanted in OPENRLHF.items():
+        for name, wanted in theirs.items():
             assert result[name] == pytest.approx(wanted, rel=close), (case, name)
         assert result["resumed"] == result["losses"][2:], case
         assert sum(result["averages"]) == pytest.approx(OPENRLHF_AVERAGES[case[0]], rel=close / 10), case
