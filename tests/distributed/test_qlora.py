@@ -1,23 +1,27 @@
-"""QLoRA as transformers and PEFT make it: weights in 4 bits by ``BitsAndBytesConfig``, beside plain PyTorch."""
+"""QLoRA as transformers and PEFT make it: weights in 4 bits by ``BitsAndBytesConfig``, in 8 by ``TorchAoConfig``, and
+in NF4 and fp8 by torchao alone, beside plain PyTorch."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerolite
-from tests.distributed.test_quantized import installed
+from tests.distributed.test_quantized import installed, losses, train_engine
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
+from zerolite.zero.inner_tensors import flattened
 
+LIBRARIES = ("bitsandbytes", "torchao")
 ADAMW = ("AdamW", {"lr": 0.01, "torch_adam": True, "weight_decay": 0})
 
 
@@ -32,17 +36,23 @@ def save_base(directory: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def quantized(directory: Path) -> Any:
-    """Return a Llama with weights in 4 bits and adapters, the same on each call."""
+def quantized(directory: Path, library: str) -> Any:
+    """Return a Llama with quantized weights and adapters, the same on each call."""
     import peft
     import transformers
 
-    options = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+    options: Any
+    if library == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
+
+        options = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        options = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
     base: Any = transformers.LlamaForCausalLM.from_pretrained(directory, quantization_config=options, device_map="cpu")
     torch.manual_seed(2)
     return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear")).train()
@@ -59,7 +69,7 @@ def train(model: Any, steps: range, step: Any) -> list[float]:
     return losses
 
 
-def train_engine(engine: Any, steps: range) -> list[float]:
+def train_steps(engine: Any, steps: range) -> list[float]:
     def step(loss: Tensor) -> None:
         engine.backward(loss)
         engine.step()
@@ -83,8 +93,13 @@ def train_plain(model: Any, steps: range) -> tuple[list[float], dict[str, Tensor
 
 
 def packed_of(model: Any) -> dict[str, Tensor]:
-    """Return the bytes of the weights in 4 bits and of their scales."""
+    """Return the bytes of the quantized weights and of their scales."""
     packed = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and hasattr(weight, "__tensor_flatten__"):  # of torchao
+            inner = weight.__tensor_flatten__()[0]
+            packed.update({f"{name}.{key}": getattr(weight, key).detach().clone() for key in inner})
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "Params4bit":
             assert parameter.bnb_quantized
@@ -93,23 +108,25 @@ def packed_of(model: Any) -> dict[str, Tensor]:
     return packed
 
 
+CASES = [pytest.param(*case, marks=installed(case[0])) for case in itertools.product(LIBRARIES, (1, 2, 3))]
+
+
 @installed("peft")
-@installed("bitsandbytes")
 @pytest.mark.slow
 @on_ranks(2, timeout=240)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_qlora_of_transformers(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("library", "stage"), CASES)
+def test_qlora_of_transformers(library: str, stage: int, tmp_path: Path) -> None:
     """Losses and gradients of plain PyTorch, bits of the packed weights, save, load, and PEFT's own merge."""
     base = tmp_path / "base"
     save_base(base)  # transformers lets rank 0 write
     dist.barrier()
-    plain = quantized(base)
+    plain = quantized(base, library)
     frozen = packed_of(plain)
     assert len(frozen) >= 2 * 7 * 2
     wanted, gradients = train_plain(plain, range(4))
     assert wanted[0] != wanted[-1]
 
-    engine: Any = zerolite.initialize(quantized(base), at(stage, optimizer=ADAMW))
+    engine: Any = zerolite.initialize(quantized(base, library), at(stage, optimizer=ADAMW))
     tokens = torch.randint(models.VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0))
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     for name, parameter in engine.module.named_parameters():
@@ -117,18 +134,89 @@ def test_qlora_of_transformers(stage: int, tmp_path: Path) -> None:
             gradient = zerolite.get_full_grad(parameter)
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-6, atol=1e-7, msg=name)
     engine.zero_grad()
-    found = train_engine(engine, range(2))
+    found = train_steps(engine, range(2))
     engine.save_checkpoint(str(tmp_path / "saved"))
-    train_engine(engine, range(5, 7))  # to be undone
+    train_steps(engine, range(5, 7))  # to be undone
     engine.load_checkpoint(str(tmp_path / "saved"))
-    found += train_engine(engine, range(2, 4))
+    found += train_steps(engine, range(2, 4))
     assert found == pytest.approx(wanted, rel=1e-6)
 
     with zerolite.zero.GatheredParameters(engine.module):
         assert_same_bits(packed_of(engine.module), frozen, "packed weights")
         merged = copy.deepcopy(engine.module)
     streamed = {n: v for bucket in zerolite.stream_full_weights(engine, bucket_bytes=5000) for n, v in bucket}
-    assert_same_bits(streamed, dict(merged.merge_and_unload().state_dict()), "merged")
+    assert_same_bits(streamed, flattened(merged.merge_and_unload().state_dict()), "merged")
     with zerolite.zero.GatheredParameters(engine.module):
         assert_same_bits(packed_of(engine.module), frozen, "packed weights after the stream")
-    train_engine(engine, range(1))
+    train_steps(engine, range(1))
+
+
+class Adapted(nn.Module):
+    """Linear layer with a frozen weight, and LoRA beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def adapted(kind: str) -> nn.Sequential:
+    """Return layers in bf16 with weights of a class of torchao, the same on each call."""
+    import torchao.quantization as quantization
+    from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig  # type: ignore[import-not-found]
+
+    nf4 = NF4WeightOnlyConfig()
+    nf4.scaler_block_size = 64
+    configs = {
+        "NF4Tensor": nf4,
+        "Int8Tensor": quantization.Int8WeightOnlyConfig(),
+        "Float8Tensor": quantization.Float8WeightOnlyConfig(),
+        "IntxUnpackedToInt8Tensor": quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(32)),
+    }
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.GELU(), nn.Linear(256, 128)).bfloat16()
+    quantization.quantize_(model, configs[kind])
+    assert type(model[0].weight).__name__ == kind
+    return nn.Sequential(*(Adapted(layer).bfloat16() if isinstance(layer, nn.Linear) else layer for layer in model))
+
+
+@installed("torchao")
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+@pytest.mark.parametrize("kind", ["NF4Tensor", "Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor"])
+def test_weights_of_torchao(kind: str, tmp_path: Path) -> None:
+    """Bits of plain PyTorch with fp32 master weights at every stage, of the frozen weights too; a checkpoint of one
+    stage at the next, and half of the bytes on each rank at stage 3."""
+    plain = adapted(kind)
+    frozen = packed_of(plain)
+    pairs = [(p.detach().float(), p) for p in plain.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD([master for master, _ in pairs], lr=0.5)
+
+    def step(loss: Tensor) -> None:
+        loss.backward()
+        for master, parameter in pairs:
+            master.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        for master, parameter in pairs:
+            parameter.data.copy_(master)
+
+    wanted = losses(plain, 3, step, 128)
+    for stage in (0, 1, 2, 3, 0):
+        engine, found = train_engine(adapted(kind), stage, 128)
+        assert found == wanted, f"stage {stage}: {found}, and plain PyTorch {wanted}"
+        if stage == 3:
+            held = [p.ds_tensor for name, p in engine.module.named_parameters() if "base._weight" in name]
+            assert sum(t.nbytes for t in held) < 0.6 * sum(t.nbytes for t in frozen.values())
+        if (tmp_path / "latest").exists():
+            engine.load_checkpoint(str(tmp_path))
+        engine.save_checkpoint(str(tmp_path))
+        with zerolite.zero.GatheredParameters(engine.module):
+            assert_same_bits(packed_of(engine.module), frozen, f"stage {stage}")
+        assert_same_bits(packed_of(engine.module), frozen, f"stage {stage}, gathered by reads")
+        state = engine.full_state_dict()
+        assert type(state["0.base.weight"]).__name__ == kind
+        adapted(kind).load_state_dict(state)
+        engine.module.load_state_dict(state)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 
 import zerolite
 from tests.toolkit.configs import ADAMW, at
@@ -38,8 +39,35 @@ class PackedWithFunctions(Packed):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
+class Scaled(Tensor):
+    """int8 values and their scale in one tensor that has no memory of its own, as in torchao."""
+
+    qdata: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, qdata: Tensor, scale: Tensor) -> Scaled:
+        made: Scaled = Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=scale.dtype, device=qdata.device)
+        made.qdata, made.scale = qdata, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["qdata", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, shape: Any, strides: Any) -> Scaled:
+        return Scaled(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].qdata, args[0].scale)
+        return function(*tree_map_only(Scaled, lambda one: one.qdata * one.scale, args), **(kwargs or {}))
+
+
 class Quantized(nn.Module):
-    """Frozen weights in fp8, int8 and packed bytes, each with its scale, and an adapter that is trained."""
+    """Frozen weights in fp8, int8, packed bytes and a class of their own, each with its scale, and an adapter that is
+    trained."""
 
     def __init__(self, packed: type[Packed] = PackedWithFunctions) -> None:
         super().__init__()
@@ -50,12 +78,15 @@ class Quantized(nn.Module):
         self.whole = nn.Parameter(torch.randint(-100, 100, (8, 8), dtype=torch.int8), False)
         self.whole.SCB = torch.rand(8, 1)
         self.packed = packed(torch.randint(0, 255, (32, 1), dtype=torch.uint8), {"absmax": torch.rand(8, 1)})
+        self.wrapped = nn.Parameter(Scaled(torch.randint(-100, 100, (8, 8), dtype=torch.int8), torch.rand(8, 1)), False)
+        self.wrapped.note = "kept"
         self.adapter = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         block, packed = self.block, self.packed
         x = F.linear(x, (block.weight.float() * block.scale).to(x.dtype), block.bias)
         x = F.linear(x, (self.whole * self.whole.SCB / 100).to(x.dtype))
+        x = F.linear(x, self.wrapped.to(x.dtype) / 100)
         values = torch.stack([packed & 15, packed >> 4], -1).reshape(8, 8) * packed.quant_state["absmax"] / 16
         return self.adapter(F.linear(x, values.to(x.dtype))).float().square().mean()
 
@@ -66,6 +97,10 @@ def assert_quantized(found: Mapping[str, Tensor], half: torch.dtype, classes: bo
         if "adapter" in name:
             continue
         value = found[name]
+        if name == "wrapped":
+            assert type(value) is Scaled and torch.equal(value.qdata, wanted.qdata), name
+            assert torch.equal(value.scale, wanted.scale) and value.note == "kept", name
+            continue
         assert value.dtype == (half if name == "block.bias" else wanted.dtype), name
         assert torch.equal(value.float(), wanted.to(value.dtype).float()), name
         if classes:
@@ -94,15 +129,22 @@ def test_quantized_parameters_keep_their_bits(precision: str, stage: int, init: 
         engine.step()
     assert not torch.equal(engine.module.adapter.weight.clone(), plain)
     engine.save_checkpoint(str(tmp_path))
-    with zerolite.zero.GatheredParameters(model.block.weight, modifier_rank=0):
+    with zerolite.zero.GatheredParameters([model.block.weight, model.wrapped], modifier_rank=0):
         model.block.weight.data.copy_(torch.zeros(8, 8).to(torch.float8_e4m3fn))
-    assert not model.block.weight.float().any()
+        model.wrapped.qdata.data.zero_()
+    assert not model.block.weight.float().any() and not model.wrapped.float().any()
     engine.load_checkpoint(str(tmp_path))
     with zerolite.zero.GatheredParameters(model):
-        assert_quantized(dict(model.named_parameters()), half)
-    assert_quantized(engine.full_state_dict(), half, classes=False)
+        assert_quantized(dict(model.named_parameters()) | {"wrapped": model.wrapped}, half)
+    state, copied = engine.full_state_dict(dtype=half), copy.deepcopy(model)
+    assert_quantized(state, half, classes=False)
     assert_quantized(engine.module.state_dict(), half, classes=False)
-    assert_quantized(dict(copy.deepcopy(model).named_parameters()), half, classes=stage == 3)
+    assert_quantized(dict(copied.named_parameters()) | {"wrapped": copied.wrapped}, half, classes=stage == 3)
+    copied.wrapped.qdata.data.zero_()
+    for load in (copied.load_state_dict, engine.load_full_state_dict, engine.module.load_state_dict):
+        load(state)
+    assert_quantized(copied.state_dict(), half, classes=False)
+    assert_quantized(engine.module.state_dict(), half, classes=False)
 
 
 @on_ranks(1)
@@ -127,25 +169,25 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
 
-def losses(model: Any, steps: int, step: Any) -> list[float]:
+def losses(model: Any, steps: int, step: Any, width: int = 64) -> list[float]:
     """step: function of a loss."""
     found = []
     for number in range(steps):
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+        x = torch.randn(4, width, generator=torch.Generator().manual_seed(number))
         loss = model(x.bfloat16()).float().square().mean()
         step(loss)
         found.append(loss.item())
     return found
 
 
-def train_engine(model: nn.Module, stage: int) -> tuple[Any, list[float]]:
+def train_engine(model: nn.Module, stage: int, width: int = 64) -> tuple[Any, list[float]]:
     engine: Any = zerolite.initialize(model, at(stage, "bf16", optimizer=("SGD", {"lr": 0.5})))
 
     def step(loss: Tensor) -> None:
         engine.backward(loss)
         engine.step()
 
-    return engine, losses(engine, 3, step)
+    return engine, losses(engine, 3, step, width)
 
 
 @installed("torchao")

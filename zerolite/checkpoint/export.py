@@ -16,7 +16,7 @@ from zerolite.checkpoint.huggingface import INDEX, exported_dtype, plan_files, w
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.state import StoredModel
-from zerolite.utils.dtypes import BY_CODE, DTYPES
+from zerolite.utils.dtypes import BY_CODE, DTYPES, is_quantized
 from zerolite.utils.text import command_parser, size_argument
 
 logger = logging.getLogger("zerolite")
@@ -72,6 +72,8 @@ def _contents(
     aliases: dict[str, str] = {}
     owners: set[str] = set()  # modules with a trained parameter
     state = reader.read_state(StoredModel)
+    frozen = {name: BY_CODE[about.dtype] for name, about in state.parameters.items() if not about.trained}
+    quantized = {name.rpartition(".")[0] for name, stored in frozen.items() if is_quantized(stored)}
     for name, about in state.parameters.items():
         if about.trained:
             owners.update(known.rpartition(".")[0] for known in (name, *about.aliases))
@@ -83,7 +85,10 @@ def _contents(
                 f"the checkpoint '{reader.path}' has no values of the frozen parameter '{name}': it was saved with "
                 "exclude_frozen_parameters=True. Pass --exclude-frozen-parameters to export what was trained."
             )
-        entries[key] = ToStore(name, exported_dtype(BY_CODE[about.dtype], dtype), tuple(reader.tensors[key].shape))
+        module, _, last = name.rpartition(".")
+        is_scale = name in frozen and module in quantized and last != "bias"  # a cast would change every weight
+        written = BY_CODE[about.dtype] if is_scale else exported_dtype(BY_CODE[about.dtype], dtype)
+        entries[key] = ToStore(name, written, tuple(reader.tensors[key].shape))
         aliases.update(dict.fromkeys(about.aliases, name))
     for name, buffer in state.buffers.items():
         if not exclude_frozen or name.rpartition(".")[0] in owners:

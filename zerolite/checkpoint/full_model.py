@@ -38,6 +38,7 @@ class FullTensor:
         parameter: it is a parameter, not a buffer.
         in_model: it is a parameter or buffer, and not made by a hook of the state dict.
         trained: an engine trains it.
+        keeps_dtype: it is a quantized weight or its scale, which no cast may change.
         stage: the first pipeline stage that has it.
         shards: the shard of each tensor-parallel rank of that stage; empty if each rank has the full tensor.
     """
@@ -48,8 +49,14 @@ class FullTensor:
     parameter: bool
     in_model: bool
     trained: bool
+    keeps_dtype: bool
     stage: int = 0
     shards: tuple[ShardSpec, ...] = ()
+
+    def exported_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of the full values if ``dtype`` was asked for; see
+        :func:`~zerolite.checkpoint.huggingface.exported_dtype`."""
+        return self.dtype if self.keeps_dtype else exported_dtype(self.dtype, dtype)
 
 
 @collective
@@ -95,6 +102,7 @@ class FullModel:
             masters: access to the master weights.
         """
         self._topology, self._device, self._masters = parts.topology, parts.device, masters
+        self._keeps_dtype = parts.precision.keeps_dtype
         registered: dict[str, torch.Tensor] = {}  # some wrappers of modules leave their names out of a state dict
         for named in (parts.model.named_buffers, parts.model.named_parameters):
             registered.update((clean(name), tensor) for name, tensor in named(remove_duplicate=False))
@@ -131,6 +139,7 @@ class FullModel:
             parameter=isinstance(tensor, torch.nn.Parameter),
             in_model=in_model,
             trained=id(tensor) in self._trained,
+            keeps_dtype=not in_model or self._keeps_dtype(tensor),  # bitsandbytes adds scales to a state dict
             shards=() if shard is None else shard.of_all_ranks if shard.dimension == "expert" else (shard,),
         )
 
@@ -150,14 +159,14 @@ class FullModel:
     @collective
     def get(self, entry: FullTensor, dtype: torch.dtype | None, rank0_only: bool) -> torch.Tensor | None:
         """Return the full values, a copy on the CPU, or None on ranks that are not to have them. ``dtype``: see
-        :func:`~zerolite.checkpoint.huggingface.exported_dtype`."""
+        :meth:`FullTensor.exported_dtype`."""
         topology = self._topology
         needed = not rank0_only or topology.world.rank == 0
         if topology.model.world_size == 1 and not entry.shards:
             return self._part(entry, dtype, needed)
         if entry.shards and entry.shards[0].dimension == "expert":
             part = self._part(entry, dtype, needed=True)
-            return self._assemble(entry, topology.expert, 0, exported_dtype(entry.dtype, dtype), part, needed)
+            return self._assemble(entry, topology.expert, 0, entry.exported_dtype(dtype), part, needed)
         receives = not rank0_only or topology.data.rank == 0  # in this copy of the model
         part = None
         if topology.pipe.rank == entry.stage:
@@ -165,7 +174,7 @@ class FullModel:
         if not receives:
             return None
         first = entry.stage * topology.tensor.world_size
-        return self._assemble(entry, topology.model, first, exported_dtype(entry.dtype, dtype), part, needed)
+        return self._assemble(entry, topology.model, first, entry.exported_dtype(dtype), part, needed)
 
     @collective
     def set(self, entry: FullTensor, full_values: torch.Tensor | None) -> None:
@@ -230,7 +239,7 @@ class FullModel:
         """Return the values that this rank's data-parallel ranks have together, on the CPU; None unless ``needed``.
         Called on all of these ranks."""
         owner, value = self._local[entry.owner]
-        target = exported_dtype(value.dtype, dtype)
+        target = entry.exported_dtype(dtype)
         index = self._trained.get(id(owner)) if target != value.dtype else None
         if index is not None:
             (master,) = self._masters.tensor_parallel_masters([index])

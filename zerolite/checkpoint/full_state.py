@@ -13,7 +13,7 @@ import torch
 
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.full_model import FullModel, FullTensor
-from zerolite.checkpoint.huggingface import exported_dtype, plan_files, write_model
+from zerolite.checkpoint.huggingface import plan_files, write_model
 from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.parameter_access import ParameterAccess
@@ -27,6 +27,7 @@ from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.utils.torch_private import as_plain_tensors
+from zerolite.zero import inner_tensors
 
 logger = logging.getLogger("zerolite")
 
@@ -116,7 +117,8 @@ class FullState:
             if isinstance(entry, FullTensor) and entry.owner not in copies:
                 copies[entry.owner] = full.get(entry, dtype, rank0_only)
             state[name] = copies[entry.owner] if isinstance(entry, FullTensor) else entry
-        return state if not rank0_only or self._topology.world.rank == 0 else {}
+        needed = not rank0_only or self._topology.world.rank == 0
+        return inner_tensors.join_all(self._parts.model, state) if needed else {}
 
     @torch.no_grad()
     def stream(self, options: StreamOptions) -> WeightStream:
@@ -151,7 +153,7 @@ class FullState:
         state. Raises RuntimeError on all ranks, before anything is written."""
         self._parts.pipeline.check_available()
         full = self._full_model()
-        local = dict(state or {}) if self._topology.world.rank == 0 else {}
+        local = inner_tensors.flattened(state or {}) if self._topology.world.rank == 0 else {}
         tensors = {name: entry for name, entry in full.tensors() if entry.in_model}
         extra = [name for name in full.entries if name.rpartition(".")[2] == _EXTRA]
         problem, present = self._host.broadcast(_compare(tensors | dict.fromkeys(extra), local, strict), 0)
@@ -195,7 +197,7 @@ class FullState:
         for name, known in tensors.items():
             first.setdefault(known.owner, name)
         written = {clean(name): tensors[name] for name in first.values()}
-        entries = [ToStore(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
+        entries = [ToStore(name, known.exported_dtype(dtype), known.shape) for name, known in written.items()]
         aliases = {clean(name): clean(first[k.owner]) for name, k in tensors.items() if name != first[k.owner]}
         plan = plan_files(entries, max_shard_size, aliases)
         lost: list[Exception] = []  # of a gather: then the other ranks' gathers have no partner, and this rank ends
@@ -240,11 +242,12 @@ class FullState:
 
 
 def _local_state_dict(model: torch.nn.Module) -> dict[str, object]:
-    """Return ``model.state_dict()``, in which partitioned parameters are empty, although users may not call it."""
+    """Return ``model.state_dict()``, although users may not call it. Partitioned parameters are empty in it, and
+    weights that consist of other tensors are these."""
     global _allowed
     _allowed += 1
     try:
-        with as_plain_tensors():
+        with as_plain_tensors(), inner_tensors.inner_only():
             return dict(model.state_dict())
     finally:
         _allowed -= 1

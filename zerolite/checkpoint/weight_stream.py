@@ -28,8 +28,9 @@ from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.state import clean
 from zerolite.comm import Pending, Topology, collective
-from zerolite.utils.dtypes import FLOATS
+from zerolite.utils.dtypes import FLOATS, is_quantized
 from zerolite.zero.engine_parts import EngineParts
+from zerolite.zero.inner_tensors import flattened
 from zerolite.zero.stage3.absent_parameter import copy_with_values
 from zerolite.zero.stage3.param_group import AllGather, group_by_context
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, sharded_param_of
@@ -149,7 +150,7 @@ def _pieces(full: FullModel, model: torch.nn.Module, options: StreamOptions) -> 
         done.add(key)
         if not outer:
             name = clean(entry.owner).removeprefix(prefix)
-            yield _piece({entry.owner: entry}, {entry.owner: name}, [entry], options.dtype)
+            yield _piece({entry.owner: entry}, {entry.owner: name}, {entry.owner: entry}, options.dtype)
             continue
         layer = layers[outer]
         tensors = {id(t): t for t in _tensors_of(layer) if id(t) in owners}
@@ -159,19 +160,34 @@ def _pieces(full: FullModel, model: torch.nn.Module, options: StreamOptions) -> 
         }
         plain = _without_adapters(layer, without_memory, merge=False)
         names = {name: f"{clean(outer)}.{name}".removeprefix(prefix) for name in plain}
-        yield _piece(sources, names, plain.values(), options.dtype, layer)
+        yield _piece(sources, names, plain, options.dtype, layer)
 
 
 def _piece(
     sources: dict[str, FullTensor],
     names: dict[str, str],
-    yielded: Iterable[FullTensor | torch.Tensor],
+    yielded: Mapping[str, FullTensor | torch.Tensor],
     dtype: torch.dtype | None,
     layer: torch.nn.Module | None = None,
 ) -> Piece:
     gathered = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in sources.values())
-    cast = sum(math.prod(entry.shape) * exported_dtype(entry.dtype, dtype).itemsize for entry in yielded)
+    dtypes = _dtypes(yielded, dtype)
+    cast = sum(math.prod(yielded[name].shape) * dtypes[name].itemsize for name in yielded)
     return Piece(sources, names, max(gathered, cast), layer)
+
+
+def _dtypes(tensors: Mapping[str, FullTensor | torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return the dtypes in which ``tensors`` are yielded if ``dtype`` was asked for. A layer's quantized tensors and
+    their scales, which are all others but a bias, keep their own."""
+    keeps = any(is_quantized(tensor.dtype) for tensor in tensors.values() if isinstance(tensor, torch.Tensor))
+    dtypes = {}
+    for name, entry in tensors.items():
+        if isinstance(entry, FullTensor):
+            dtypes[name] = entry.exported_dtype(dtype)
+        else:
+            is_scale = keeps and name.rpartition(".")[2] != "bias"
+            dtypes[name] = entry.dtype if is_scale else exported_dtype(entry.dtype, dtype)
+    return dtypes
 
 
 def _tensors_of(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -373,12 +389,13 @@ class WeightStream(Iterator[WeightBucket]):
         self, piece: Piece, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a piece."""
+        entries: Mapping[str, FullTensor | torch.Tensor] = piece.sources
         if piece.layer is not None:
             of_layer = {tensors[owner]: values[owner] for owner in piece.sources}
-            values = _without_adapters(piece.layer, of_layer, merge=True)
+            entries = values = _without_adapters(piece.layer, of_layer, merge=True)
+        dtypes = _dtypes(entries, self._dtype)
         for key, name in piece.names.items():
-            value = values[key]
-            yield name, value.to(exported_dtype(value.dtype, self._dtype)).contiguous()
+            yield name, values[key].to(dtypes[key]).contiguous()
 
 
 # -------------------------------------------------------------------- adapters
@@ -444,5 +461,4 @@ def _without_adapters(
         if merge:
             copied.merge()
         plain = copied.get_base_layer()
-    state: Mapping[str, torch.Tensor] = plain.state_dict()
-    return state
+    return flattened(plain.state_dict())

@@ -52,7 +52,8 @@ from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS
 from zerolite.utils.module_hook import WeakHook
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
-from zerolite.zero.flat import check_has_memory
+from zerolite.zero.inner_tensors import attach as attach_weights
+from zerolite.zero.inner_tensors import check_has_memory, separate
 from zerolite.zero.stage3.partitioned_model import unpartition_model
 from zerolite.zero.step import StepPipeline
 from zerolite.zero.step_observers import ScheduleAgreement, UnusedParameters
@@ -84,7 +85,6 @@ def build_engine(
         pipe_stage: the pipeline stage, if ``model`` is one.
     """
     optimizer, comm = arguments.optimizer, topology.data
-    builder = PartsBuilder(model, config, topology, device, device_kind or device.type, pipe_stage)
     trains = optimizer is not None or config.optimizer is not None
     if trains:
         groups = param_groups_of(model, optimizer, arguments.model_parameters, pipe_stage is not None)
@@ -92,6 +92,9 @@ def build_engine(
             groups = muon_groups(model, groups)
     else:
         groups = freeze(model, config, arguments.model_parameters, arguments.lr_scheduler)
+    if topology.trivial:  # layers of several ranks know no such weights
+        separate(model.modules())
+    builder = PartsBuilder(model, config, topology, device, device_kind or device.type, pipe_stage)
     others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)
@@ -179,6 +182,7 @@ def _make_engine(
     schedule.observe()  # after the monitors, which log the learning rates of the step
     builder.fp32.attach()
     start_stage3(parts)
+    attach_weights(model)
     agreement = _observe_steps(parts, builder.device_kind)
     register = _connect_optimizer(parts, builder, _adopts(arguments), schedule, pipe_stage is not None)
     runner = None if pipe_stage is None else _make_runner(parts, pipe_stage, monitoring)

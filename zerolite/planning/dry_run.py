@@ -54,6 +54,7 @@ from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, DI
 from zerolite.utils.nested import map_tensors
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
+from zerolite.zero.inner_tensors import inner_tensors
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 
 if TYPE_CHECKING:
@@ -338,7 +339,7 @@ class DryRun:
         with as_refusal():
             check_model(model)
         if not getattr(model, "is_pipeline_module", False) or model.built:  # otherwise only this stage is built, later
-            if not all(map(is_fake, model.parameters())):
+            if not all(is_fake(inner) for parameter in model.parameters() for inner in inner_tensors(parameter)):
                 raise PlanError(
                     "expected a function that makes the model, where tensors have no memory, got one that returns a "
                     "model made before; make it inside the function"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerolite.utils.dtypes import DTYPES, HALF, is_castable
+from zerolite.utils.dtypes import DTYPES, HALF, is_castable, is_quantized
 from zerolite.utils.nested import find_tensors, map_tensors
 
 
@@ -24,7 +24,7 @@ def scales_of_quantized(model: torch.nn.Module) -> Callable[[torch.Tensor], bool
     scales: WeakIdKeyDictionary = WeakIdKeyDictionary()
     for module in model.modules():
         frozen = {name: p for name, p in module._parameters.items() if p is not None and not p.requires_grad}
-        if any(not (is_castable(p) or p.is_complex() or p.dtype is torch.bool) for p in frozen.values()):
+        if any(is_quantized(p.dtype) for p in frozen.values()):
             scales.update({p: None for name, p in frozen.items() if name != "bias"})
     return scales.__contains__
 

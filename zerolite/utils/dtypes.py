@@ -18,6 +18,11 @@ def is_castable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Return True for integers and fp8, which hold quantized values."""
+    return not (dtype.is_complex or dtype is torch.bool or (dtype.is_floating_point and dtype.itemsize > 1))
+
+
 SAFETENSORS = {
     "BOOL": "bool",
     "U8": "uint8",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerolite.zero.layout import BucketLayout, Gap, Slot
 
@@ -26,18 +25,6 @@ def flattened(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> t
         dense = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = dense.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def check_has_memory(name: str, parameter: torch.Tensor) -> None:
-    """Raise ValueError for a parameter that consists of other tensors, which no bucket and no shard can hold."""
-    wraps: object = is_traceable_wrapper_subclass(parameter)  # no TypeGuard: mypy takes the branch for unreachable
-    if wraps:
-        raise ValueError(
-            f"zerolite: expected parameters with memory of their own, got '{name}' of class "
-            f"{type(parameter).__name__}, which consists of other tensors, as DTensors and the quantized tensors of "
-            "torchao do; give the packed values and their scales as frozen parameters of torch.nn.Parameter or a class "
-            "derived from it"
-        )
 
 
 def copy_assigned_data(name: str, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
 from zerolite.comm.initial_sync import broadcast_flat, content_hash
 from zerolite.utils.accelerator import address, host_values
 from zerolite.utils.torch_private import without_functions
+from zerolite.zero.inner_tensors import inner_tensors
 from zerolite.zero.stage3.available_parameters import refresh
 from zerolite.zero.stage3.group_plan import register_external_parameter
 from zerolite.zero.stage3.live_view import changed_error
@@ -318,7 +319,7 @@ def _parameters_in(params: object) -> Iterator[torch.Tensor]:
     if isinstance(params, torch.nn.Module):
         yield from params.parameters()
     elif isinstance(params, torch.Tensor):
-        yield params
+        yield from inner_tensors(params)
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)):
         for each in params.values() if isinstance(params, Mapping) else params:
             yield from _parameters_in(each)

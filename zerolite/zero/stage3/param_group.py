@@ -198,7 +198,7 @@ def _is_embedding(module: torch.nn.Module, parameters: Sequence[PartitionedParam
     if type(module) is not torch.nn.Embedding or "forward" in vars(module):
         return False
     hooked = module._forward_hooks or module._forward_pre_hooks
-    return not hooked and list(parameters) == [sharded_param_of(module._parameters["weight"])]
+    return not hooked and list(parameters) == [sharded_param_of(module._parameters.get("weight"))]
 
 
 # -------------------------------------------------------------------- gathers

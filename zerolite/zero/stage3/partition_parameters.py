@@ -34,8 +34,9 @@ from zerolite.precision.dtypes import scales_of_quantized
 from zerolite.utils.accelerator import default_device
 from zerolite.utils.dtypes import is_castable
 from zerolite.utils.torch_private import storage_users, swap_tensor
-from zerolite.zero.flat import check_has_memory, dense_strides, flattened
+from zerolite.zero.flat import dense_strides, flattened
 from zerolite.zero.groups import RankGroups
+from zerolite.zero.inner_tensors import check_has_memory, separate
 from zerolite.zero.stage3.absent_parameter import copy_with_values
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.live_view import LiveView
@@ -145,6 +146,7 @@ class Initialising:
 def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.dtype | None = None) -> None:
     """Partition every ordinary parameter of ``model`` with rank 0's values. Modules on the meta device are
     materialised one by one, children first."""
+    separate(model.modules())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         check_has_memory(name, parameter)
@@ -326,6 +328,7 @@ class Init:
         """Partition the parameters of ``modules``. shared: also those whose memory other tensors share now, which would
         lose what is written to them later."""
         for module in modules:
+            separate([module])
             keeps, left = scales_of_quantized(module), False
             for name, parameter in module._parameters.items():
                 if (
