@@ -155,9 +155,10 @@ def check_has_memory(name: str, parameter: Tensor) -> None:
     """Raise ValueError for a parameter that consists of other tensors, which no bucket and no shard can hold."""
     if consists_of_tensors(parameter):
         raise ValueError(
-            f"zerolite: expected parameters with memory of their own, or frozen quantized ones, got '{name}' of class "
-            f"{type(parameter).__name__}, which consists of other tensors, as DTensors do; train a parameter of "
-            "torch.nn.Parameter or a class derived from it, and freeze quantized weights"
+            f"zerolite: expected parameters with memory of their own, got '{name}' of class "
+            f"{type(parameter).__name__}, which consists of other tensors. Quantized weights such as torchao's work "
+            "if they are frozen, without tensor_parallel and pipelines; give others as torch.nn.Parameter or a class "
+            "derived from it"
         )
 
 
