@@ -44,6 +44,7 @@ from zerolite.engine.engine import Engine
 from zerolite.engine.engine_base import parts_of
 from zerolite.tensor_parallel.shard_spec import is_of_experts
 from zerolite.utils.accelerator import default_device, keep_freed_memory, make_current
+from zerolite.zero.inner_tensors import check_has_memory
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import PreparedStage
@@ -229,6 +230,9 @@ def parallelize_model(
         described = joined(describe_process(), describe_config(config))
         different = "zerolite.initialize: the ranks hold different configs or versions"
         check_equal_on_ranks(described, topology.world, device, different)
+    if not topology.trivial or topology.expert.world_size > 1:
+        for name, parameter in model.named_parameters():
+            check_has_memory(name, parameter)
     if topology.pipe.world_size > 1 or getattr(model, "is_pipeline_module", False):
         from zerolite.pipe.prepare import prepare
 

@@ -37,7 +37,6 @@ from zerolite.tensor_parallel.plan import (
 from zerolite.tensor_parallel.regions import FirstForwardErrors, LocalShapeHook, Region, ReplicatedModuleCheck
 from zerolite.tensor_parallel.shard_spec import is_partial, mark_partial, shard_spec_of
 from zerolite.utils.nested import map_tensors
-from zerolite.zero.inner_tensors import check_has_memory
 
 logger = logging.getLogger("zerolite")
 
@@ -124,8 +123,6 @@ def _read(model: nn.Module, settings: TensorParallelConfig, comm: Communicator, 
 def _parallelize(
     model: nn.Module, settings: TensorParallelConfig, comm: Communicator, device: torch.device, stage: bool
 ) -> list[str]:
-    for name, parameter in model.named_parameters():
-        check_has_memory(name, parameter)
     reading = _read(model, settings, comm, stage)
     modules, tp_blocks = reading.modules, [*reading.tp_blocks, *reading.written]
     if comm.is_rank0:

@@ -157,8 +157,8 @@ def check_has_memory(name: str, parameter: Tensor) -> None:
         raise ValueError(
             f"zerolite: expected parameters with memory of their own, got '{name}' of class "
             f"{type(parameter).__name__}, which consists of other tensors. Quantized weights such as torchao's work "
-            "if they are frozen, without tensor_parallel and pipelines; give others as torch.nn.Parameter or a class "
-            "derived from it"
+            "if they are frozen, without pipeline, tensor_parallel and expert_parallel; give others as "
+            "torch.nn.Parameter or a class derived from it"
         )
 
 
