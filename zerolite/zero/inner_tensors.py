@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 from zerolite.utils.dtypes import is_quantized
 
 Tensor = torch.Tensor
 
 _WRAPPERS = "_zerolite_wrappers"  # attribute of a module: its wrappers by the weight's name
+_JOINS = "_zerolite_joins"  # attribute of a module: the handle of its hook that joins them
 _COPY = "__deepcopy__"
 _inner_only = False  # state dicts have the inner tensors now
 
@@ -135,13 +137,12 @@ def attach(model: torch.nn.Module) -> None:
             if any(parameter.device != vars(module)[name].device for parameter in inner.values()):
                 vars(module)[name] = wrapper.build(inner)
         if _WRAPPERS in vars(module):
-            hooks = module._state_dict_hooks
-            before = [key for key, hook in hooks.items() if hook is join]
-            for key in before:  # of an earlier engine: to the end
-                hooks[key] = hooks.pop(key)
-            if not before:
-                module.register_state_dict_post_hook(join)
+            before: RemovableHandle | None = vars(module).get(_JOINS)
+            if before is None:
                 module.register_load_state_dict_pre_hook(split)
+            else:  # of an earlier engine
+                before.remove()
+            vars(module)[_JOINS] = module.register_state_dict_post_hook(join)
 
 
 def _wrappers_of(module: torch.nn.Module) -> Iterator[tuple[str, Wrapper]]:
