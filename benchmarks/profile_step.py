@@ -78,9 +78,7 @@ def with_zerolite(size: ModelSize, setting: Setting, stage: int, bucket: int | N
         "backward": engine.backward,
         "wait for reductions": engine.reduce_gradients,
         "norm and finiteness": lambda: engine.clip_gradients(CLIP),
-        "update": engine.update,
-        "all-gather of parameters": engine.publish,
-        "clear": engine.zero_grad,
+        "update": engine.step,  # with the all-gather of parameters, and without gradients at its end
     }
 
 

@@ -76,10 +76,8 @@ class Way:
                 engine.step()
                 return
             norm = engine.clip_gradients(0.4)
-            engine.update()
+            engine.step()
             assert engine.get_global_grad_norm() == norm > 0
-            engine.publish()
-            engine.zero_grad()
         elif self.end == "step":
             engine.step()
         elif self.end == "torch":

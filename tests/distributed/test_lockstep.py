@@ -283,9 +283,7 @@ class Program:
             self.engine.clip_gradients(0.5)
         if self.shared.random() < 0.5:
             zerolite.get_full_grad(self.engine.module.last.weight)
-        self.engine.update()
-        self.engine.publish()
-        self.engine.zero_grad()
+        self.engine.step()
 
     def through_p_grad(self) -> None:
         """Change gradients through ``p.grad``, some not finite and some that no rank has."""

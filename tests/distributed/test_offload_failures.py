@@ -12,11 +12,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-import zerolite
 from tests.checkpoint.runs import differences, facts, make_engine
 from tests.distributed.test_offload import RUNS, engine_loop, offload
+from tests.toolkit import training
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
 from zerolite.offload import swap_file
@@ -107,44 +110,50 @@ def test_an_error_of_any_request_is_not_forgotten(name: str, stage: int, points:
     assert noticed == len(points) or noticed > 20
 
 
-def lose(directory: Path) -> None:
-    """Overwrite this process's swap files in a directory with zeros, as a disk that forgets does."""
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            if os.readlink(f"/proc/self/fd/{number}").startswith(str(directory)):
-                fd = os.open(f"/proc/self/fd/{number}", os.O_RDWR)
-                os.pwrite(fd, bytes(os.fstat(fd).st_size), 0)
-                os.fsync(fd)
-                os.close(fd)
+@contextlib.contextmanager
+def losing_reads() -> Iterator[None]:
+    """All reads end too early."""
+    original, empty = AsyncIO._begin, os.open("/dev/null", os.O_RDONLY)
+
+    def begin(self: AsyncIO, write: bool, fd: int, *args: Any) -> IOTask:
+        return original(self, write, fd if write else empty, *args)
+
+    try:
+        with mock.patch.object(AsyncIO, "_begin", begin):
+            yield
+    finally:
+        gc.collect()  # no request is under way
+        os.close(empty)
 
 
-@pytest.mark.fast("2-2-mixture in bf16")
-@pytest.mark.parametrize("name", ["wide", "mixture in bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
-def test_what_a_disk_forgets_is_not_saved(stage: int, name: str, tmp_path: Path) -> None:
-    """A save may come before the loss, and a read of masters after it. One rank's disk is enough for all."""
-    recipe, directory = RUNS[name], str(tmp_path / "saved")
-    engine = make_engine(recipe, stage, zero=offload("nvme", tmp_path), aio={"checksums": True})
-    for step in range(2):
-        list(engine_loop(engine, recipe, step))
-    engine.save_checkpoint(directory, tag="good")
-    weights = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    zerolite.set_full_master(weights[0], zerolite.get_full_master(weights[0]) * 0.5)
-    engine.save_checkpoint(directory, tag="good")
-    good = facts(engine, recipe.states)
-    if dist.get_rank() == 1:
-        lose(tmp_path)
-    zerolite.get_full_master(weights[0])
-    for _ in range(2):
-        for save in (engine.save_checkpoint, engine.save_16bit_model):
-            error = raised(lambda save=save: save(directory))
-            for words in ("the swap file of rank 1", "are not those that were written there", "the last checkpoint"):
-                assert words in error
-    engine.load_checkpoint(directory)
-    assert not differences(good, facts(engine, recipe.states))
-    list(engine_loop(engine, recipe, 2))
-    engine.save_checkpoint(directory, tag="better")
+@pytest.mark.fast("4-statistics")
+@pytest.mark.parametrize("where", ["statistics", "reductions", "sums over replicas"])
+@on_ranks(4)
+def test_a_gradient_that_one_disk_has_lost_is_said_on_all(where: str, tmp_path: Path) -> None:
+    """In the same step, in which nothing is updated; after that training goes on as if the batch had been dropped."""
+    sets = {"shard_size": 2} if where == "sums over replicas" else {}
+    made = at(2, "bf16", 3, 0.0, ADAMW, zero={**offload("nvme", tmp_path), **sets})
+    engine, twin = training.make_engine(made, "Mlp"), training.make_engine(made, "Mlp")
+    fails, before = dist.get_rank() == 1, training.snapshot(engine)
+    for micro in range(2):
+        training.backward(engine, 0, micro)
+        if not micro:
+            engine.step()
+    if where == "reductions":  # which add to what earlier ones have stored, when they are waited for
+        pass
+    elif where == "statistics":  # which have the squares of what has left the device, unless somebody has changed it
+        engine.module.first.weight.grad.copy_(torch.ones(13, 7, dtype=torch.bfloat16))
+    else:
+        engine._parts.reducer.wait()
+    with losing_reads() if fails else contextlib.nullcontext():
+        error = training.raised(lambda: engine.step(flush=True))
+    assert error.startswith("UnexpectedEnd" if fails else "RuntimeError: zerolite: rank 1 cannot make the update: ")
+    assert "the swap file of rank 1" in error
+    assert_same_bits(training.snapshot(engine), before, where)
+    engine.zero_grad()
+    for one in (engine, twin):
+        training.run_steps(one, 2, 1)
+    assert_same_bits(training.snapshot(engine), training.snapshot(twin), where)
 
 
 # -------------------------------------------------------------------- disks that are not there, or full

@@ -167,9 +167,9 @@ def test_ranks_that_differ_are_told_where_they_stand(after: int) -> None:
     for _ in range(after):
         engine.backward(engine(torch.ones(4, 6), "012").square().mean())
         engine.step()
-    with pytest.raises(RuntimeError, match="This rank was at event") as caught:
+    with pytest.raises(RuntimeError, match="This rank was in the forward of") as caught:
         engine.backward(engine(torch.ones(4, 6), "021" if rank else "012").square().mean())
         engine.step()
     assert f"rank {rank}: the ranks launched different collectives" in str(caught.value)
     if after == 0:
-        assert f"layers.{1 + rank}.0" in str(caught.value).split("This rank was at")[1]
+        assert f"layers.{1 + rank}.0" in str(caught.value).split("This rank was in")[1]

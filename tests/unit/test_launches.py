@@ -293,6 +293,24 @@ def test_an_error_is_fed_back_once_by_a_sum_that_raises(name: str, at: int, monk
     assert len(results[0]) == 4 and all(map(torch.equal, *results))
 
 
+def test_a_compressed_sum_that_raised_halfway_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second half, which this rank owes the others, is launched before. What packing it has lost is forgotten."""
+    between = NullCommunicator(0, 2)
+    compression = Compression(between, ErrorFeedback())
+    with use_platform(Queues()), record() as recorder:
+        no_memory(monkeypatch, between, "all_gather")
+        with pytest.raises(torch.OutOfMemoryError):
+            compression.all_reduce(torch.ones(512), "gradients", key=1)
+        summed = compression.all_reduce(torch.ones(1024), "gradients", key=2).wait()
+    assert summed.numel() == 1024 and compression._errors.keys() == {2}
+    assert [(call.op, call.key) for call in recorder.calls] == [
+        ("all_to_all", 1),
+        ("all_gather", 1),
+        ("all_to_all", 2),
+        ("all_gather", 2),
+    ]
+
+
 def test_few_reductions_are_in_flight_behind_a_backward_of_a_program_that_communicates() -> None:
     comm = Simulated(0, 4)
     engine = make_engine(comm, stack(), 2, zero={"collectives_in_backward": True})

@@ -1,8 +1,10 @@
 import random
 
 import pytest
+import torch
 
 from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
+from zerolite.zero.local_sum import SMALL_SLOT, gaps_to_clear
 
 
 def build(sizes, world_size, bucket_numel=500, alignment=32, kinds=None):
@@ -61,6 +63,19 @@ def check_buckets(sizes, world, bucket_numel, alignment, kinds):
         assert covered == bucket.numel
     assert end == layout.numel and layout.numel % world == 0
     assert [slot.index for slot in layout.slots] == list(range(len(sizes)))
+
+
+def test_what_is_cleared_of_a_flat_bucket_is_its_padding_and_small_slots_between():
+    for sizes, world, bucket_numel, alignment, kinds in random_cases():
+        specs = [ParameterSpec(f"p{i}", numel, kind) for i, (numel, kind) in enumerate(zip(sizes, kinds, strict=True))]
+        for bucket in PartitionLayout.build(specs, world, bucket_numel, alignment).buckets:
+            flat = torch.ones(bucket.numel)
+            for gap in gaps_to_clear(bucket):
+                flat[gap.start : gap.start + gap.width] = 0.0
+            for gap in bucket.gaps:
+                assert not flat[gap.start : gap.start + gap.width].any()
+            for slot in bucket.slots:
+                assert slot.numel <= SMALL_SLOT or flat[slot.start : slot.end].all()
 
 
 def test_buckets_run_in_reverse_registration_order():

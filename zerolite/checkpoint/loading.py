@@ -255,9 +255,7 @@ class Loader:
             try:
                 reader.load(shards)
                 self._parts.optimizer.method.end_load()
-                # Without optimizer states, these keep their values, and so the checksums of them.
-                written = [shard.tensor() for shard in shards] if plan.kinds is None else None
-                self._parts.buffer.placements.drop_reads(written)
+                self._parts.buffer.placements.drop_reads(replaced=plan.kinds is not None)  # optimizer states too
             except Exception as error:
                 cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
                 raise CheckpointError(

@@ -180,7 +180,6 @@ class ParameterAccess:
 
     def gradients(self, indices: list[int]) -> list[torch.Tensor | None]:
         used = self._pipeline.pending_parameters()
-        self._pipeline.grads.apply_factors()
         flags = self._agree([float(index in used) for index in indices], self._topology.tensor)
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
@@ -196,14 +195,13 @@ class ParameterAccess:
             )
         values = None if value is None else self._flat(index, value)
         self._pipeline.reduce()
-        self._pipeline.grads.apply_factors()
         for _, bucket, fragment in self._fragments([index]):
             part = bucket.view_of(fragment, bucket.mean())
             if values is None:
                 part.zero_()
             else:
                 _copy(bucket, fragment, part, values * self._pipeline.divisor())
-            self._buffer.placements.drop_reads([part])
+            self._buffer.placements.drop_reads()
         self._pipeline.grads.set_by_call(index, values is not None)
 
     # ---------------------------------------------------------------- masters
@@ -229,7 +227,7 @@ class ParameterAccess:
         for _, bucket, fragment in self._fragments([index]):
             master = bucket.master_view(fragment)
             _copy(bucket, fragment, master, values)
-            self._buffer.placements.drop_reads([master])
+            self._buffer.placements.drop_reads()
         parameter = self._buffer.parameters[index]
         sharded_param = sharded_param_of(parameter)
         if sharded_param is None:
@@ -277,8 +275,7 @@ class ParameterAccess:
             if not is_step:
                 _copy(shard.bucket, shard.fragment, part, new)
             method.load_state(shard, {**local_states[index], name: part})
-            states = self._optimizer.state.get(self._buffer.parameters[index], {}).values()  # as they are stored
-            self._buffer.placements.drop_reads(state for state in states if isinstance(state, torch.Tensor))
+            self._buffer.placements.drop_reads()
 
     def _contents(self, indices: list[int], states: dict[int, dict[str, Any]], name: str) -> list[float]:
         """Return what all ranks know together of the state ``name`` of these parameters."""

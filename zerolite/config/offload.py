@@ -80,8 +80,6 @@ class AioConfig(Block):
     """Submit requests to the kernel one by one. false: all waiting ones at once."""
     overlap_events: Bool = True
     """Take completed requests while more are submitted. false: only afterwards."""
-    checksums: Bool = False
-    """Compare what is read with a checksum of what was written. Costs time. (zerolite's own key.)"""
 
     @property
     def threads(self) -> int:

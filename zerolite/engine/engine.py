@@ -299,9 +299,8 @@ class Engine(EngineBase):
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's mean gradient over all parameters, without loss scale, before clipping.
 
-        None before the first step. After :meth:`update` the last step is the one whose phases are running. The call
-        sends nothing, so one rank alone may call it at any time. It waits for the device. For gradients that no step
-        has used yet, see :meth:`clip_gradients`.
+        None before the first step. The call sends nothing, so one rank alone may call it at any time. It waits for the
+        device. For gradients that no step has used yet, see :meth:`clip_gradients`.
         """
         return self._parts.pipeline.state.grad_norm()
 
@@ -331,19 +330,6 @@ class Engine(EngineBase):
             max_norm: replaces the config's ``gradient_clipping`` for this step. ``float("inf")`` clips nothing.
         """
         return self._parts.pipeline.clip(max_norm)
-
-    @collective
-    def update(self) -> None:
-        """Update the master weights that this rank owns, then counters, scheduler and loss scale.
-
-        If a gradient is not finite, the update is skipped. :meth:`publish` and :meth:`zero_grad` must follow.
-        """
-        self._parts.pipeline.update()
-
-    @collective
-    def publish(self) -> None:
-        """All-gather the updated values into the module's parameters."""
-        self._parts.pipeline.all_gather_params()
 
     @collective
     def zero_grad(self, set_to_none: bool = True) -> None:

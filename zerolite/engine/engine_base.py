@@ -93,7 +93,7 @@ class EngineBase:
                 the memory at once.
 
         Raises:
-            RuntimeError: between ``update`` and ``publish``, and after an earlier call.
+            RuntimeError: after an earlier call.
             ValueError: for another device or another name.
         """
         self._offload.offload(include, device, pin_memory, non_blocking)

@@ -93,8 +93,6 @@ class EvaluationEngine(Engine):
     train_batch = _only_evaluates("train_batch")
     reduce_gradients = _only_evaluates("reduce_gradients")
     clip_gradients = _only_evaluates("clip_gradients")
-    update = _only_evaluates("update")
-    publish = _only_evaluates("publish")
 
     def get_lr(self) -> list[float]:
         """Empty: there is no param group."""

@@ -102,7 +102,7 @@ def _file_opener(aio: AioConfig, rank: int) -> Callable[[str, str], SwapFile]:
 
     def open_file(directory: str, key: str) -> SwapFile:
         _warn_of_memory_disk(directory, key)
-        return SwapFile(directory, async_io(), rank, key, checksums=aio.checksums)
+        return SwapFile(directory, async_io(), rank, key)
 
     return open_file
 

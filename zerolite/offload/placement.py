@@ -8,7 +8,7 @@ buffers while it works: see :mod:`zerolite.offload.transfers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,7 +59,7 @@ class File(Protocol):
 
     def write(self, offloaded: torch.Tensor, source: torch.Tensor) -> Transfer: ...
 
-    def drop_page_cache(self, written: Iterable[torch.Tensor] | None = None) -> None: ...
+    def drop_page_cache(self, replaced: bool = False) -> None: ...
 
     def verify(self) -> None: ...
 
@@ -244,19 +244,18 @@ class Placements:
         )
         return next(filter(None, [placement.end_start() for placement in placements]), None)
 
-    def drop_reads(self, written: Iterable[torch.Tensor] | None = None) -> None:
+    def drop_reads(self, replaced: bool = False) -> None:
         """Drop reads ahead and cached pages, because stored tensors were read or written as tensors and not by the
         step. Called while no other transfer is under way.
 
         Args:
-            written: stored tensors, or parts of them, that were written; None if all have new values.
+            replaced: all tensors have new values.
         """
         for drop in self.on_drop_reads:
             drop()
-        parts = None if written is None else list(written)
         for placement in (self.optimizer, self.parameters):
             if isinstance(placement, DiskPlacement):
-                placement.file.drop_page_cache(parts)
+                placement.file.drop_page_cache(replaced)
 
     def verify(self) -> None:
         """Raise OSError if the disk is known to have lost what it stores."""

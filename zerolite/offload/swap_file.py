@@ -20,13 +20,11 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.offload.block_checksums import BlockChecksums, bytes_of, compare_blocks
 from zerolite.offload.placement import BLOCK, Transfer, whole_blocks
 from zerolite.utils.accelerator import host_memory
 from zerolite.utils.builder import declare
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerolite")
 
 _MAP_ALIGNMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)
-_VERIFIED_BYTES = 8 << 20  # read at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 
 
@@ -55,14 +52,13 @@ class SwapFile:
         name: description of the file, for errors.
     """
 
-    def __init__(self, directory: str | Path, io: AsyncIO, rank: int, key: str, checksums: bool = False) -> None:
+    def __init__(self, directory: str | Path, io: AsyncIO, rank: int, key: str) -> None:
         """
         Args:
             directory: existing directory on a disk of this host.
             io: reader and writer.
             rank: this rank, for errors.
             key: key of the config that names the directory, for errors.
-            checksums: verify in :meth:`read` what :meth:`write` was given.
 
         Raises:
             OSError: the file cannot be made in the directory.
@@ -76,7 +72,6 @@ class SwapFile:
         self._end = self._used = 0  # bytes of the file, and bytes of its tensors
         self._offsets: dict[int, tuple[int, int]] = {}  # (position in the file, bytes) by address of the mapping
         self._pending: weakref.WeakSet[SwapTransfer] = weakref.WeakSet()
-        self._sums = BlockChecksums() if checksums else None
         self._read_errors: list[str] = []  # since all tensors were written anew
         self._fd = _open_nameless(self.directory, rank, key)
         self._direct: int | None = None
@@ -149,25 +144,20 @@ class SwapFile:
         """
         return self._begin(True, offloaded, source)
 
-    def drop_page_cache(self, written: Iterable[torch.Tensor] | None = None) -> None:
+    def drop_page_cache(self, replaced: bool = False) -> None:
         """Write cached pages of this file to the disk and drop them, because its tensors were read or written
-        themselves. Called while no transfer is under way.
-
-        Otherwise the pages would take memory of the host, and checksums would not match.
+        themselves. Called while no transfer is under way. Otherwise the pages would take memory of the host.
 
         Args:
-            written: parts of tensors that were written; those of other memory are ignored. None: all tensors have new
-                values, so errors of earlier reads count no more.
+            replaced: all tensors have new values, so errors of earlier reads count no more.
 
         Raises:
             OSError: the disk failed.
         """
         with self._lock:
             self._check_open()
-            if written is None:
+            if replaced:
                 self._read_errors.clear()
-            if self._sums is not None:
-                self._record(self._sums, written)
             try:
                 os.fdatasync(self._fd)
             except OSError as error:
@@ -177,31 +167,13 @@ class SwapFile:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def verify(self) -> None:
-        """Wait for the transfers under way, read all tensors and compare them with their checksums, if there are any.
-
-        Raises:
-            OSError: they differ, or a read has failed since all tensors were written anew.
-        """
+        """Wait for the transfers under way. Raise OSError if a read has failed since all tensors were written anew."""
         with self._lock:
             self._check_open()
-            pending, tensors = list(self._pending), self._offsets.copy() if self._sums is not None else {}
+            pending = list(self._pending)
         for transfer in pending:
             with contextlib.suppress(OSError):  # its waiting caller gets the error
                 transfer.wait()
-        buffer = host_memory(_VERIFIED_BYTES, pin=False) if tensors else torch.empty(0, device="cpu")
-        for address, (offset, nbytes) in tensors.items():
-            for start in range(0, whole_blocks(nbytes), _VERIFIED_BYTES):
-                if self._read_errors:
-                    break
-                padded = min(_VERIFIED_BYTES, whole_blocks(nbytes) - start)
-                with self._lock:
-                    self._check_open()
-                    read = self._read(offset + start, buffer, padded, buffer, [])
-                try:
-                    read.wait()
-                except OSError as error:
-                    if address in self._offsets:  # otherwise the tensor was deleted meanwhile
-                        self._read_errors.append(error.strerror or str(error))
         if self._read_errors:
             raise OSError(
                 errno.EIO,
@@ -237,44 +209,12 @@ class SwapFile:
             offset, is_end = self._offset_of(offloaded, nbytes)
             if write and not is_end and nbytes % BLOCK:
                 raise ValueError(f"expected a view that ends with a block of {BLOCK} bytes, got {nbytes} bytes")
-            padded = whole_blocks(nbytes)
-            if not write:
-                return self._read(offset, memory, padded, offloaded, self._read_errors)
-            fd = self._fd if self._direct is None else self._direct
-            transfer = SwapTransfer(self._io.write(fd, memory, offset, padded, self.name), offloaded)
-            if self._sums is not None:
-                self._sums.record(offset, bytes_of(memory, padded))
+            padded, fd = whole_blocks(nbytes), self._fd if self._direct is None else self._direct
+            begin = self._io.write if write else self._io.read
+            request = begin(fd, memory, offset, padded, self.name)
+            transfer = SwapTransfer(request, offloaded, None if write else self._read_errors)
             self._pending.add(transfer)
         return transfer
-
-    def _read(
-        self, offset: int, memory: torch.Tensor, padded: int, offloaded: torch.Tensor, errors: list[str]
-    ) -> SwapTransfer:
-        """Begin to read ``padded`` bytes, whole blocks, at a position of the file."""
-        check: Callable[[], None] | None = None
-        if self._sums is not None:
-            sums = self._sums.expected(offset, padded)
-            check = functools.partial(compare_blocks, sums, offset, memory, padded, self.name)
-        fd = self._fd if self._direct is None else self._direct
-        request = self._io.read(fd, memory, offset, padded, self.name)
-        transfer = SwapTransfer(request, offloaded, check, errors)
-        self._pending.add(transfer)
-        return transfer
-
-    def _record(self, sums: BlockChecksums, written: Iterable[torch.Tensor] | None) -> None:
-        """Record the checksums of the blocks of parts of tensors that were written; None for all tensors."""
-        if written is None:
-            for address, (offset, nbytes) in self._offsets.items():
-                sums.record(offset, (ctypes.c_ubyte * whole_blocks(nbytes)).from_address(address))
-            return
-        for part in written:
-            address = part.untyped_storage().data_ptr()
-            if part.numel() and address in self._offsets:
-                last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-                start = int(part.storage_offset()) * part.element_size() // BLOCK * BLOCK
-                end = whole_blocks((int(part.storage_offset()) + last + 1) * part.element_size())
-                content = (ctypes.c_ubyte * (end - start)).from_address(address + start)
-                sums.record(self._offsets[address][0] + start, content)
 
     def _offset_of(self, offloaded: torch.Tensor, nbytes: int) -> tuple[int, bool]:
         """Return the position of a view in the file, and True if it ends where its tensor does."""
@@ -309,7 +249,7 @@ class SwapFile:
         try:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
             memory = host_memory(BLOCK, pin=False)
-            block = memoryview(bytes_of(memory, BLOCK))
+            block = memory.numpy().data
             # Some file systems open it and fail with the first access.
             if os.pwritev(fd, [block], 0) != BLOCK or os.preadv(fd, [block], 0) != BLOCK:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -346,36 +286,25 @@ class SwapFile:
 class SwapTransfer(Transfer):
     """Read or write under way, which keeps both of its tensors alive."""
 
-    def __init__(
-        self,
-        request: IOTask | None,
-        offloaded: torch.Tensor,
-        check: Callable[[], None] | None = None,
-        errors: list[str] | None = None,
-    ) -> None:
+    def __init__(self, request: IOTask | None, offloaded: torch.Tensor, errors: list[str] | None = None) -> None:
         """
         Args:
-            check: raises OSError if what was read is not what was written.
             errors: messages of failed reads, to which that of this one is added; None for a write.
         """
         self._request = request
         self._offloaded: torch.Tensor | None = offloaded
-        self._check = check
         self._errors = errors
 
     def wait(self) -> None:
         """Wait until the transfer has ended. May be called several times.
 
         Raises:
-            OSError: it failed, or a checksum differs; the message has the file, the position and the bytes.
+            OSError: it failed; the message has the file, the position and the bytes.
         """
         try:
             if self._request is not None:
                 self._request.wait()
             self._offloaded = None
-            if self._check is not None:
-                self._check()
-                self._check = None
         except OSError as error:
             if self._errors is not None:
                 self._errors.append(error.strerror or str(error))

@@ -16,7 +16,6 @@ from zerolite.pipe.step import Step
 from zerolite.utils.nested import find_tensors
 from zerolite.utils.text import name_ranks
 from zerolite.zero.engine_parts import EngineParts
-from zerolite.zero.layout import PartitionLayout
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import PreparedStage
@@ -58,7 +57,6 @@ class PipelineRunner:
             chunk.connect(parts.precision, device, self._loss_fn)
         self._run = make_schedule(self._schedule, self._stages, self.micro_batches)
         self._barrier = StepBarrier(topology)
-        self._layout: PartitionLayout | None = None  # that the stages know
         self._has_last = any(chunk.index == stage.parts - 1 for chunk in self._chunks)
 
     def train_batch(self, batches: Iterator[object]) -> torch.Tensor:
@@ -78,11 +76,6 @@ class PipelineRunner:
             )
         counters = self._parts.pipeline.state.counters
         before = counters.micro_steps
-        if len(self._chunks) > 1 and self._layout is not self._parts.buffer.layout:
-            self._layout = self._parts.buffer.layout
-            owners = self._chunks_of_buckets(self._layout)
-            for stage in self._stages:
-                stage.set_chunks_of_buckets(owners)
         with torch.enable_grad():
             step = self._begin("train_batch", batches, self.micro_batches)
             self._run_stages("train_batch", step, self._run)
@@ -91,19 +84,6 @@ class PipelineRunner:
         loss = self._mean_over_world(step)
         self._on_loss(loss)
         return loss
-
-    def _chunks_of_buckets(self, layout: PartitionLayout) -> dict[int, frozenset[int]]:
-        """Return the chunks with parameters in each bucket; without the buckets that have a parameter of no chunk."""
-        chunks: dict[int, set[int]] = {}
-        for chunk in self._chunks:
-            for parameter in chunk.parameters():
-                chunks.setdefault(id(parameter), set()).add(chunk.index)
-        parameters, owners = self._parts.reducer.parameters, {}
-        for bucket in layout.buckets:
-            of_each = [chunks.get(id(parameters[slot.index]), set[int]()) for slot in bucket.slots]
-            if all(of_each):
-                owners[bucket.index] = frozenset[int]().union(*of_each)
-        return owners
 
     def update(self) -> None:
         """Reduce and apply the gradients of :meth:`accumulate`."""

@@ -9,7 +9,7 @@ waits for it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -198,7 +198,6 @@ class ChunkStage(PipelineStage):
         """
         self.chunk = chunk
         self.step: Step
-        self._chunks_of_bucket: Mapping[int, frozenset[int]] = {}
         self.next_here: ChunkStage | None = None  # stage of the next part, if it is on this rank
         self._previous_here: ChunkStage | None = None
         self._links = links
@@ -211,10 +210,6 @@ class ChunkStage(PipelineStage):
     def set_neighbours(self, previous: ChunkStage | None, following: ChunkStage | None) -> None:
         """Set the stages of the neighbouring parts that are on this rank: their tensors are passed on directly."""
         self._previous_here, self.next_here = previous, following
-
-    def set_chunks_of_buckets(self, chunks: Mapping[int, frozenset[int]]) -> None:
-        """Set the chunks that have parameters in each bucket, by its index, if several may have some in one."""
-        self._chunks_of_bucket = chunks
 
     def begin(self, step: Step) -> None:
         """Begin a step, before its schedule runs."""
@@ -447,8 +442,6 @@ class ChunkStage(PipelineStage):
             step.fail(error)
             self._drop_written_gradients()
         step.end_backward(step.failure is None)
-        if self._chunks_of_bucket:
-            step.on_backward_of(self.stage_index, self._chunks_of_bucket)
 
     def _drop_written_gradients(self) -> None:
         """Drop what :func:`backward_of_weights` has written into ``p.grad`` and no hook has taken. The next backward

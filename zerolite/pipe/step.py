@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ class Step:
         self.outputs: list[Any] = []
         self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
         self._parts, self._loss_fn, self._batches = parts, loss_fn, batches
-        self._backwards: Counter[int] = Counter()  # of each chunk
         scale, micro_batches = parts.pipeline.state, parts.config.gradient_accumulation_steps or 1
         self._factor = scale.loss_scale() / micro_batches if self.training else 1.0
 
@@ -97,20 +95,6 @@ class Step:
     def end_backward(self, complete: bool) -> None:
         self._parts.reducer.end_backward(complete=complete)
         self._parts.accumulation.on_engine_step()
-
-    def on_backward_of(self, chunk: int, chunks_of_bucket: Mapping[int, frozenset[int]]) -> None:
-        """Count a backward of ``chunk``. After its last one, launch the reductions of the buckets to which no backward
-        of this step brings a gradient any more.
-
-        Args:
-            chunk: index of the part.
-            chunks_of_bucket: chunks that have parameters in each bucket.
-        """
-        self._backwards[chunk] += 1
-        if self._backwards[chunk] == len(self._batches):
-            ended = {index for index, count in self._backwards.items() if count == len(self._batches)}
-            due = [bucket for bucket, owners in chunks_of_bucket.items() if chunk in owners and owners <= ended]
-            self._parts.reducer.launch_early(due)
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ from torch.utils.hooks import unserializable_hook
 
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS
 from zerolite.utils.torch_private import as_plain_tensors, current_backward
-from zerolite.zero.bucket import Bucket
 from zerolite.zero.layout import Slot
 from zerolite.zero.local_sum import BucketState
 from zerolite.zero.sharded_gradient import ShardedGradient, Window
@@ -52,7 +51,6 @@ class Backward:
         unreduced: backwards since ``local`` was last reduced; equal on all ranks.
         accumulated: backwards since the last step.
         lost_gradient: since the last step an error has lost a gradient on this rank, after its bucket was launched.
-        early: buckets that were launched between backwards, before the one that reduces the others.
         peers_may_wait: a rank may wait in it for a collective of the program, or for a gather of another engine at
             stage 3. So nothing in it waits for a reduction: a rank that lacks a parameter launches that at the end.
         ended_by_call: a call of the engine ends it, after autograd has ended.
@@ -74,7 +72,6 @@ class Backward:
     unreduced: int = 0
     accumulated: int = 0
     lost_gradient: bool = False
-    early: list[Bucket] = field(default_factory=list)
     peers_may_wait: bool = False
     ended_by_call: bool = False
     outer: Backward | None = None
@@ -88,7 +85,7 @@ class Backward:
     def begin(self, factor: float, reducing: bool, discards_gradients: bool, keeps_shards: bool) -> None:
         """Begin a backward. keeps_shards: full gradients are kept until their reduction only."""
         self.factor, self.open, self.reducing, self.discards_gradients = factor, True, reducing, discards_gradients
-        self.launched = len(self.early)
+        self.launched = 0
         self.takes_plain = self.seen_gradient = self.launches_at_end = self.peers_may_wait = False
         self.task = current_backward()
         for other in tuple(_open):
@@ -136,7 +133,6 @@ class Backward:
         _open.discard(self)
         if self.reducing:
             self.unreduced = 0
-            self.early.clear()
         waiting, self.waiting = self.waiting, []
         return waiting
 
@@ -144,7 +140,6 @@ class Backward:
         """Note that a step has used all gradients, or that they were dropped."""
         self.unreduced = self.accumulated = 0
         self.lost_gradient = False
-        self.early.clear()
 
 
 _open: weakref.WeakSet[Backward] = weakref.WeakSet()  # backwards that have begun and not ended, of all engines

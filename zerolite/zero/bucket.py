@@ -71,7 +71,6 @@ class Bucket:
         is_offloaded: ``reduced`` is stored off the device.
         gathering: the all-gather of updated values in flight; the gatherer ends it.
         is_hidden: the parameters have no values meanwhile, and :attr:`absent_class` is their class.
-        is_lent: the user may have views of ``reduced``.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class Bucket:
         self.groups = memory.groups.of_spread(layout.spread)
         self._parameter_of = {slot.index: p for slot, p in zip(layout.slots, parameters, strict=True)}
         self.strides = {index: _strides_of(parameter) for index, parameter in self._parameter_of.items()}
-        shapes = {index: getattr(p, "ds_shape", p.shape) for index, p in self._parameter_of.items()}
         self.is_sharded = buffer.shard
         self.fragments = list(buffer.layout.bucket_fragments(layout, buffer.rank if self.is_sharded else None))
         self._fragment_of = {fragment.slot.index: fragment for fragment in self.fragments}
@@ -114,11 +112,11 @@ class Bucket:
         self._views: list[torch.Tensor] = []  # each parameter's view of `compute`; none at stage 3
         self._storage, self._own_users, self._has_readers = compute.untyped_storage(), 0, True
         self._stand_ins: list[torch.Tensor] = []  # of hidden parameters
-        self.is_hidden = self.is_lent = False
+        self.is_hidden = False
         self.absent_class: type = AbsentParameter
         self._memory = memory
         self.dtypes = GradientDtypes(compute.dtype, memory.options.communication_dtype(parameters[0]), memory.options)
-        self.local = LocalSum(layout, shapes, self.strides, self.device, self.dtypes, memory)
+        self.local = LocalSum(layout, self.strides, self.device, self.dtypes, memory)
         self.gathering: Pending | None = None
         self.reduced: torch.Tensor | None = None
         accessible = memory.offloads is None or placements.is_accessible(self.placement, on_host=False)
@@ -141,6 +139,13 @@ class Bucket:
             tag_memory(self.reduced, GRADIENTS)
         else:
             self.reduced = self._offloaded.write_back(self.reduced)
+
+    def finish_lost(self) -> None:
+        """Wait for the reduction after :meth:`finish` has raised OSError. Who reads the mean gets the error again."""
+        assert self._offloaded is not None, "it was on the disk"
+        if self.local.pending is not None:
+            self.local.finish(None)
+        self.reduced = self._offloaded.stored
 
     def fetch(self) -> torch.Tensor:
         """Return the mean gradient on the device, a copy if it is offloaded."""
@@ -181,11 +186,6 @@ class Bucket:
         """Return the range of a parameter's elements that :meth:`mean_part` has."""
         return self._fragment_of[index]
 
-    def lend(self) -> torch.Tensor:
-        """Return the mean gradient for the user, who may keep it: its memory is not used again."""
-        self.is_lent = True
-        return self.mean()
-
     def take_mean(self) -> torch.Tensor:
         """Return the mean gradient as it is stored, for an update that consumes it. At stage 0 the next backward
         reuses its memory."""
@@ -199,9 +199,8 @@ class Bucket:
     def release(self) -> None:
         """Drop the mean gradient after its use. At stage 0 its memory is reused."""
         reduced, self.reduced = self.reduced, None
-        if reduced is not None and not self.is_sharded and not self.is_lent:
+        if reduced is not None and not self.is_sharded:
             self._memory.release(reduced)
-        self.is_lent = False
 
     def clear(self) -> None:
         """Drop all gradients. Called between backwards, with no reduction in flight."""
@@ -315,43 +314,37 @@ class Bucket:
             self.gathering = updated.all_gather(self.compute, "parameters", self.index + 1)
 
     @torch.no_grad()
-    def collect_written(self) -> bool:
+    def collect_written(self) -> None:
         """Copy values that the user has written into the compute parameters to ``owned``, where that has memory of its
-        own; called between updates. Return True if some were.
+        own; called between updates.
 
         An element was written if it is not what arrives of ``owned``.
         """
         if self._rounding is None:
-            return False
+            return
         assert self.gathering is None, "the values are still on their way"
         bits = torch.int32 if self.owned.dtype == torch.float32 else torch.int16
         written = self._range.view(bits) != self._rounding.as_sent(self.owned).view(bits)
-        if is_fake(written) or (self.device.type == "cpu" and not bool(written.any())):
-            return False
-        self.owned.copy_(torch.where(written, self._range, self.owned))
-        return True
+        if not is_fake(written) and (self.device.type != "cpu" or bool(written.any())):
+            self.owned.copy_(torch.where(written, self._range, self.owned))
 
     @torch.no_grad()
-    def sync_master_from_param(self) -> list[torch.Tensor]:
-        """Copy values that the user has written into the compute parameters to the masters. Return the master if it
-        was written.
+    def sync_master_from_param(self) -> None:
+        """Copy values that the user has written into the compute parameters to the masters.
 
         An element was written if it is not what its master rounds to. zerolite's kernels do this while they update.
         """
-        master = self.master
-        collected = self.collect_written()
-        if not self.separate:
-            return [master] if collected else []
-        written = sync_master_from_param_(master, self.owned.to(master.device))
-        return [master] if written else []
+        self.collect_written()
+        if self.separate:
+            sync_master_from_param_(self.master, self.owned.to(self.master.device))
 
     @torch.no_grad()
-    def copy_to_master(self, indices: Collection[int]) -> list[torch.Tensor]:
-        """Copy the compute parameters of these indices to the masters, also where a master rounds to the same value.
-        Return the parts of the master that were written."""
+    def copy_to_master(self, indices: Collection[int]) -> None:
+        """Copy the compute parameters of these indices to the masters, also where a master rounds to the same value."""
         self.collect_written()
-        chosen = [f for f in self.fragments if f.slot.index in indices] if self.separate else []
-        return [self.master_view(f).copy_(self.view_of(f, self.owned)) for f in chosen]
+        for fragment in self.fragments if self.separate else ():
+            if fragment.slot.index in indices:
+                self.master_view(fragment).copy_(self.view_of(fragment, self.owned))
 
 
 def _strides_of(parameter: torch.nn.Parameter) -> tuple[int, ...]:

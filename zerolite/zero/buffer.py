@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -173,11 +173,6 @@ class ParameterBuffer:
             for bucket in self.buckets:
                 bucket.collect_assigned_data()
             self._addresses = addresses(self.parameters)
-
-    def copy_to_masters(self, indices: Collection[int]) -> list[torch.Tensor]:
-        """Copy the compute parameters of these indices to the masters, also where a master rounds to the same value.
-        Return the parts of the masters that were written."""
-        return [part for bucket in self.buckets for part in bucket.copy_to_master(indices)]
 
 
 class PartitionedParameterBuffer(ParameterBuffer):

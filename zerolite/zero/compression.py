@@ -51,15 +51,15 @@ class Compression:
         # By the key of the collective, which is a bucket's: what this rank has lost, and the number of reductions.
         self._errors: dict[int, tuple[torch.Tensor, int]] = {}
         self._scale = 1.0  # of the gradients whose errors these are
-        # An all-reduce whose second half could not be launched, and the tensor that it sums.
-        self._half: tuple[torch.Tensor, Chained] | None = None
+        # An all-reduce whose second half could not be launched: its key, and the tensor that it sums.
+        self._half: tuple[int, torch.Tensor, Chained] | None = None
 
     def memory(self) -> Sequence[torch.Tensor]:
         """Return the errors that are kept between steps."""
         return [error for error, _ in self._errors.values()]
 
     def reset(self) -> None:
-        """Begin the errors anew, after other weights have been loaded."""
+        """Begin the errors anew: other weights have been loaded, or no step uses the sums that they belong to."""
         self._errors.clear()
 
     def set_scale(self, scale: float) -> None:
@@ -119,11 +119,12 @@ class Compression:
         launches the half that this rank owes the others, and drops its sum.
         """
         if self._half is not None:
-            of, summed = self._half
+            owed, of, summed = self._half
             summed.advance()
             self._half = None
             if of is full:
                 return summed
+            self._errors.pop(owed, None)  # that of a sum which is dropped
         numel, padded = full.numel(), full
         unit = self.comm.world_size * QUANT_BLOCK  # no block has elements of two parts, nor of two aligned parameters
         if numel % unit:
@@ -137,7 +138,7 @@ class Compression:
 
         summed = Chained(self.reduce_scatter(padded, tag, divisor, key), gather, keep=(padded,))
         if current_platform().queues(full):  # the current stream launches the gather behind the sum
-            self._half = full, summed
+            self._half = key, full, summed
             summed.advance()
             self._half = None
         return summed

@@ -8,9 +8,9 @@ remembers what it has put into each ``p.grad``; any other tensor that it finds t
 | ``p.grad = None``                      | the gradient is dropped (``adopt``)                          |
 | ``p.grad = tensor``, then a step       | is the mean gradient, the same on all ranks (``store``)      |
 | ``p.grad = tensor``, then a backward   | raises (``refuse_assigned``)                                 |
-| ``p.grad.mul_(number)``                | the update multiplies by it (``take_common_factor``)         |
+| ``p.grad.mul_(number)``                | this rank's part is, and the statistics (``multiply``)       |
 | other changes of ``p.grad`` in place   | change this rank's part (``open``, ``close``)                |
-| a view of ``p.grad`` is written to     | counts at stage 0 (``exposed``); raises above (``note_view``) |
+| a view of ``p.grad`` is written to     | raises: it is one of a copy (``note_view``)                  |
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +61,8 @@ class Gradients:
 
     Attributes:
         is_touched: the user has done something to gradients since the last step, or has looked at them.
-        is_multiplied: the user has multiplied gradients by numbers that are not in the stored values yet. If all have
-            been multiplied by the same, the update multiplies by it. So clipping by the user needs no pass over memory,
-            and gives the bits of ``gradient_clipping``.
         changes: what the user has done to gradients in place since the last step, in this order.
         assigned: tensors that the user has put into ``p.grad``, to be stored as the mean.
-        exposed: gradients of which the user has the memory, at stage 0, and may write to it at any time.
     """
 
     def __init__(self, step: StepPipeline, reducer: Reducer, collector: StatsCollector) -> None:
@@ -74,21 +70,17 @@ class Gradients:
         self._reducer, self._collector, self._states = reducer, collector, reducer.groups.states
         self._buffer, self._shown, self._device = reducer.buffer, reducer.shown, reducer.buffer.placements.device
         self._shown.connect(self)
-        self.is_touched = self.is_multiplied = False
-        self._common: Factor = 1.0  # all gradients have been multiplied by it
-        self._number: Factor = 1.0  # and some of them by this last number
-        self._multiplied: set[int] = set()  # which ones
+        self.is_touched = False
         self.changes: list[Change] = []
         self.assigned: dict[int, torch.Tensor] = {}
-        self.exposed: set[int] = set()
         self._views: list[tuple[ShardedGradient, int]] = []  # gradients with views of copies, and their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # assigned tensors that are stored, and their versions
         self._copied: tuple[Any, int, Any] = (None, 0, None)  # a number, its version, and its copy
 
     def clear(self) -> None:
         """Forget all changes, because the gradients have been used or dropped."""
-        self.is_touched, self.is_multiplied, self._common = False, False, 1.0
-        for container in (self._multiplied, self.changes, self.assigned, self.exposed, self._views, self._taken):
+        self.is_touched = False
+        for container in (self.changes, self.assigned, self._views, self._taken):
             container.clear()
 
     def check(self, gradient: ShardedGradient) -> None:
@@ -101,10 +93,6 @@ class Gradients:
             )
         if reason:
             raise RuntimeError(f"the gradient of parameter '{slot.name}' cannot be used here: {reason}")
-
-    def is_shown(self, gradient: ShardedGradient) -> bool:
-        """Return True if the user has put this result of an operation into ``p.grad``."""
-        return self._shown.is_in_place(gradient.slot.index, gradient)
 
     # ---------------------------------------------------------------- values
 
@@ -119,42 +107,38 @@ class Gradients:
         shape = (0,) if self._reducer.keeps_shards else parameter.shape
         return torch.empty(shape, dtype=parameter.dtype, device=self._device)
 
-    def _scale(self, index: int) -> Factor | None:
+    def _scale(self) -> Factor | None:
         """Return the factor from stored values to those that ``p.grad`` shows; None for 1."""
-        scale = self._factor(index) / self._step.state.shown_divisor(self._step.stats)
+        scale = 1.0 / self._step.state.shown_divisor(self._step.stats)
         return None if isinstance(scale, float) and scale == 1.0 else scale
-
-    def _factor(self, index: int) -> Any:
-        return self._common * self._number if index in self._multiplied else self._common
 
     @torch.no_grad()
     def read(self, index: int) -> torch.Tensor:
-        """Return this rank's part as ``p.grad`` shows it: the bucket's own memory if that needs no conversion."""
+        """Return this rank's part as ``p.grad`` shows it, flat [numel], at stage 0 in the parameter's shape: the
+        bucket's own memory if that needs no conversion."""
         part, dtype = self._stored(index), self._reducer.parameters[index].dtype
-        scale = self._scale(index)
+        scale = self._scale()
         return part.to(dtype) if scale is None else (part.to(_wide(dtype)) * scale).to(dtype)
 
     @torch.no_grad()
     def open(self, index: int) -> torch.Tensor:
         """Return this rank's part, to be written to until :meth:`close`: its own memory, or a copy in fp32 or more."""
         self._check_views(before_change=True)
-        part = self._stored(index)
-        self.apply_factors()
-        scale = self._scale(index)
+        part, scale = self._stored(index), self._scale()
         return part if scale is None else part.to(_wide(part.dtype)) * scale
 
     @torch.no_grad()
     def close(self, index: int, part: torch.Tensor) -> None:
         """Store ``part``, as :meth:`open` returned it, after it has been written to."""
-        stored, scale = self._reducer.bucket_of[index].mean_part(index), self._scale(index)
+        stored, scale = self._reducer.bucket_of[index].mean_part(index), self._scale()
         if stored is not None and (stored.device != part.device or stored.data_ptr() != part.data_ptr()):
             stored.copy_(part if scale is None else part / scale)
-        self._on_written(index, stored)
+        self._on_written(index)
         self._collector.discard()
 
-    def _on_written(self, index: int, stored: torch.Tensor | None) -> None:
+    def _on_written(self, index: int) -> None:
         self._collector.forget(self._reducer.bucket_of[index].index)
-        self._buffer.placements.drop_reads([] if stored is None else [stored])
+        self._buffer.placements.drop_reads()
 
     def shard_of(self, gradient: ShardedGradient, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor that broadcasts to the parameter's shape."""
@@ -166,45 +150,23 @@ class Gradients:
 
     @torch.no_grad()
     def full(self, gradient: ShardedGradient) -> torch.Tensor:
-        """Return a full gradient: at stage 0 its memory where that is possible, otherwise a copy."""
-        memory = self.memory(gradient)
-        part = gradient.read() if memory is None else memory
-        if not self._reducer.keeps_shards:
-            return part
+        """Return a copy of a full gradient."""
         index, name = gradient.slot.index, gradient.slot.name
+        part = self.read(index)
+        if not self._reducer.keeps_shards:
+            return part.clone()
         if self._states.world_size > 1 and self._states.is_rank0:
             warn_of_collective(
                 f"this line needs all values of the gradient of '{name}', of which each rank owns a part: they are "
                 "gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for several "
                 "parameters at once"
             )
-        sent = part.to(torch.uint8) if part.dtype == torch.bool else part
-        (full,) = self._buffer.gather([index], {index: sent}, sent.dtype)
-        return full.to(part.dtype)
-
-    def memory(self, gradient: ShardedGradient) -> torch.Tensor | None:
-        """Return a full gradient's own memory, which the user may write to. None if ``p.grad`` shows other values: the
-        memory is a shard, has another dtype or device, or is times a loss scale."""
-        if self._reducer.keeps_shards or gradient.part is not None:
-            return None if self._reducer.keeps_shards else gradient.part
-        index, bucket = gradient.slot.index, self._reducer.bucket_of[gradient.slot.index]
-        if bucket.layout.spread > 1:
-            return None  # a write would change the norm, of which each rank knows a part
-        self._stored(index)
-        self.apply_factors()
-        stored = bucket.mean_part(index)
-        is_shown = stored is not None and (stored.dtype, stored.device) == (gradient.dtype, gradient.device)
-        if not is_shown or self._scale(index) is not None:
-            return None
-        bucket.lend()
-        self.exposed.add(index)
-        return stored
+        return self._buffer.gather([index], {index: part}, part.dtype)[0]
 
     def note_view(self, gradient: ShardedGradient) -> None:
-        """Note that the user has a view of this gradient. Autograd takes it for a view of ``gradient`` even if it is
-        one of a copy, so that the version of ``gradient`` counts writes to it."""
-        if gradient.part is None and gradient.slot.index not in self.exposed:
-            self._views.append((gradient, gradient._version))
+        """Note that the user has a view of a copy of this gradient. Autograd takes it for a view of ``gradient``, so
+        that the version of ``gradient`` counts writes to it."""
+        self._views.append((gradient, gradient._version))
 
     def _check_views(self, before_change: bool = False) -> None:
         """Raise RuntimeError if the user has written to a view of a copy, because these values are lost.
@@ -231,22 +193,18 @@ class Gradients:
         They are float64 so that ``clip_grad_norm_`` gives the bits of the config's ``gradient_clipping``. A total of
         norms that were rounded to fp32 would give another factor.
         """
-        if order == 2 and all(gradient.part is None for gradient in gradients):
+        if order == 2:
             stats = self._step.stats()
-            self._refresh_stats()
             by_parameter: Any = stats.norms() / self._step.state.device_divisor(stats)
             by_parameter = by_parameter.unbind() if len(gradients) > 1 else by_parameter
-            norms = [by_parameter[gradient.slot.index] for gradient in gradients]
-            if self.is_multiplied:
-                norms = [n * abs(self._factor(g.slot.index)) for n, g in zip(norms, gradients, strict=True)]
-            return norms
-        parts = [gradient.read() for gradient in gradients]
+            return [by_parameter[gradient.slot.index] for gradient in gradients]
+        parts = [self.read(gradient.slot.index) for gradient in gradients]
         if math.isinf(order):
             sign = math.copysign(1.0, order)
             ends = [(sign * p.abs()).max().double() if p.numel() else p.new_tensor(-math.inf).double() for p in parts]
-            return list((sign * self.over_ranks(torch.stack(ends), largest=True)).unbind())
+            return list((sign * self._over_ranks(torch.stack(ends), largest=True)).unbind())
         powers = [torch.linalg.vector_norm(part, order, dtype=_wide(part.dtype)).double() ** order for part in parts]
-        return list((self.over_ranks(torch.stack(powers), largest=False) ** (1.0 / order)).unbind())
+        return list((self._over_ranks(torch.stack(powers), largest=False) ** (1.0 / order)).unbind())
 
     @torch.no_grad()
     def check_finite(self, gradients: Sequence[ShardedGradient], found_inf: torch.Tensor) -> None:
@@ -255,8 +213,7 @@ class Gradients:
         bad = torch.stack(self.norms(gradients, 2)).isfinite().all().logical_not()
         found_inf.copy_(torch.maximum(found_inf, bad.to(found_inf)))
 
-    @torch.no_grad()
-    def over_ranks(self, values: torch.Tensor, largest: bool) -> torch.Tensor:
+    def _over_ranks(self, values: torch.Tensor, largest: bool) -> torch.Tensor:
         """Reduce ``values`` [n] over ranks, in place: their sum, or with ``largest`` their maximum."""
         groups = self._reducer.groups
         if not self._reducer.keeps_shards and groups.experts is not None and not largest:
@@ -271,14 +228,6 @@ class Gradients:
         else:
             self._states.all_reduce(values, tag="access").wait()
         return values
-
-    def _refresh_stats(self) -> None:
-        """Correct collected statistics by what the user may have written to exposed memory, which each rank has."""
-        stats = self._collector.latest
-        for index in self.exposed if stats is not None else ():
-            stored = self._reducer.bucket_of[index].mean_part(index)
-            if stored is not None:
-                stats.replace_square(index, stored)  # type: ignore[union-attr]
 
     # ---------------------------------------------------------------- changes in place
 
@@ -311,53 +260,26 @@ class Gradients:
 
     @torch.no_grad()
     def multiply(self, indices: Sequence[int], factor: Factor) -> None:
-        """Multiply these gradients by a number. It is kept, and normally applied by the update."""
+        """Multiply these gradients by a number. The statistics hold further, so that clipping by the user launches
+        nothing beside the step."""
         self.note_change("mul_", [factor], len(indices))
         if isinstance(factor, torch.Tensor) and factor.device != self._device:
             factor = float(factor)
-        number = self._copy(factor)
-        if not _is_same(self._number, number) or not self._multiplied.isdisjoint(indices):
-            self._settle()
-        self.is_multiplied, self._number = True, number
-        self._multiplied.update(indices)
-        if self.exposed:  # the user has the gradient's memory itself, and expects the product there
-            self.apply_factors()
-
-    def _settle(self) -> None:
-        """Take the last number into the common factor if all gradients have it, otherwise multiply the stored ones."""
-        multiplied, self._multiplied = self._multiplied, set()
-        if multiplied.issuperset(i for i, gradient in enumerate(self._shown.expected) if gradient is not None):
-            self._common = self._common * self._number
-        else:
-            self._multiply_stored(multiplied, self._number)
-
-    @torch.no_grad()
-    def _multiply_stored(self, indices: Collection[int], factor: Factor) -> None:
         if not self._reducer.finished:
             self._step.finish_reductions()
+        parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for index in indices:
-            stored = self._reducer.bucket_of[index].mean_part(index)
-            if stored is not None:
-                stored.mul_(factor.to(stored.device) if isinstance(factor, torch.Tensor) else factor)
-            self._on_written(index, stored)
+            bucket = self._reducer.bucket_of[index]
+            self._collector.forget(bucket.index)
+            if (stored := bucket.mean_part(index)) is not None:
+                parts.setdefault((stored.device, stored.dtype), []).append(stored)
+        for (device, dtype), alike in parts.items():
+            # In this dtype, or a gradient of no dimension would be multiplied in float64, unlike all others.
+            number: Any = factor.to(device, _wide(dtype)) if isinstance(factor, torch.Tensor) else factor
+            torch._foreach_mul_(alike, number)
+        self._buffer.placements.drop_reads()
         if self._collector.latest is not None:
             self._collector.latest.rescale(factor, indices)
-
-    def apply_factors(self) -> None:
-        """Multiply the stored gradients by the user's numbers, which the update would do otherwise."""
-        if self.is_multiplied:
-            self._settle()
-            common, self._common, self.is_multiplied = self._common, 1.0, False
-            if not _is_same(common, 1.0):
-                self._multiply_stored([i for i, g in enumerate(self._shown.expected) if g is not None], common)
-
-    def take_common_factor(self, stats: StatsVector) -> Factor:
-        """Return the number by which the user has multiplied all gradients, for the update, and correct ``stats`` by
-        it. Other factors are applied to the stored gradients."""
-        self._settle()
-        common, self._common, self.is_multiplied = self._common, 1.0, False
-        stats.rescale(common, None)
-        return common
 
     # ---------------------------------------------------------------- None and tensors in p.grad
 
@@ -376,10 +298,9 @@ class Gradients:
                     "again after such a call and change that (for p in parameters: p.grad.mul_(factor)), or put the "
                     "tensor into p.grad once more"
                 )
-        self._refresh_stats()
 
     def adopt(self, changed: Mapping[int, torch.Tensor | None]) -> None:
-        """Drop gradients that were set to None, store results of operations on them, and note other tensors.
+        """Drop gradients that were set to None, and note tensors.
 
         Args:
             changed: the result of :meth:`ShownGradients.changed`.
@@ -388,18 +309,11 @@ class Gradients:
         for index, value in changed.items():
             expected = self._shown.expected[index]
             if isinstance(value, ShardedGradient) and isinstance(expected, ShardedGradient) and value.is_of(expected):
-                self._shown.put(index, expected)  # p.grad = p.grad * 2
-                if value.part is not None:
-                    for operation, numbers in value.operations:
-                        self.note_change(operation, numbers)
-                    self.close(index, self.open(index).copy_(value.part))
+                self._shown.put(index, expected)  # p.grad = p.grad.detach()
                 continue
-            if value is not None:
-                self.apply_factors()
-            self._buffer.placements.drop_reads(self._reducer.drop(index))
+            self._reducer.drop(index)
             self._collector.forget(self._reducer.bucket_of[index].index)
             self._shown.expected[index] = value
-            self._multiplied.discard(index)
             self.assigned.pop(index, None)
             self._taken.pop(index, None)
             if value is not None:
@@ -445,13 +359,13 @@ class Gradients:
             self._shown.put(index, gradient)
             if not value.is_inference():
                 self._taken[index] = value, value._version
-            self._on_written(index, stored)
+            self._on_written(index)
             stats.replace(index, full)
 
     def set_by_call(self, index: int, is_given: bool) -> None:
         """Note that ``zerolite.set_full_grad`` has written a reduced gradient, or dropped it.
 
-        It replaces what the user has assigned to ``p.grad`` or multiplied it by before.
+        It replaces what the user has assigned to ``p.grad`` before.
         """
         (self._reducer.used.add if is_given else self._reducer.used.discard)(index)
         self._collector.forget(self._reducer.bucket_of[index].index)

@@ -27,7 +27,7 @@ from zerolite.zero.update import (
     segments,
 )
 
-_Row = tuple[int, int, int]
+_Row = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,14 @@ class _Launch:
 
     Attributes:
         members: indices of the spans in the sub-group.
-        rows: for each row, its param group, the number of steps that its parameters have missed, and -1. Or the row is
-            of a single parameter that the device may leave out: its param group, 0, and the parameter, whose number of
-            missed steps changes.
+        rows: for each row, its param group and the number of steps that its parameters have missed.
         kernel: the launch. A row of its table is: index in ``members``, start in the span, elements, row of scalars.
-        uses: the device may leave out some parameters.
         broken: flags of the param groups, see :class:`UpdateMethod`.
     """
 
     members: tuple[int, ...]
     rows: tuple[_Row, ...]
     kernel: UpdateLaunch
-    uses: bool
     broken: torch.Tensor | None
 
 
@@ -82,7 +78,6 @@ class KernelUpdate(UpdateMethod):
         self._steps_missed: Counter[int] = Counter()  # by index of the parameter
         self._counts = False  # the last update counts as a step, because some param group has states
         self._not_counted: list[int] = []  # parameters that missed the last update
-        self._maybe_unused: frozenset[int] = frozenset()
         self._group_values: list[object] = []  # of the param groups, when they were last checked
         self._group_lists: list[tuple[list[Any], list[Any]]] = []  # those of them that are lists, and copies
         self._is_shown = False  # `inner.state` has all states, with their counts of steps
@@ -146,10 +141,10 @@ class KernelUpdate(UpdateMethod):
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         stateless = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        plan_key = (used, inputs.maybe_unused, stateless, len(groups))
+        plan_key = (used, stateless, len(groups))
         is_planned = plan_key == self._plan_key
         if not is_planned:
-            self._plan_key, self._maybe_unused = plan_key, inputs.maybe_unused
+            self._plan_key = plan_key
             self._not_counted = [
                 shard.index
                 for shard in self.shards()
@@ -168,23 +163,13 @@ class KernelUpdate(UpdateMethod):
             torch._foreach_add_(self._advancing, 1.0)
             self._versions = [counter._version for counter in self._counters]
 
-    def on_left_out(self, indices: Iterable[int]) -> None:
-        if self._counts:
-            left_out = set(indices).difference(self._not_counted)
-            for index in left_out:
-                self._steps_missed[index] += 1
-            self._is_shown &= not left_out
-
     @torch.no_grad()
     def update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
         groups, names = self._inner.param_groups, self._rule.states if self._has_states else ()
         factor = inputs.factor
         for launch in self._plan(sub_group, inputs.used):
             # In float64 on the host and rounded once, because bias corrections lose digits in fp32 after many steps.
-            rows = [
-                self._rule.row(groups[group], self._steps - (missed if alone < 0 else self._steps_missed[alone]))
-                for group, missed, alone in launch.rows
-            ]
+            rows = [self._rule.row(groups[group], self._steps - missed) for group, missed in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
             on_device = factor if isinstance(factor, torch.Tensor) else None
             if on_device is None:
@@ -198,8 +183,7 @@ class KernelUpdate(UpdateMethod):
                 scalars.float(),
                 on_device,
                 inputs.found_inf,
-                inputs.uses if launch.uses else None,
-                launch.broken,
+                broken=launch.broken,
             )
             if members[0].master is not members[0].span.bucket.master:  # a staging copy, whose memory is freed
                 launch.kernel.forget()
@@ -330,14 +314,14 @@ class KernelUpdate(UpdateMethod):
                 "optimizer.state[p]['step']: expected a count that only the optimizer changes, because parameters "
                 "share it, got one that was changed in place; zerolite.set_full_optimizer_state(p, 'step', n) sets it"
             )
-        written: list[torch.Tensor] = []
+        some_changed = False
         for shard in self.shards():
             entry, shown = self._inner.state.get(shard.parameter) or {}, self._entries.get(shard.index, {})
             if entry.keys() != shown.keys() or any(entry[name] is not shown[name] for name in shown):
                 self.load_state(shard, entry)
-                written += self._views_of(shard).values()
-        if written:
-            self._buffer.placements.drop_reads(written)
+                some_changed = True
+        if some_changed:
+            self._buffer.placements.drop_reads()
         self._note_values()
 
     # ---------------------------------------------------------------- planning
@@ -365,32 +349,26 @@ class KernelUpdate(UpdateMethod):
     ) -> _Launch | None:
         """Make a launch for these members of the sub-group, None if no parameter in them is used.
 
-        Adjacent shards with equal group and step count form one segment. One that the device may leave out is a segment
-        of its own.
+        Adjacent shards with equal group and step count form one segment.
         """
 
         def ranges(bucket: Bucket) -> Iterator[tuple[int, int, _Row]]:
             for shard in bucket.shards:
                 fragment, index = shard.fragment, shard.index
-                if index in self._maybe_unused:
-                    yield fragment.shard_start, fragment.numel, (shard.group, 0, index)
-                elif used is None or index in used:
-                    yield fragment.shard_start, fragment.numel, (shard.group, self._steps_missed[index], -1)
+                if used is None or index in used:
+                    yield fragment.shard_start, fragment.numel, (shard.group, self._steps_missed[index])
 
         rows: dict[_Row, int] = {}
         spans = [sub_group[i].span for i in members]
         table = [[*segment, rows.setdefault(row, len(rows))] for *segment, row in segments(spans, ranges)]
         if not table:
             return None
-        keys = list(rows)
-        parameters = [keys[row][2] for *_, row in table]
-        use = None if max(parameters) < 0 else torch.tensor(parameters, dtype=torch.int64, device="cpu")
         groups = broken = None
         if self.broken is not None:
-            groups = torch.tensor([group for group, *_ in keys], dtype=torch.int32, device="cpu")
+            groups = torch.tensor([group for group, _ in rows], dtype=torch.int32, device="cpu")
             broken = self.broken_on(sub_group[members[0]].master.device)
-        kernel = UpdateLaunch(self._rule.number, torch.tensor(table, dtype=torch.int64, device="cpu"), use, groups)
-        return _Launch(members, tuple(keys), kernel, use is not None, broken)
+        kernel = UpdateLaunch(self._rule.number, torch.tensor(table, dtype=torch.int64, device="cpu"), groups=groups)
+        return _Launch(members, tuple(rows), kernel, broken)
 
 
 def _counter(step: int) -> torch.Tensor:

@@ -1,16 +1,15 @@
 """Local sum: a bucket's gradients on this rank, from the hooks to the collective that reduces them.
 
 A model has thousands of biases and norms, and copying one by itself costs a call for a few hundred elements. So small
-gradients are held until the bucket is launched, and then copied together (:class:`Segment`). Large ones are copied when
+gradients are held until the bucket is launched, and then copied together. Large ones are copied when
 they come, which frees their memory.
 """
 
 from __future__ import annotations
 
-import bisect
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,15 +17,19 @@ from zerolite.comm import Pending, done
 from zerolite.utils.accelerator import addresses
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, listeners, tag_memory
-from zerolite.zero.flat import Segment, destinations, gaps_to_clear, plan_rows, plan_segments, zero_gap, zero_slot
+from zerolite.zero.flat import flattened
 from zerolite.zero.gradient_dtypes import ALONE_NUMEL, IN_FLIGHT, GradientDtypes, ReductionOptions
 from zerolite.zero.groups import RankGroups
-from zerolite.zero.layout import BucketLayout, Slot
+from zerolite.zero.layout import BucketLayout, Gap, Slot
 
 if TYPE_CHECKING:
     from zerolite.zero.backward import Backward
     from zerolite.zero.offload import GradientTransfers
     from zerolite.zero.stage3.param_group import ParamGroup
+
+
+SMALL_SLOT = 2048
+"""Most elements of a slot whose gradient is copied together with others: a call for it alone costs more."""
 
 
 class BucketState(enum.Enum):
@@ -69,7 +72,6 @@ class LocalSum:
     def __init__(
         self,
         layout: BucketLayout,
-        shapes: Mapping[int, torch.Size],
         strides: Mapping[int, tuple[int, ...]],
         device: torch.device,
         dtypes: GradientDtypes,
@@ -78,8 +80,7 @@ class LocalSum:
         """
         Args:
             layout: see the class.
-            shapes: shapes of the full parameters, by index.
-            strides: their dense strides.
+            strides: dense strides of the full parameters, by index.
             device: device of the gradients.
             dtypes: dtypes of the bucket's gradients.
             memory: allocates full buckets.
@@ -88,14 +89,13 @@ class LocalSum:
         self._strides, self._device, self._dtypes, self._memory = strides, device, dtypes, memory
         self._groups = memory.groups.of_spread(layout.spread)
         self._slots = {slot.index: slot for slot in layout.slots}
+        self._row = layout.numel // max(1, layout.rows)
+        self._starts = {slot.index: slot.start for slot in layout.slots}
         self._not_empty = frozenset(slot.index for slot in layout.slots if slot.numel)
-        segments = plan_rows(layout, shapes, strides, device) if layout.rows else plan_segments(layout, strides)
-        self._segments, self._small = segments, frozenset(index for s in segments for index in s.indices)
+        self._small = frozenset(slot.index for slot in layout.slots if 0 < slot.numel <= SMALL_SLOT)
         # At stage 3 all gradients are held: the bucket is launched when the backward of its group ends, soon after.
         self._holds_large = layout.rows > 0 or not memory.options.copy_on_arrival
-        # Padding must be zero, because it is sent and summed. Padding inside a segment is written with the segment.
-        ends, begins = [0, *(segment.high for segment in segments)], [segment.low for segment in segments]
-        self._gaps = [gap for gap in gaps_to_clear(layout) if gap.start >= ends[bisect.bisect(begins, gap.start)]]
+        self._gaps = gaps_to_clear(layout)  # padding must be zero, because it is sent and summed
         self.held: dict[int, torch.Tensor] = {}
         self.flat: torch.Tensor | None = None
         self._written: set[int] = set()  # parameters whose gradients `flat` contains
@@ -161,7 +161,7 @@ class LocalSum:
         """Drop the gradient of a parameter."""
         self.held.pop(index, None)
         if self.flat is not None and index in self._written:
-            zero_slot(self.flat, self.layout, self._slots[index])
+            self._clear_slot(self.flat, self._slots[index])
 
     # ---------------------------------------------------------------- copies
 
@@ -179,59 +179,38 @@ class LocalSum:
             zeros = torch.zeros(self.layout.numel, dtype=self._dtypes.sent, device=self._device)
             return tag_memory(zeros, self._memory.current.memory_category)
         if len(self._written) < len(self._not_empty):
-            for segment in self._segments:  # a segment that was copied in already has these zeros
-                if self._written.isdisjoint(segment.indices):
-                    self.flat[segment.low : segment.high].zero_()
-            for index in sorted(self._not_empty - self._small - self._written):
-                zero_slot(self.flat, self.layout, self._slots[index])
+            for index in sorted(self._not_empty - self._written):
+                self._clear_slot(self.flat, self._slots[index])
         return self.flat
 
     def copy_in_held(self) -> None:
-        """Copy all held gradients into ``flat``, in as few calls as possible."""
+        """Copy all held gradients into ``flat``. Of small ones the first of their slots are copied in one call, and
+        later ones are added in another."""
         if not self.held:
             return
+        small, factor = self.held.keys() & self._small, self._memory.current.factor
         try:
-            for segment in self._segments:
-                if not segment.indices.isdisjoint(self.held):
-                    self._copy_in_segment(segment)
-            for index in sorted(self.held.keys() - self._small):
+            for adds, chosen in ((False, small - self._written), (True, small & self._written)):
+                if not chosen:
+                    continue
+                sources = list(map(self.held.__getitem__, chosen))
+                flat = self._allocate(sources[0].dtype) if self.flat is None else self._widen() if adds else self.flat
+                if self.layout.rows:
+                    pairs = [pair for i in chosen for pair in self._destinations(flat, self._slots[i], self.held[i])]
+                    targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
+                else:  # with little in each pass, because this runs for all small gradients
+                    base, of, starts = int(flat.storage_offset()), self._strides, self._starts
+                    placed = zip(sources, map(of.__getitem__, chosen), map(starts.__getitem__, chosen), strict=True)
+                    targets = [flat.as_strided(held.shape, strides, base + start) for held, strides, start in placed]
+                if adds:
+                    torch._foreach_add_(targets, sources, alpha=factor)
+                else:
+                    torch._foreach_copy_(targets, sources if factor == 1.0 else torch._foreach_mul(sources, factor))
+            self._written |= small
+            for index in sorted(self.held.keys() - small):
                 self._copy_in(self._slots[index], self.held[index])
         finally:
             self.held = {}  # until they are copied, the bucket reports them as its memory
-
-    def _copy_in_segment(self, segment: Segment) -> None:
-        """Copy the held gradients of a segment in one call, with zeros in the places of missing ones and of padding."""
-        held, factor, indices = self.held, self._memory.current.factor, segment.indices & self.held.keys()
-        gradients: list[Any] = list(map(held.get, segment.order))
-        some = held[next(iter(indices))]
-        if len(indices) < len(gradients):
-            pairs = zip(segment.slots, gradients, strict=True)
-            gradients = [some.new_zeros(slot.numel) if gradient is None else gradient for slot, gradient in pairs]
-        parts = gradients
-        if segment.gaps:
-            if some.dtype not in segment.padding:
-                segment.padding[some.dtype] = [some.new_zeros(gap) for gap in segment.gaps]
-            parts = [*gradients, *segment.padding[some.dtype]]
-            if segment.source is None:
-                parts[::2], parts[1::2] = gradients, segment.padding[some.dtype]
-        joined = torch.ops.aten.flatten_dense_tensors(parts)
-        flat = self._allocate(joined.dtype) if self.flat is None else self.flat
-        target, written = flat[segment.low : segment.high], self._written & segment.indices
-        # One call writes all elements of the segment. So either all its gradients must be the first ones of their
-        # slots, or all must be added to earlier ones. A mixture is copied slot by slot.
-        if not written and segment.source is not None:
-            joined = joined.mul_(factor) if factor != 1.0 else joined
-            torch.index_select(joined.to(flat.dtype), 0, segment.source, out=target)
-        elif not written and factor != 1.0:
-            torch.mul(joined, factor, out=target)
-        elif not written:
-            target.copy_(joined)
-        elif written >= indices and segment.source is None:
-            self._widen()[segment.low : segment.high].add_(joined, alpha=factor)
-        else:
-            for index in sorted(indices):
-                self._copy_in(self._slots[index], held[index])
-        self._written |= indices
 
     def _copy_in(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Copy the first gradient of a slot into ``flat``, times the backward's factor; add later ones in
@@ -240,7 +219,7 @@ class LocalSum:
         first = slot.index not in self._written
         if not first:
             flat = self._widen()
-        for target, values in destinations(flat, self.layout, slot, gradient, self._strides[slot.index]):
+        for target, values in self._destinations(flat, slot, gradient):
             if not first:
                 target.add_(values, alpha=factor)
             elif factor != 1.0:
@@ -248,6 +227,31 @@ class LocalSum:
             else:
                 target.copy_(values)
         self._written.add(slot.index)
+
+    def _destinations(
+        self, flat: torch.Tensor, slot: Slot, gradient: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the copies that bring a gradient into its slot, as pairs (target, source)."""
+        offset, strides = flat.storage_offset() + slot.start, self._strides[slot.index]
+        if not self.layout.rows:
+            return [(flat.as_strided(gradient.shape, strides, offset), gradient)]
+        if not slot.numel:
+            return []
+        part, row, is_dense = slot.part, self._row, gradient.stride() == strides
+        values = gradient.as_strided((slot.numel,), (1,)) if is_dense else flattened(gradient, strides)
+        full_rows = slot.numel // part  # rows whose part is full; the row after them has the rest
+        pairs = []
+        if full_rows:
+            target = flat.as_strided((full_rows, part), (row, 1), offset)
+            pairs.append((target, values[: full_rows * part].view(full_rows, part)))
+        rest = slot.numel - full_rows * part
+        if rest:
+            pairs.append((flat.as_strided((rest,), (1,), offset + full_rows * row), values[full_rows * part :]))
+        return pairs
+
+    def _clear_slot(self, flat: torch.Tensor, slot: Slot) -> None:
+        rows, part = (self.layout.rows, slot.part) if self.layout.rows else (1, slot.numel)
+        flat.as_strided((rows, part), (self._row, 1), flat.storage_offset() + slot.start).zero_()
 
     # ---------------------------------------------------------------- memory
 
@@ -265,7 +269,7 @@ class LocalSum:
         self.flat = flat = self._memory.allocate(self.layout.numel, dtype, self._device)
         tag_memory(flat, self._memory.current.memory_category)
         for gap in self._gaps:
-            zero_gap(flat, self.layout, gap)
+            flat.as_strided((gap.rows, gap.width), (self._row, 1), flat.storage_offset() + gap.start).zero_()
         return flat
 
     def _widen(self) -> torch.Tensor:
@@ -451,3 +455,19 @@ class GradientMemory:
         """Yield the memory that is kept for reuse, with its categories."""
         for full in self._free:
             yield (BUCKETS if self.options.shard else GRADIENTS), full
+
+
+def gaps_to_clear(bucket: BucketLayout) -> Sequence[Gap]:
+    """Return what is cleared before a bucket is filled: its padding, with what is small between two gaps, or all of a
+    sliced bucket if one call costs less than a call for each gap."""
+    if bucket.rows:
+        cost = sum(gap.numel + SMALL_SLOT for gap in bucket.gaps)
+        return (Gap(0, 1, bucket.numel),) if cost > bucket.numel else bucket.gaps
+    merged: list[Gap] = []
+    for gap in bucket.gaps:
+        start = merged[-1].start if merged else 0
+        if merged and gap.start - start - merged[-1].width <= SMALL_SLOT:
+            merged[-1] = Gap(start, 1, gap.start + gap.width - start)
+        else:
+            merged.append(gap)
+    return merged

@@ -278,21 +278,17 @@ class OffloadUpdate:
         limit = min(self._placements.options.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
         self.groups = [group for side in buckets.values() for group in sub_groups(side, limit, alignment)]
 
-    def run(self, gather: bool, inputs: UpdateInputs | None) -> None:
-        """Update all sub-groups.
+    def run(self, inputs: UpdateInputs | None) -> None:
+        """Update all sub-groups, and all-gather each bucket as soon as it is updated.
 
         Args:
-            gather: the update all-gathers the updated parameters.
             inputs: see :meth:`StepUpdate.run`.
 
         Raises:
             OSError: the disk failed. Then some masters are ahead of others.
         """
-        if not gather:
-            buckets = {span.bucket for spans in self.groups for span in spans}
-            self._placements.drop_reads([master for bucket in buckets for master in bucket.sync_master_from_param()])
         count = self._placements.options.buffer_count
-        plans = [[self._plan_span(span, gather) for span in spans] for spans in self.groups]
+        plans = [[self._plan_span(span) for span in spans] for spans in self.groups]
         sizes = [[tensor.nbytes for plan in group for tensor in plan.tensors.values()] for group in plans]
         buffer_bytes, longest = max(map(sum, sizes)), max(map(max, sizes))
         incoming: deque[_SubGroup] = deque()  # the first is the one to update
@@ -318,8 +314,7 @@ class OffloadUpdate:
                 for tensors in current.spans:
                     if tensors.span.last:
                         tensors.span.bucket.release()
-                        if gather:
-                            self._param_gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
+                        self._param_gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
             while outgoing:
                 outgoing.popleft().finish()
         except BaseException:
@@ -336,7 +331,7 @@ class OffloadUpdate:
         on_host = buckets[0].updates_on_host or not self._placements.separate_memory
         return _SubGroup(plans, None if on_host else self._placements.device, self._transfers, buffer_bytes, longest)
 
-    def _plan_span(self, span: Span, gather: bool) -> _SpanPlan:
+    def _plan_span(self, span: Span) -> _SpanPlan:
         placements, bucket = self._placements, span.bucket
         on_host = bucket.updates_on_host
 
@@ -345,7 +340,7 @@ class OffloadUpdate:
             return _StoredTensor(flat[span.low : span.high], placement, needs_staging, written)
 
         tensors = {name: tensor(flat, bucket.placement) for name, flat in bucket.states.items()}
-        if gather and bucket.separate:
+        if bucket.separate:
             tensors["out"] = tensor(bucket.owned, bucket.compute_placement)
         assert bucket.reduced is not None, "an update follows the reductions"
         tensors["gradient"] = tensor(bucket.reduced, bucket.placement, written=False)

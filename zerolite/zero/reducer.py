@@ -25,7 +25,7 @@ reduced once more if the backward of one of its groups has ended after its launc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -60,6 +60,7 @@ class Reducer:
         bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
         reduces_each_backward: True if every backward reduces its buckets, and not only the last one of a step.
         keeps_shards: True if this rank keeps its shard of the mean gradient, and not the whole.
+        lost: error by which the disk of this rank has lost a gradient since the last step; the statistics tell it.
         by_group: True at stage 3, where ends of groups' backwards launch buckets, and no gradient.
         program_communicates: True if the program launches collectives of its own within backwards. The ranks need not
             agree on it: only a rank that waits there can hold up the others.
@@ -76,6 +77,7 @@ class Reducer:
         self.shown = ShownGradients()
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
+        self.lost: OSError | None = None
         self._engine_began = False  # a call of the engine, which all ranks make, has begun a backward
         self._in_flight: list[Bucket] = []
         self._learning = False  # the order is replaced at the end of the next backward that reduces
@@ -142,12 +144,8 @@ class Reducer:
         self._completed.clear()
         self.shown.begin_backward()
         self.hooks.begin_backward()
-        early = current.early  # a gradient for one of these is late
-        if early and reducing and self.order[: len(early)] != early:
-            self._set_order([*early, *(bucket for bucket in self.order if bucket not in early)])
         for bucket in self.order:
-            if bucket not in early:
-                bucket.local.open(multiple_backwards=current.unreduced > 1)
+            bucket.local.open(multiple_backwards=current.unreduced > 1)
         if end_with_backward:
             # This runs in a hook inside the user's backward. No hook can know that its gradient is the last one, but
             # autograd calls its queued callbacks when all gradients have come.
@@ -221,17 +219,6 @@ class Reducer:
             self.shown.show(trained if not self.used or several_ranks else self.used)
         elif self.current.accumulated > 1:  # those of earlier backwards have been hidden
             self.shown.show(self.used)
-
-    @collective
-    @torch.no_grad()
-    def launch_early(self, buckets: Sequence[int]) -> None:
-        """Launch buckets between backwards, because no later backward of the step brings them a gradient, unless
-        every backward reduces, or the last one has. All ranks pass the same buckets in the same order."""
-        current = self.current
-        if self._options.overlap and not (current.reducing or self.reduces_each_backward):
-            for index in buckets:
-                self._launch(self.buffer.buckets[index])
-                current.early.append(self.buffer.buckets[index])
 
     # ---------------------------------------------------------------- events inside it
 
@@ -392,6 +379,9 @@ class Reducer:
         while len(self._in_flight) > but:
             try:
                 self._in_flight[0].finish()
+            except OSError as error:
+                self.on_lost(error)
+                self._in_flight[0].finish_lost()
             except BaseException:
                 self.current.on_gradient_lost()
                 raise
@@ -455,17 +445,24 @@ class Reducer:
             shards.append(value if value is None or self.keeps_shards else bucket.groups.states.shard(value))
         return shards
 
+    def on_lost(self, error: OSError) -> None:
+        """Note that the disk has lost a gradient: this rank launches what the others launch, and makes no update. Raise
+        ``error`` if there are no others."""
+        if self.groups.agree.world_size == 1:
+            self.current.on_gradient_lost()
+            raise error
+        self.lost = self.lost or error
+
     @torch.no_grad()
-    def drop(self, index: int) -> list[torch.Tensor]:
-        """Drop one parameter's gradient, without a collective. Return the parts of reduced gradients that were
-        written."""
+    def drop(self, index: int) -> None:
+        """Drop one parameter's gradient, without a collective."""
         self._wait_for_all()
         self.used.discard(index)
         bucket = self.bucket_of[index]
         bucket.local.drop(index)
         if bucket.reduced is not None and (part := bucket.mean_part(index)) is not None:
-            return [part.zero_()]
-        return []
+            part.zero_()
+            self.buffer.placements.drop_reads()
 
     def clear(self) -> None:
         """Drop all gradients of the accumulation, after their use or unused."""
@@ -481,7 +478,7 @@ class Reducer:
         if self.keeps_shards:
             self._memory.clear()  # stages 1 to 3 promise that no rank holds more than its shard between steps
         self.current.on_consumed()
-        self._engine_began = False
+        self._engine_began, self.lost = False, None
         self.shown.close()
         self.used = set()  # the statistics of the last step still have this one
         self.bucket_sums.clear()

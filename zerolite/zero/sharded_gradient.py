@@ -1,18 +1,17 @@
 """``ShardedGradient``: the tensor in ``p.grad`` between backward and step, which stands for the mean over ranks.
 
 It has the parameter's shape and no memory. Its values are this rank's part of the reduced gradient, which is all of it
-at stage 0. An operation runs
+at stage 0.
 
-- on that part, without a collective, if it is elementwise;
-- on that part, with one small collective, if it reduces all elements to one number. L2 norms are those of the step's
-  statistics, which the step then does not collect again;
-- on the full gradient otherwise. It is gathered first, and written back if the operation has changed it.
+- An elementwise change in place runs on that part, without a collective.
+- A norm is one small collective. L2 norms are those of the step's statistics, which the step then does not collect
+  again.
+- Everything else runs on a gathered copy, and gives an ordinary tensor. If it changes the copy, that is written back.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -48,20 +47,16 @@ class Window:
 
 
 class ShardedGradient(torch.Tensor):
-    """Gradient of a parameter, or the result of an elementwise operation on it, of which this rank has a part.
+    """Gradient of a parameter, of which this rank has a part in a bucket.
 
     Attributes:
         window: the accumulation that it belongs to.
         slot: slot of the parameter, with its index and name.
-        part: this rank's part of a result; None for the gradient itself, whose part is in a bucket.
-        operations: operations that have made a result, each with its numbers, see :meth:`Gradients.note_change`.
         added: what autograd has added to it, in a backward that the engine did not know of.
     """
 
     window: Window
     slot: Slot
-    part: torch.Tensor | None = None
-    operations: tuple[tuple[str, Sequence[Any]], ...] = ()
     added: torch.Tensor | None = None
 
     @staticmethod
@@ -75,13 +70,6 @@ class ShardedGradient(torch.Tensor):
         gradient.window, gradient.slot = window, slot
         return gradient
 
-    def result(self, part: torch.Tensor | None) -> ShardedGradient:
-        """Return a result of this gradient's shape; with None another reference to this gradient."""
-        like = self if part is None else part
-        made = ShardedGradient.of(self.window, self.slot, self.shape, self.stride(), like)
-        made.part = part
-        return made
-
     @property
     def source(self) -> Gradients:
         """The engine's gradients. Raises RuntimeError for a gradient that is not there any more."""
@@ -89,37 +77,21 @@ class ShardedGradient(torch.Tensor):
         source = None if self.window.source is None else self.window.source()
         if source is None:
             raise RuntimeError(f"the gradient of parameter '{self.slot.name}' has gone with its engine")
-        if self.part is None:
-            source.check(self)
+        source.check(self)
         return source
 
     def is_of(self, other: ShardedGradient) -> bool:
         """Return True if both are of the same parameter and accumulation."""
         return self.slot is other.slot and self.window is other.window
 
-    def read(self) -> torch.Tensor:
-        """Return this rank's part: flat [numel], at stage 0 in the parameter's shape."""
-        return self.source.read(self.slot.index) if self.part is None else self.part
-
-    def open(self) -> torch.Tensor:
-        """Return this rank's part, to be written to until :meth:`close`."""
-        return self.source.open(self.slot.index) if self.part is None else self.part
-
-    def close(self, part: torch.Tensor) -> None:
-        """Store ``part``, as :meth:`open` returned it, after it has been written to."""
-        if self.part is None:
-            self.source.close(self.slot.index, part)
-
     def full_tensor(self) -> torch.Tensor:
-        """Return the full gradient: at stage 0 its own memory where that is possible, otherwise a copy."""
+        """Return a copy of the full gradient."""
         return self.source.full(self)
 
     def store(self, full: torch.Tensor) -> None:
         """Store this rank's part of ``full``, which has the parameter's shape."""
-        values, part = self.source.shard_of(self, full), self.open()
-        if part.device != values.device or part.data_ptr() != values.data_ptr():
-            part.copy_(values)
-        self.close(part)
+        source, index = self.source, self.slot.index
+        source.close(index, source.open(index).copy_(source.shard_of(self, full)))
 
     @classmethod
     def __torch_function__(
@@ -163,13 +135,10 @@ class ShardedGradient(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not (isinstance(value, ShardedGradient) and value.is_of(self) and value.part is self.part):
+        if not (isinstance(value, ShardedGradient) and value.is_of(self)):
             self.copy_(value)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        memory = self.source.memory(self)
-        if memory is not None:
-            return memory.numpy(*args, **kwargs)
         array = self.full_tensor().numpy(*args, **kwargs)
         array.flags.writeable = False  # it is a copy, and values written to it would be lost
         return array
@@ -184,20 +153,17 @@ def _call_with(values: Callable[[ShardedGradient], torch.Tensor], name: str) -> 
     return method
 
 
-def _memory_of(gradient: ShardedGradient) -> torch.Tensor:
-    memory = gradient.source.memory(gradient)
-    if memory is None:
-        raise RuntimeError(
-            f"p.grad of parameter '{gradient.slot.name}' has no memory: each rank owns a part of it, or it is kept in "
-            "another dtype or times a loss scale; use zerolite.get_full_grad(p), a copy of all of it, on all ranks"
-        )
-    return memory
+def _refuse_memory(gradient: ShardedGradient) -> torch.Tensor:
+    raise RuntimeError(
+        f"p.grad of parameter '{gradient.slot.name}' has no memory, because it stands for the mean gradient of all "
+        "ranks; use zerolite.get_full_grad(p), a copy of it, on all ranks"
+    )
 
 
 for _method in ("tolist", "__deepcopy__", "__reduce_ex__"):
     setattr(ShardedGradient, _method, _call_with(ShardedGradient.full_tensor, _method))
 for _method in ("data_ptr", "untyped_storage", "__dlpack__"):
-    setattr(ShardedGradient, _method, _call_with(_memory_of, _method))
+    setattr(ShardedGradient, _method, _call_with(_refuse_memory, _method))
 ShardedGradient.__array__ = _call_with(ShardedGradient.numpy, "__array__")  # type: ignore[method-assign]
 foreach_types.append(ShardedGradient)
 
@@ -206,10 +172,9 @@ foreach_types.append(ShardedGradient)
 
 
 def _general_rule(function: OpOverload) -> Rule | None:
-    name = _name(function)
-    if name.startswith("_foreach_"):
-        return None if name.endswith(("_norm", "_max", "_powsum")) else _on_lists
-    return _on_shards if torch.Tag.pointwise in function.tags or function in _ELEMENTWISE else None
+    if _name(function).startswith("_foreach_"):
+        return _change_lists
+    return _change if torch.Tag.pointwise in function.tags or function in _ELEMENTWISE else None
 
 
 def _name(function: OpOverload) -> str:
@@ -240,37 +205,28 @@ def _fits(value: object, gradient: ShardedGradient) -> bool:
 def _part(gradient: ShardedGradient, value: Any) -> Any:
     """Return this rank's part of an argument of an operation on ``gradient``."""
     if isinstance(value, ShardedGradient):
-        return value.read()
+        return value.source.read(value.slot.index)
     return gradient.source.shard_of(gradient, value) if isinstance(value, torch.Tensor) else value
 
 
-def _on_shards(function: OpOverload, *args: Any, **kwargs: Any) -> object:
-    """Run an elementwise operation on this rank's part."""
-    tensors, written = find_tensors((args, kwargs)), written_arguments(function, args, kwargs)
-    gradients = [tensor for tensor in tensors if isinstance(tensor, ShardedGradient)]
-    target, part, numbers = gradients[0], functools.partial(_part, gradients[0]), _numbers(args, kwargs)
-    if not all(_fits(tensor, target) for tensor in tensors) or any(tensor is not args[0] for tensor in written):
+def _change(function: OpOverload, target: Any, *args: Any, **kwargs: Any) -> object:
+    """Run an elementwise operation in place on this rank's part."""
+    written, others = written_arguments(function, (target, *args), kwargs), find_tensors((args, kwargs))
+    if not (isinstance(target, ShardedGradient) and written and all(tensor is target for tensor in written)):
         return NotImplemented
-    if not written:
-        result = function(*map_tensors(part, args), **map_tensors(part, kwargs))
-        if not isinstance(result, torch.Tensor):
-            return NotImplemented
-        made = target.result(result)
-        made.operations = (*(o for gradient in gradients for o in gradient.operations), (_name(function), numbers))
-        return made
-    if target is not args[0]:
+    if not all(_fits(tensor, target) for tensor in others):
         return NotImplemented
-    if target.part is None:
-        target.source.note_change(_name(function), numbers)
-    values = target.open()
-    function(values, *map_tensors(part, args[1:]), **map_tensors(part, kwargs))
-    target.close(values)
+    source, index, part = target.source, target.slot.index, functools.partial(_part, target)
+    source.note_change(_name(function), _numbers(args, kwargs))
+    values = source.open(index)
+    function(values, *map_tensors(part, args), **map_tensors(part, kwargs))
+    source.close(index, values)
     return target
 
 
-def _on_lists(function: OpOverload, targets: Sequence[Any], *args: Any, **kwargs: Any) -> object:
-    """Run one of torch's ``_foreach`` functions on this rank's parts of several gradients, in one call."""
-    if not all(isinstance(target, ShardedGradient) for target in targets):
+def _change_lists(function: OpOverload, targets: Sequence[Any], *args: Any, **kwargs: Any) -> object:
+    """Run one of torch's ``_foreach`` functions in place on this rank's parts of several gradients, in one call."""
+    if not (_are_of_one(targets) and written_arguments(function, (targets, *args), kwargs)):
         return NotImplemented
     rest: list[Any] = []
     for argument in args:
@@ -279,15 +235,12 @@ def _on_lists(function: OpOverload, targets: Sequence[Any], *args: Any, **kwargs
                 return NotImplemented
             argument = list(map(_part, targets, argument))
         rest.append(argument)
-    if not written_arguments(function, (targets, *args), kwargs):
-        results = function([target.read() for target in targets], *rest, **kwargs)
-        return [target.result(result) for target, result in zip(targets, results, strict=True)]
-    if _are_pending(targets):
-        targets[0].source.note_change(_name(function), _numbers(args, kwargs), len(targets))
-    parts = [target.open() for target in targets]
+    source = targets[0].source
+    source.note_change(_name(function), _numbers(args, kwargs), len(targets))
+    parts = [target.source.open(target.slot.index) for target in targets]
     function(parts, *rest, **kwargs)
     for target, part in zip(targets, parts, strict=True):
-        target.close(part)
+        source.close(target.slot.index, part)
     return None
 
 
@@ -311,10 +264,10 @@ def _on_full_tensors(function: OpOverload, *args: Any, **kwargs: Any) -> object:
 # -------------------------------------------------------------------- single operations
 
 
-def _are_pending(gradients: Sequence[Any]) -> bool:
-    """Return True if all are gradients of one engine, and not results of operations."""
-    pending = [g for g in gradients if isinstance(g, ShardedGradient) and g.part is None]
-    return len(pending) == len(gradients) and len({id(g.window) for g in pending}) == 1
+def _are_of_one(gradients: Sequence[Any]) -> bool:
+    """Return True if all are gradients of one engine."""
+    windows = {id(g.window) if isinstance(g, ShardedGradient) else None for g in gradients}
+    return len(windows) == 1 and None not in windows
 
 
 def _by_engine(gradients: Iterable[ShardedGradient]) -> Iterable[tuple[Gradients, list[ShardedGradient]]]:
@@ -328,8 +281,6 @@ def _add(function: OpOverload, target: Any, value: Any, *args: Any, **kwargs: An
     """Keep apart what autograd adds to ``p.grad``, in a backward that the engine did not know of: a hook takes it."""
     if current_backward() == -1 or not isinstance(target, ShardedGradient):
         return NotImplemented
-    if target.part is not None and not (function is aten.add_.Tensor and target.source.is_shown(target)):
-        return NotImplemented
     total = value if target.added is None else target.added + value
     if function is aten.add.Tensor:
         target.added = None
@@ -340,31 +291,20 @@ def _add(function: OpOverload, target: Any, value: Any, *args: Any, **kwargs: An
 
 def _multiply(function: OpOverload, target: Any, factor: Any) -> object:
     targets: Sequence[Any] = [target] if isinstance(target, torch.Tensor) else target
-    if not _are_pending(targets) or not _is_number(factor):
+    if not _are_of_one(targets) or not _is_number(factor):
         return NotImplemented
     targets[0].source.multiply([gradient.slot.index for gradient in targets], factor)
     return target if isinstance(target, torch.Tensor) else None
 
 
-def _divide(function: OpOverload, target: Any, divisor: Any) -> object:
-    if isinstance(divisor, torch.Tensor) or not divisor or abs(math.frexp(divisor)[0]) != 0.5:
-        return NotImplemented  # only for powers of two is the product with the inverse equal in every bit
-    return _multiply(function, target, 1.0 / divisor)
-
-
 def _unscale(function: OpOverload, tensors: Sequence[Any], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """Run the kernel of GradScaler's ``unscale_``."""
-    gradients = [t for t in tensors if isinstance(t, ShardedGradient)]
-    results = [g for g in gradients if g.part is not None]  # p.grad = p.grad * mask
-    others = [*(t for t in tensors if not isinstance(t, ShardedGradient)), *(g.part for g in results)]
     # First, because check_finite collects the statistics, which take over tensors that the user has put into p.grad.
-    if others:
+    if others := [t for t in tensors if not isinstance(t, ShardedGradient)]:
         function(others, found_inf, inverse)
-    for source, _ in _by_engine(results):  # ranks have different parts of them
-        found_inf.copy_(source.over_ranks(found_inf.reshape(1), largest=True).reshape(found_inf.shape))
-    for source, pending in _by_engine(g for g in gradients if g.part is None):
-        source.check_finite(pending, found_inf)
-        source.multiply([g.slot.index for g in pending], inverse)
+    for source, gradients in _by_engine(t for t in tensors if isinstance(t, ShardedGradient)):
+        source.check_finite(gradients, found_inf)
+        source.multiply([g.slot.index for g in gradients], inverse)
 
 
 def _norm(function: OpOverload, gradient: Any, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> object:
@@ -387,63 +327,23 @@ def _norm_all(function: OpOverload, tensors: Sequence[Any], order: float = 2, dt
     return [norms[id(tensor)] for tensor in tensors]
 
 
-def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Rule:
-    """Make the rule for an operation that reduces all elements to one number.
-
-    Args:
-        neutral: the result for no elements.
-        largest: combine ranks by the maximum, otherwise by the sum.
-        sign: -1.0 turns the maximum into a minimum.
-    """
-
-    def rule(function: OpOverload, gradient: ShardedGradient, **kwargs: Any) -> object:
-        part = gradient.read()
-        result = function(part if part.numel() else part.new_ones(1), **kwargs)
-        value = result.double() if part.numel() else torch.full((), neutral, dtype=torch.float64, device=part.device)
-        return (gradient.source.over_ranks((value * sign).reshape(1), largest) * sign).reshape(()).to(result.dtype)
-
-    return rule
-
-
-def _like(function: OpOverload, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
-    """Make a tensor in the shape of the gradient, such as ``zeros_like``. This needs no values."""
-    template = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
-    return function(template, *args, **{**kwargs, "device": kwargs.get("device") or gradient.device})
-
-
-def _convert(function: OpOverload, gradient: ShardedGradient, **kwargs: Any) -> object:
-    if kwargs.get("device") not in (None, gradient.device) or kwargs.get("memory_format") == torch.channels_last:
-        return NotImplemented
-    return gradient.result(function(gradient.read(), **{**kwargs, "memory_format": None}))
-
-
 def _alias(function: OpOverload, gradient: ShardedGradient, *ignored: object) -> object:
-    return gradient.result(gradient.part)
+    return ShardedGradient.of(gradient.window, gradient.slot, gradient.shape, gradient.stride(), gradient)
 
 
 # Elementwise operations that torch does not tag as pointwise.
 _ELEMENTWISE = frozenset(
     [
         *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default, aten.copysign_.Tensor),
-        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
     ]
 )
 _RULES: dict[object, Rule] = {
-    **{getattr(aten, f"{name}_like").default: _like for name in "empty zeros ones full rand randn randint".split()},
-    **{getattr(aten, f"new_{name}").default: _like for name in "empty zeros ones full empty_strided".split()},
-    aten.randint_like.low_dtype: _like,
     **dict.fromkeys([aten.detach.default, aten.alias.default], _alias),
     **dict.fromkeys([aten.add_.Tensor, aten.add.Tensor], _add),
     **dict.fromkeys([aten.mul_.Tensor, aten.mul_.Scalar], _multiply),
     **dict.fromkeys([aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor], _multiply),
-    **dict.fromkeys([aten.div_.Tensor, aten.div_.Scalar], _divide),
     **dict.fromkeys([aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim], _norm),
-    aten._to_copy.default: _convert,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._foreach_norm.Scalar: _norm_all,
-    aten.sum.default: _reduction(0.0, largest=False),
-    aten.max.default: _reduction(-math.inf, largest=True),
-    aten.min.default: _reduction(math.inf, largest=True, sign=-1.0),
-    aten.any.default: _reduction(0.0, largest=True),
-    aten.all.default: _reduction(1.0, largest=True, sign=-1.0),
 }

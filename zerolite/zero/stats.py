@@ -168,9 +168,10 @@ class StatsVector:
         """L2 norms of the gradients by parameter, [n] float64 on the device."""
         return self._squares.sqrt()
 
-    def rescale(self, factor: float | torch.Tensor, indices: Iterable[int] | None) -> None:
-        """Correct the squares after gradients were multiplied by ``factor``: those of ``indices``, all if None."""
-        for squares in [self._squares] if indices is None else [self._squares[index] for index in indices]:
+    def rescale(self, factor: float | torch.Tensor, indices: Collection[int]) -> None:
+        """Correct the squares after the gradients of ``indices`` were multiplied by ``factor``."""
+        some = len(indices) < len(self._squares)
+        for squares in [self._squares[index] for index in indices] if some else [self._squares]:
             squares.mul_(factor * factor)
         self._changed()
 
@@ -182,18 +183,9 @@ class StatsVector:
         self._uses[index].fill_(float(gradient is not None))
         self._changed()
 
-    def replace_square(self, index: int, gradient: torch.Tensor) -> None:
-        """Correct the square of a gradient into which other values may have been written."""
-        self._squares[index].fill_(gradient.double().square().sum())
-        self._changed()
-
     def _changed(self) -> None:
         self._values[TOTAL] = self._squares.sum()
         self._read = None
-
-    def uses(self) -> torch.Tensor:
-        """Number of ranks in whose backward each parameter got a gradient, [n] float64 on the device."""
-        return self._uses
 
     def start_read(self) -> None:
         """Begin the copy to the host, behind the work queued so far."""
@@ -403,9 +395,15 @@ class StatsCollector:
             if number:  # fill_ passes it as an argument of a kernel; a copy from the host may wait for the device
                 weights[place].fill_(number)
         if self._is_counted:
-            self._plan.add(squares, self._spans, reducer.owned_shards(self.noted))
+            try:
+                self._plan.add(squares, self._spans, reducer.owned_shards(self.noted))
+            except OSError as error:
+                reducer.on_lost(error)
             if self._squares is not None:
                 squares += self._squares
+        if reducer.lost is not None:
+            squares.fill_(math.nan)
+            refused = refused or reducer.lost
         # Most steps use the same parameters as the step before. A new tensor would be a copy to the device.
         if reducer.used != self._flagged[0]:
             flags = torch.zeros(self._count, dtype=torch.float64, device="cpu")

@@ -9,9 +9,8 @@
     outcome      counters, learning rates, and last the loss scale
     zero_grad    drop the gradients
 
-:meth:`StepPipeline.step` runs all phases. Each can be called by itself; it then runs the earlier phases that have not
-run for the same gradients. The loss scale of an accumulation is captured at its first backward, before anything can
-change it.
+:meth:`StepPipeline.step` runs all phases; the first two also run when gradients or their norm are asked for before. The
+loss scale of an accumulation is captured at its first backward, before anything can change it.
 """
 
 from __future__ import annotations
@@ -77,19 +76,9 @@ class StepPipeline:
     # ---------------------------------------------------------------- a step
 
     def step(self) -> None:
-        """Run all phases. Afterwards there are no gradients."""
+        """Update the parameters, or skip the step on all ranks; then settle counters, learning rates and the loss
+        scale. Afterwards there are no gradients."""
         self.look_at_grads(before_update=True)
-        self._apply(gather=True)
-        self.zero_grad()
-
-    def update(self, gather: bool = False) -> None:
-        """Update the shards that this rank owns, or skip the step on all ranks; then settle counters, learning rates
-        and the loss scale."""
-        self.look_at_grads(before_update=True)
-        self._apply(gather)
-
-    def _apply(self, gather: bool) -> None:
-        """Run :meth:`update` after the caller has called :meth:`look_at_grads`."""
         for begins in self._observers.on_phase_begin:
             begins(STEP)
         try:
@@ -97,22 +86,21 @@ class StepPipeline:
                 self.check_no_failed_update()
             if self._updated:
                 raise RuntimeError(
-                    "engine.update() was called twice for the same gradients; call engine.zero_grad() first"
+                    "a step with these gradients has raised an error after its update had begun; call "
+                    "engine.zero_grad() first"
                 )
-            if self._step_update.params_outdated:
-                raise RuntimeError("engine.update() was called twice without engine.publish() between")
             if self._optimizer.run_hooks("pre"):
                 self.look_at_grads()
-            self._update(gather)
-            if gather:
-                self._optimizer.run_hooks("post")
+            self._update()
+            self._optimizer.run_hooks("post")
         finally:
             for phase_ended in self._observers.on_phase_end:
                 phase_ended(STEP)
             for ended in self._observers.on_step_end:
                 ended(self.state.global_steps)
+        self.zero_grad()
 
-    def _update(self, gather: bool) -> None:
+    def _update(self) -> None:
         state, observers, update = self.state, self._observers, self._step_update
         state.raise_error()
         refused = self._attempt(self.written.collect, self._optimizer.method.take_over)
@@ -125,31 +113,26 @@ class StepPipeline:
             refused = vector.refused
         elif vector.refused is None:  # clipping has collected them before
             state.leave_out(refused)
-        user_factor = self.grads.take_common_factor(vector) if self.grads.is_multiplied else 1.0
         self._updated = True  # set before the update: after an exception in it, nothing is applied twice
         if self.grads.is_touched:
             self.grads.clear()  # nothing corrects the statistics from here on
         # Where the host reads the statistics, all ranks read equal ones: all raise, launch the all-gathers, or skip.
         stats = None if update.device_decides else state.read(vector)
-        factor, divisor = state.update_factor(vector, stats, self._max_norm, user_factor)  # clip
+        factor, divisor = state.update_factor(vector, stats, self._max_norm)  # clip
         if stats is None:
-            self._update_unread(gather, vector, factor, divisor, refused is not None)
+            self._update_unread(vector, factor, divisor, refused is not None)
             return
-        if stats.skipped:
-            update.skip(gather)
-        else:
-            update.run(gather, UpdateInputs(factor, stats.used) if refused is None else None)  # update, gather
+        if not stats.skipped:
+            update.run(UpdateInputs(factor, stats.used) if refused is None else None)  # update, gather
         state.end_step(stats, divisor)  # outcome
 
-    def _update_unread(self, gather: bool, vector: StatsVector, factor: Factor, divisor: float, refuses: bool) -> None:
+    def _update_unread(self, vector: StatsVector, factor: Factor, divisor: float, refuses: bool) -> None:
         """Update where the device decides on a skip, so that the host reads the statistics later. refuses: this rank
         cannot update."""
         state, update = self.state, self._step_update
-        used, maybe_unused = update.used_somewhere(vector)
         skips = vector.skips(bool(self._accumulation.weighted))
-        uses = vector.uses() if maybe_unused else None
-        update.run(gather, None if refuses else UpdateInputs(factor, used, maybe_unused, uses, skips))
-        state.read_later(vector, divisor, maybe_unused)
+        update.run(None if refuses else UpdateInputs(factor, update.used_somewhere(vector), skips))
+        state.read_later(vector, divisor)
 
     def _attempt(self, *actions: Callable[[], None]) -> Exception | None:
         """Take over what the user has changed on this rank. Return the error if the update cannot follow it: this rank
@@ -167,18 +150,14 @@ class StepPipeline:
         """All-gather the updated values into the compute parameters of all ranks."""
         self.check_available()
         with self._observers.phase(STEP):
-            self._gather()
-            if self._step_update.params_outdated:
-                self._optimizer.run_hooks("post")
-        self._step_update.on_params_gathered()
-
-    def _gather(self) -> None:
-        for bucket in reversed(self._reducer.order):
-            self._param_gatherer.gather_bucket(bucket)
-        self._param_gatherer.end_step()
+            for bucket in reversed(self._reducer.order):
+                self._param_gatherer.gather_bucket(bucket)
+            self._param_gatherer.end_step()
 
     def zero_grad(self) -> None:
         """Drop the accumulated gradients, with their clipping and loss scale."""
+        if not (self._updated or self._accumulation.empty):
+            self.state.on_sums_dropped()
         self._reducer.clear()  # first: it ends a backward that has raised here, and launches as other ranks have
         for notify in self._observers.on_gradients_dropped:
             notify()
@@ -209,12 +188,10 @@ class StepPipeline:
             for notify in self._observers.before_backward:
                 notify()
             return
-        if self._updated:  # an update without zero_grad() has used the gradients: nothing is added to them
+        if self._updated:  # a step that has raised has used the gradients: nothing is added to them
             self.grads.refuse_assigned(self._reducer.shown.changed())
             self.zero_grad()
         self.look_at_grads(before_backward=True)
-        if self.grads.is_multiplied:
-            self.grads.apply_factors()
         for notify in self._observers.before_backward:
             notify()
         # This depends on counters, which are equal on all ranks, and not on gradients: all ranks must launch the same
@@ -270,7 +247,7 @@ class StepPipeline:
         if self._reducer.current.open:
             return "a backward is under way; read it when the backward has returned"
         if self._updated:
-            return "engine.update() has used it"
+            return "a step that has raised an error has used it"
         return _NOT_IN_P_GRAD if self.state.options.has_parts else ""
 
     def look_at_grads(self, before_backward: bool = False, before_update: bool = False) -> None:
@@ -345,7 +322,6 @@ class StepPipeline:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         self.look_at_grads()
         self._max_norm = float(max_norm)
-        self.grads.apply_factors()
         return self.stats().get().norm / self.divisor()
 
     def on_masters_loaded(self) -> None:
@@ -364,15 +340,9 @@ class StepPipeline:
         return not (self._accumulation.empty or self._updated)
 
     def check_between_steps(self) -> None:
-        """Settle what has been updated. Raises RuntimeError between ``update`` and ``publish``, and while the pipeline
-        is suspended."""
+        """Settle what has been updated. Raises RuntimeError while the pipeline is suspended."""
         self.look_at_grads()
         self.state.settle()  # a step that the device has skipped must not count in the optimizer states
-        if self._step_update.params_outdated:
-            raise RuntimeError(
-                "a checkpoint was asked for between engine.update() and engine.publish(), where master weights are "
-                "ahead of the parameters; call engine.publish() and engine.zero_grad() first"
-            )
 
     @collective
     def check_ranks(self) -> None:
@@ -407,10 +377,8 @@ class StepPipeline:
 
     def _on_loaded(self) -> None:
         self.state.on_weights_replaced()
-        self._buffer.placements.drop_reads()
+        self._buffer.placements.drop_reads(replaced=True)
         self._step_update.forget_failed_update()
-        if self._reducer.groups.compression is not None:
-            self._reducer.groups.compression.reset()
 
     # ---------------------------------------------------------------- inside
 

@@ -92,22 +92,6 @@ class StepCounters:
             setattr(self, name, state[name])
 
 
-@dataclass(frozen=True)
-class _UnreadStep:
-    """Step whose statistics the host has not read yet.
-
-    Attributes:
-        stats: its statistics.
-        divisor: divisor of its gradient, from what this rank knows.
-        maybe_unused: parameters that this rank has not used. The device has left them out of the update if no other
-            rank has used them.
-    """
-
-    stats: StatsVector
-    divisor: float
-    maybe_unused: frozenset[int]
-
-
 class StepState:
     """See the module. A step is *settled* when the host has read its statistics.
 
@@ -139,7 +123,7 @@ class StepState:
         self.accumulation, self.observers, self.options = accumulation, observers, options
         self.counters = StepCounters()
         self._scaler, self._buffer, self._method = scaler, buffer, method
-        self._unread: _UnreadStep | None = None
+        self._unread: tuple[StatsVector, float] | None = None  # of the last step, with the divisor that this rank knows
         self._error: Exception | None = None  # of an earlier step; the next update raises it
         self._is_refused = False  # a rank has refused an earlier step, for `_error` if it was this one
         self.left_out: Exception | None = None
@@ -235,16 +219,13 @@ class StepState:
         counters = self.counters
         return UpdateFacts(counters.global_steps, counters.micro_steps, self.local_divisor(), max_norm, tuple(changes))
 
-    def update_factor(
-        self, vector: StatsVector, stats: GradStats | None, max_norm: float, user_factor: Factor
-    ) -> tuple[Factor, float]:
+    def update_factor(self, vector: StatsVector, stats: GradStats | None, max_norm: float) -> tuple[Factor, float]:
         """Return the number by which the update multiplies gradients, and the divisor in it that the host knows.
 
         Args:
             vector: statistics of the gradients.
             stats: the same as the host has read them. None: the factor stays a tensor on the device.
             max_norm: L2 norm to which gradients are clipped; 0 for none.
-            user_factor: number by which the user has multiplied all gradients.
 
         Raises:
             RuntimeError: on all ranks, because the weights that the host has read give no mean.
@@ -254,7 +235,7 @@ class StepState:
             known *= mean_weight(stats)
         divisor: Factor = known if stats is not None else self.device_divisor(vector)
         norm: Factor = vector.norm() if stats is None else stats.norm
-        factor: Factor = (clip_coefficient(norm / divisor, max_norm) if max_norm else 1.0) / divisor * user_factor
+        factor: Factor = (clip_coefficient(norm / divisor, max_norm) if max_norm else 1.0) / divisor
         if isinstance(factor, torch.Tensor):
             factor = factor.float() if stats is None else float(host_value(factor))
         return factor, known
@@ -285,26 +266,24 @@ class StepState:
             raise_errors()
         return stats
 
-    def read_later(self, vector: StatsVector, divisor: float, maybe_unused: frozenset[int]) -> None:
+    def read_later(self, vector: StatsVector, divisor: float) -> None:
         """Keep the statistics of a step that the device applies or skips. The host reads them later."""
         vector.start_read()
-        self._unread = _UnreadStep(vector, divisor, maybe_unused)
+        self._unread = vector, divisor
 
     def settle(self) -> None:
         """Read the outcome of the last step if this rank has not done so. There is no collective."""
         if self._unread is None:
             return
-        unread, self._unread = self._unread, None
+        (vector, divisor), self._unread = self._unread, None
         # One rank alone may be here. So nothing below may communicate, and errors are kept for the next update, in
         # which all ranks raise them.
-        stats = unread.stats.get()
+        stats = vector.get()
         if stats.refusals or stats.weight == 0 or stats.mixed or stats.skipped:
             self._method.on_update_skipped()
-        elif unread.maybe_unused:
-            self._method.on_left_out(unread.maybe_unused - stats.used)
-        self._error, divisor = self._let_observers_read(stats), unread.divisor
+        self._error = self._let_observers_read(stats)
         if stats.refusals:
-            self._is_refused, self._error = True, unread.stats.take_refusal()
+            self._is_refused, self._error = True, vector.take_refusal()
             return
         try:
             divisor *= mean_weight(stats)
@@ -360,15 +339,22 @@ class StepState:
             refused: this rank's own error. The other ranks quote it.
         """
         self._is_refused, self.left_out = False, None
+        self.on_sums_dropped()
         agree = self._buffer.gradient_memory.groups.agree
         RaiseTogether(HostGroup(agree, "errors"), "zerolite", failed="cannot make the update:").exchange(refused)
         raise AssertionError("one of the ranks has an error")
+
+    def on_sums_dropped(self) -> None:
+        """Note that no step uses the sums of the last backwards: later ones must not make up for what packing lost."""
+        if (compression := self._buffer.gradient_memory.groups.compression) is not None:
+            compression.reset()
 
     @collective
     def on_weights_replaced(self) -> None:
         """Settle, and drop the errors of earlier steps, because all weights have been loaded anew."""
         self.settle()
         self._is_refused, self._error, self.left_out = False, None, None
+        self.on_sums_dropped()
         for notify in self.observers.on_weights_written:
             notify(True)
 
@@ -384,6 +370,8 @@ class StepState:
         if stats.weight and self._scaler is not None and math.isfinite(stats.weight):
             counters.weight_unit *= 2.0 ** round(math.log2(stats.weight))
         counters.skipped_steps += skipped
+        if skipped:
+            self.on_sums_dropped()
         counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if skipped else 0
         skip = self._describe_skip(stats) if skipped else ""
         if skipped or stats.bad_losses or self._bad_losses:

@@ -27,7 +27,6 @@ class StepUpdate:
 
     Attributes:
         failed_update: reason why some masters are a step ahead of others; "" if they are all of one step.
-        params_outdated: masters are ahead of the parameters.
         device_decides: the device decides whether a step is skipped, so that the host need not wait for its statistics.
             This depends on config, optimizer and layout, and never on what differs between ranks. If the host skips a
             step, no all-gather is launched; if the device does, all of them are.
@@ -46,7 +45,6 @@ class StepUpdate:
         self._reducer, self._method, self._offload = reducer, method, offload
         self._observers, self._options = state.observers, state.options
         self.failed_update = ""
-        self.params_outdated = False
         self.plan()
 
     def plan(self) -> None:
@@ -76,30 +74,18 @@ class StepUpdate:
 
     # ---------------------------------------------------------------- one step
 
-    def used_somewhere(self, stats: StatsVector) -> tuple[frozenset[int] | None, frozenset[int]]:
-        """Return the parameters that an update may use whose statistics the host has not read, None for all; and those
-        of them that this rank has not used.
+    def used_somewhere(self, stats: StatsVector) -> frozenset[int] | None:
+        """Return the parameters that some rank has used, None for all. The host waits for the statistics, which tell
+        it, only where this rank has not used all."""
+        used = self._reducer.used
+        if len(used) == len(self.buffer.layout.slots):
+            return None
+        return frozenset(used) if stats.world_size == 1 else stats.get().used
 
-        Another rank may have used these: the device decides for each of them. If there are too many for the update
-        method, the host reads from the statistics which were used.
-        """
-        slots = self.buffer.layout.slots
-        if len(self._reducer.used) == len(slots):
-            return None, frozenset()
-        used = frozenset(self._reducer.used)
-        maybe_unused: frozenset[int] = frozenset()
-        if stats.world_size > 1:
-            maybe_unused = frozenset(slot.index for slot in slots if slot.numel and slot.index not in used)
-        most = self._method.most_maybe_unused
-        if most is not None and len(maybe_unused) > most:
-            return stats.get().used, frozenset()
-        return used | maybe_unused, maybe_unused
-
-    def run(self, gather: bool, inputs: UpdateInputs | None) -> None:
-        """Update once, which consumes the gradients.
+    def run(self, inputs: UpdateInputs | None) -> None:
+        """Update once, which consumes the gradients, and all-gather each bucket as soon as it is updated.
 
         Args:
-            gather: all-gather each bucket as soon as it is updated.
             inputs: what the update uses beside the buckets. None: this rank refuses. It changes nothing, and launches
                 what the others do.
 
@@ -111,25 +97,14 @@ class StepUpdate:
             notify()
         if self._order is not self._reducer.order:  # it was learned in a backward
             self.plan()
-        # Set before the first write, because an exception between two buckets leaves some masters ahead.
-        self.params_outdated = not gather
         try:
-            self._update_all(inputs, gather)
-        except BaseException as error:
-            self.failed_update, self.params_outdated = f"{type(error).__name__}: {error}", False
+            self._update_all(inputs)
+        except BaseException as error:  # between two buckets it leaves some masters ahead
+            self.failed_update = f"{type(error).__name__}: {error}"
             raise
 
-    def skip(self, gather: bool) -> None:
-        """Leave the step out. gather: nothing follows it."""
-        if not gather:
-            # all_gather_params() follows and takes all values from the masters, also those that the user has written.
-            self.buffer.placements.drop_reads(
-                [master for bucket in self.buffer.buckets for master in bucket.sync_master_from_param()]
-            )
-
-    def _update_all(self, inputs: UpdateInputs | None, gather: bool) -> None:
-        syncs = gather and self._method.syncs_masters
-        gatherer = self.param_gatherer
+    def _update_all(self, inputs: UpdateInputs | None) -> None:
+        syncs, gatherer = self._method.syncs_masters, self.param_gatherer
         if self.buffer.gradient_memory.groups.rounds_values:
             gatherer.wait_all()
             for bucket in self.buffer.buckets:
@@ -154,16 +129,11 @@ class StepUpdate:
                 self._method.update(sub_group, inputs)
             else:
                 self._method.leave_out(sub_group)
-            for tensors in sub_group if gather else ():
+            for tensors in sub_group:
                 gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
         if self._offload.groups:
-            self._offload.run(gather, inputs)
-        if gather:
-            gatherer.end_step()
-
-    def on_params_gathered(self) -> None:
-        """Note that the parameters of all ranks have the masters' values, or that their all-gathers are launched."""
-        self.params_outdated = False
+            self._offload.run(inputs)
+        gatherer.end_step()
 
     def check_no_failed_update(self) -> None:
         """Raise RuntimeError if an update has failed halfway and no checkpoint has been loaded since."""
@@ -187,7 +157,7 @@ class WrittenValues:
 
     def __init__(self, update: StepUpdate, observers: Observers) -> None:
         self._buffer, self._param_gatherer = update.buffer, update.param_gatherer
-        self._update, self._observers = update, observers
+        self._observers = observers
         self._coordinator: PartitionedParameterCoordinator | None = None
         self._loaded: set[int] = set()  # parameters into which values have been loaded
 
@@ -211,15 +181,16 @@ class WrittenValues:
         Raises:
             RuntimeError: an assigned tensor has another shape or dtype than its parameter.
         """
-        if not self._update.params_outdated:
-            if self._param_gatherer.pending:
-                self._param_gatherer.wait_all()
-            if self._coordinator is None:
-                self._buffer.collect_assigned_data()
-            else:
-                self._coordinator.collect_writes()
+        if self._param_gatherer.pending:
+            self._param_gatherer.wait_all()
+        if self._coordinator is None:
+            self._buffer.collect_assigned_data()
+        else:
+            self._coordinator.collect_writes()
         if self._loaded:
-            self._buffer.placements.drop_reads(self._buffer.copy_to_masters(self._loaded))
+            for bucket in self._buffer.buckets:
+                bucket.copy_to_master(self._loaded)
+            self._buffer.placements.drop_reads()
             self._loaded.clear()
             for notify in self._observers.on_weights_written:
                 notify(False)
@@ -232,7 +203,6 @@ class WrittenValues:
         self.collect()
         if self._coordinator is not None:
             self._coordinator.collect_frozen_writes()
-        written: list[torch.Tensor] = []
-        for bucket in () if self._update.params_outdated else self._buffer.buckets:
-            written += bucket.sync_master_from_param()
-        self._buffer.placements.drop_reads(written)
+        for bucket in self._buffer.buckets:
+            bucket.sync_master_from_param()
+        self._buffer.placements.drop_reads()

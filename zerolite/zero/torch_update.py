@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from operator import is_
 from typing import Any
 
@@ -30,8 +29,6 @@ class TorchUpdate(UpdateMethod):
     States on disk are in ``Bucket.states``, and those of the shards are views of them.
     """
 
-    most_maybe_unused = 32  # they are updated one by one
-
     def __init__(self, inner: Optimizer, buffer: ParameterBuffer) -> None:
         """
         Args:
@@ -43,7 +40,6 @@ class TorchUpdate(UpdateMethod):
         # update would leave SGD's momentum buffer uninitialised.
         takes_found_inf = getattr(inner, "_step_supports_amp_scaling", False) and not isinstance(inner, torch.optim.SGD)
         self.can_skip_on_device = bool(takes_found_inf) and self._is_fused()
-        self._new_states: set[int] = set()  # parameters that the device may leave out, without a state before
         self._known: dict[int, State] = {}  # what the last update has left in `inner.state`, by index of the parameter
         # Other libraries count steps in param groups: the numbers before this step, by id of the group.
         self._counts: dict[int, dict[str, Any]] = {}
@@ -60,7 +56,6 @@ class TorchUpdate(UpdateMethod):
                 _write_back_master(bucket, bucket.master)
 
     def begin(self, inputs: UpdateInputs | None) -> None:
-        self._new_states.clear()
         self._counts.clear()
 
     def _is_fused(self) -> bool:
@@ -75,7 +70,8 @@ class TorchUpdate(UpdateMethod):
             )
         replaced = [shard for shard in self.shards() if self._is_replaced(shard)]
         if replaced:
-            self._buffer.placements.drop_reads(self._move_states(replaced))
+            self._move_states(replaced)
+            self._buffer.placements.drop_reads()
             self._note_states(replaced)
 
     def _is_replaced(self, shard: OptimParamShard) -> bool:
@@ -104,31 +100,13 @@ class TorchUpdate(UpdateMethod):
         for shard in shards:
             self._known[shard.index] = dict(self._state(shard))
 
-    def on_left_out(self, indices: Iterable[int]) -> None:
-        """Drop the new states of parameters that the device has left out. Their step counts are on the device."""
-        for index in self._new_states.intersection(indices):  # as in torch: no gradient, no state
-            self._inner.state.pop(self._buffer.parameters[index], None)
-            self._known.pop(index, None)
-        self._new_states.difference_update(indices)
-
     @torch.no_grad()
     def update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
-        used, uses = inputs.used, inputs.uses
         for tensors in sub_group:
             if tensors.out is not None:
                 sync_master_from_param_(tensors.master, tensors.out)
         views = self._views(sub_group) if self.broken is not None else {}
         were_finite = _finite(views)
-        if uses is not None:
-            assert used is not None
-            for index in sorted(inputs.maybe_unused):
-                bucket = self._buffer.layout.slots[index].bucket
-                if of_bucket := [tensors for tensors in sub_group if tensors.span.bucket.index == bucket]:
-                    left_out = uses[index] == 0
-                    left_out = left_out if inputs.found_inf is None else left_out | (inputs.found_inf != 0)
-                    one = replace(inputs, used=frozenset([index]), found_inf=left_out.float())
-                    self._update(of_bucket, one, shares_gradient=True)
-            inputs = replace(inputs, used=used - inputs.maybe_unused)
         self._update(sub_group, inputs)
         if views:
             flags = self.broken_on(sub_group[0].master.device)
@@ -144,8 +122,8 @@ class TorchUpdate(UpdateMethod):
                     views.setdefault(shard.group, []).append(shard.view(tensors.master))
         return views
 
-    def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs, shares_gradient: bool = False) -> None:
-        """Update the shards of ``inputs.used``. shares_gradient: others are updated later from the same gradients."""
+    def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
+        """Update the shards of ``inputs.used``."""
         used, factor = inputs.used, inputs.factor
         shards: list[OptimParamShard] = []
         bound: list[SpanTensors] = []
@@ -156,13 +134,8 @@ class TorchUpdate(UpdateMethod):
             if not members:
                 continue
             self._bind(tensors)
-            # Parameters that the device may leave out are updated first, and share the gradient's memory with the
-            # others. So their gradients are scaled in copies, and the last update scales the memory itself.
-            if shares_gradient:
-                self._set_scaled_grads(members, tensors.gradient, factor)
-            else:
-                gradients.append(tensors.gradient.to(bucket.update_dtype))
-                _set_grads(members, gradients[-1])
+            gradients.append(tensors.gradient.to(bucket.update_dtype))
+            _set_grads(members, gradients[-1])
             shards += members
             bound.append(tensors)
         if gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
@@ -228,15 +201,6 @@ class TorchUpdate(UpdateMethod):
             stand_in.grad = torch.zeros_like(stand_in) if takes_part else None
             chosen[number] = [stand_in]
 
-    def _set_scaled_grads(
-        self, shards: Sequence[OptimParamShard], gradient: torch.Tensor, factor: float | torch.Tensor
-    ) -> None:
-        """Set the ``grad`` of shards to scaled copies, for parameters that the device may leave out."""
-        for shard in shards:
-            shard.tensor.grad = shard.view(gradient).to(shard.bucket.update_dtype) * factor
-            if not self._state(shard):
-                self._new_states.add(shard.index)
-
     def _tag_states(self, shards: Iterable[OptimParamShard]) -> None:
         """Tag the memory of states for reports, if a report listens or it is offloaded."""
         for shard in shards:
@@ -246,11 +210,6 @@ class TorchUpdate(UpdateMethod):
                     if isinstance(value, torch.Tensor):
                         on_host = location == DISK and not _has_all_elements(value, shard)
                         tag_memory(value, STATES, HOST if on_host else location)
-
-    def on_update_skipped(self) -> None:
-        """Drop states that the skipped update has made. Step counts need no correction: torch's fused kernels count on
-        the device, where they see the skip."""
-        self.on_left_out(tuple(self._new_states))
 
     # ---------------------------------------------------------------- states
 
@@ -307,10 +266,9 @@ class TorchUpdate(UpdateMethod):
         """Return the device on which the shard is updated."""
         return torch.device("cpu") if shard.bucket.updates_on_host else self._buffer.placements.device
 
-    def _move_states(self, shards: Iterable[OptimParamShard]) -> list[torch.Tensor]:
+    def _move_states(self, shards: Iterable[OptimParamShard]) -> None:
         """Move states with one value per element to the device of the update, or to the disk if they are offloaded to
-        it. Return the parts of the disk that were written."""
-        written = []
+        it."""
         for shard in shards:
             state = self._state(shard)
             for name, value in state.items():
@@ -322,8 +280,6 @@ class TorchUpdate(UpdateMethod):
                 view = shard.view(_flat_on_disk(shard.bucket, name, value.dtype))
                 if address(view) != address(value):
                     state[name] = view.copy_(value)
-                    written.append(view)
-        return written
 
     # ---------------------------------------------------------------- the inner optimizer during an update
 

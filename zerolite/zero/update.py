@@ -112,16 +112,11 @@ class UpdateInputs:
         factor: multiplies every gradient: a number, or one fp32 element on the device of the update.
         used: parameters that are updated (None: all). The others stay as they are, like parameters of torch whose
             ``grad`` is None.
-        maybe_unused: those of them that the device may leave out.
-        uses: float64 by parameter on the device, which leaves out the ``maybe_unused`` whose number is zero. None if
-            there are none of these.
         found_inf: fp32 of shape [] on the device; if it is not zero, the device skips the update. None: never.
     """
 
     factor: float | torch.Tensor
     used: frozenset[int] | None = None
-    maybe_unused: frozenset[int] = frozenset()
-    uses: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
 
@@ -137,7 +132,6 @@ class UpdateMethod(ABC):
         splits_buckets: a span may be a part of a bucket.
         can_skip_on_device: ``update`` takes ``found_inf``. The engine sets it to what holds on all ranks.
         least_numel: elements below which a call of ``update`` does less than it could at once.
-        most_maybe_unused: parameters of which ``update`` can leave to the device if they are updated; None: any number.
         state_names: names of the states with one value per element; None if they are known only from states that
             exist.
         broken: flags by param group, float64 on each device where updates run. Not 0 if an update has made a master
@@ -150,7 +144,6 @@ class UpdateMethod(ABC):
     splits_buckets = False
     can_skip_on_device = True
     least_numel = 0
-    most_maybe_unused: int | None = None
     state_names: tuple[str, ...] | None = None
 
     def __init__(self, inner: Optimizer, buffer: ParameterBuffer) -> None:
@@ -225,12 +218,7 @@ class UpdateMethod(ABC):
     def leave_out(self, sub_group: Sequence[SpanTensors]) -> None:  # noqa: B027  most updates communicate nothing
         """Launch what ``update`` launches on other ranks, where this rank alone leaves the update out."""
 
-    @abstractmethod
-    def on_left_out(self, indices: Iterable[int]) -> None:
-        """Note that the device has left these of the ``maybe_unused`` parameters out of the last update."""
-
-    @abstractmethod
-    def on_update_skipped(self) -> None:
+    def on_update_skipped(self) -> None:  # noqa: B027  torch's fused kernels count on the device, which sees the skip
         """Note that the device has skipped the last update, if there was one."""
 
     # ---------------------------------------------------------------- states
@@ -240,7 +228,7 @@ class UpdateMethod(ABC):
         return dict(self._inner.state.get(shard.parameter) or {})
 
     def show(self) -> None:  # noqa: B027  torch's optimizers need nothing
-        """Bring ``inner.state`` up to date, after the device has skipped an update or left out parameters."""
+        """Bring ``inner.state`` up to date, after the device has skipped an update."""
 
     @abstractmethod
     def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:

@@ -80,7 +80,7 @@ class WholeUpdate(TorchUpdate):
         # The masters are sent: what other ranks own is whole there, and of what this one owns they get theirs back.
         exchange.to_parts(exchange.to_owners(parts, dtype), dtype)
 
-    def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs, shares_gradient: bool = False) -> None:
+    def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
         exchange, dtype, used = self._exchange_of(sub_group), _common_dtype(sub_group), inputs.used
         fragments = [(tensors, f) for tensors in sub_group for f in tensors.span.bucket.fragments]
         gradients = exchange.to_owners({f.slot.index: _part(t.gradient, f) for t, f in fragments}, dtype)

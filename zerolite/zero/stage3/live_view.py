@@ -219,8 +219,8 @@ def run_released(function: Function, args: Arguments, kwargs: Keywords, released
         return function(*map_tensors(_edge_of, args), **map_tensors(_edge_of, kwargs))
     for parameter in released:
         sharded_param: PartitionedParameter = vars(parameter)["_sharded_param"]
-        if sharded_param.coordinator is not None and sharded_param.coordinator.in_forward:
-            sharded_param.coordinator.pin_for_step(sharded_param)
+        if sharded_param.coordinator is not None:
+            sharded_param.coordinator.pin_in_forward(sharded_param)
     graph = torch.is_grad_enabled() and getattr(function, "__module__", "") != "torch.nn.init"  # which needs none
     views = {id(p): _replacement(p, graph) for p in released if isinstance(p, AbsentParameter)}
     if not views:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.utils.module_hook import WeakHook, is_compiled
+from zerolite.utils.nested import find_in_objects
 from zerolite.utils.torch_private import current_backward, untraced
 from zerolite.zero.stage3.group_plan import groups_of_parameters, owns_released
 from zerolite.zero.stage3.live_view import GatheredStateDict
@@ -85,6 +86,34 @@ class ModuleExecution:
                 # it last.
                 return
         tensor.register_hook(self)
+
+    def hook_outputs(
+        self, coordinator: PartitionedParameterCoordinator, module: torch.nn.Module, outputs: object
+    ) -> bool:
+        """Hook every tensor through which a backward may reach the module: its outputs and tensors that it keeps as
+        attributes. Return True if an output requires a gradient, so that a backward may follow.
+
+        Parameters among the outputs stay gathered for the caller.
+        """
+        builds_graph = torch.is_grad_enabled()
+        if builds_graph:
+            if torch.Tensor in map(type, vars(module).values()):  # asked in C, because a module has twenty attributes
+                for value in vars(module).values():
+                    if type(value) is torch.Tensor and value.grad_fn is not None:
+                        self.hook(value)
+            if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:  # nearly always
+                self.hook(outputs)
+                return True
+        hooked = False
+        for tensor in find_in_objects(outputs):
+            coordinator.pin_if_returned(self.group, tensor)
+            base = tensor._base
+            if builds_graph and base is not None and base.grad_fn is not None:
+                self.hook(base)  # if a caller changes the view in place, gradients come through its base
+            if builds_graph and tensor.grad_fn is not None:
+                hooked = True
+                self.hook(tensor)
+        return hooked
 
 
 class _GroupHook(WeakHook["PartitionedParameterCoordinator"]):

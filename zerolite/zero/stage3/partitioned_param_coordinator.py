@@ -24,7 +24,6 @@ import torch
 from zerolite.comm import collective
 from zerolite.comm.flight_recorder import Mismatch
 from zerolite.utils.memory_tags import DISK
-from zerolite.utils.nested import find_in_objects
 from zerolite.utils.torch_private import after_backward, current_backward, transform_level
 from zerolite.zero.backward import coordinators
 from zerolite.zero.observers import GATHER
@@ -53,16 +52,12 @@ class PartitionedParameterCoordinator:
         sharded_params: parameter ``i`` of the schedule is ``sharded_params[i]``.
         groups: group ``g`` of the schedule is ``groups[g]``.
         param_gatherer: gathers of updates, which may still write shards.
+        has_graph: a forward is under way, or a graph of one waits for its backward, which gathers.
         thread: thread of the last forward.
         engine_calls: calls of the engine under way. The user's hooks on the root module run outside of its execution.
     """
 
     def __init__(self, partitioned: PartitionedModel, parts: EngineParts) -> None:
-        """
-        Args:
-            partitioned: the model.
-            parts: parts of its engine: step pipeline, reducer and observers.
-        """
         self._observers, self._pipeline, self._reducer = parts.observers, parts.pipeline, parts.reducer
         self.param_gatherer = parts.param_gatherer
         self.context, self.comm = partitioned.context, partitioned.context.groups.shard
@@ -76,15 +71,13 @@ class PartitionedParameterCoordinator:
         self._backward: list[ModuleExecution] = []  # backwards under way
         self._clock = 0
         self._tasks: list[int] = []  # autograd's graph tasks under way, the outermost first
-        self._step_open = False
+        self.has_graph = False
         self._builds_graph = False  # the outermost forward does
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
-        self._tied: dict[PartitionedParameter, list[ParamGroup]] = {}  # groups of the parameters that have several
         self._pinned_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
-        self._trained: set[int] = set()  # parameters to which updates give new values
+        self._bucket_of: dict[int, Bucket] = {}  # of trained parameters, to which updates give new values
         self._trained_persistent = AvailableParameters(self.context, ())
-        self._bucket_of: dict[int, Bucket] = {}  # of trained parameters
-        self._round = 0  # changes with each update: from there on no backward of an earlier forward is expected
+        self._round = 0  # changes with each update, and with `reset`
         self._used_outside = False  # since the last update a graph uses parameters outside of all groups
         self.thread = threading.get_ident()
         self.engine_calls = 0
@@ -94,12 +87,8 @@ class PartitionedParameterCoordinator:
         self._find_tied()
 
     def _find_tied(self) -> None:
+        """Find the groups of the parameters that have several."""
         self._tied = {p: groups for p, groups in groups_of_parameters(self.groups).items() if len(groups) > 1}
-
-    @property
-    def has_graph(self) -> bool:
-        """True if a forward is under way, or a graph of one waits for its backward, which gathers."""
-        return self._step_open
 
     @collective
     def add_external(self, module: torch.nn.Module, sharded_param: PartitionedParameter) -> None:
@@ -133,12 +122,11 @@ class PartitionedParameterCoordinator:
             buckets: the bucket of each.
         """
         pairs = zip(map(sharded_param_of, parameters), buckets, strict=True)
-        by_index = {known.index: bucket for known, bucket in pairs if known is not None}
-        self._trained, self._bucket_of = set(by_index), by_index
+        self._bucket_of = {known.index: bucket for known, bucket in pairs if known is not None}
         for group in self.groups:
             group.buckets.clear()
         in_bucket: dict[Bucket, set[int]] = {}
-        for index, bucket in by_index.items():
+        for index, bucket in self._bucket_of.items():
             in_bucket.setdefault(bucket, set()).update([index] if self.sharded_params[index].numel else [])
         for bucket, indices in in_bucket.items():
             groups = [g for g in self.groups if not indices.isdisjoint(self.schedule.groups[g.index])]
@@ -146,7 +134,7 @@ class PartitionedParameterCoordinator:
             bucket.local.set_groups(groups, ends_last=not indices <= in_groups)
             for group in groups:
                 group.buckets.append(bucket)
-        persistent = [p for p in self.sharded_params if p.persistent and p.index in self._trained]
+        persistent = [p for p in self.sharded_params if p.persistent and p.index in self._bucket_of]
         self._trained_persistent = AvailableParameters(self.context, persistent)
         on_disk = (p for p in self.sharded_params if p.placement.location == DISK)
         self.schedule.set_on_disk({p.index: p.shard.numel() for p in on_disk})
@@ -187,12 +175,7 @@ class PartitionedParameterCoordinator:
             while forward[-1].group is not group:  # an exception has skipped their hooks
                 self._end_forward(forward.pop())
         execution = forward.pop()
-        hooked = False
-        if torch.is_grad_enabled():
-            hooked = self._hook_outputs(execution, module, outputs)
-        else:
-            for tensor in find_in_objects(outputs):
-                self._pin_if_returned(group, tensor)
+        hooked = execution.hook_outputs(self, module, outputs)
         if self._tasks:  # a recomputation is the end of another forward's backward
             execution.round = RECOMPUTED
         elif hooked:
@@ -223,11 +206,11 @@ class PartitionedParameterCoordinator:
             self.reset()  # that backward ended with an exception
         self.thread = threading.get_ident()
         self._builds_graph = torch.is_grad_enabled()
-        if not self._step_open:
+        if not self.has_graph:
             if torch.is_grad_enabled():
                 for notify in self._observers.before_forward:
                     notify()
-            self._step_open = True
+            self.has_graph = True
             self.schedule.begin_step("train" if torch.is_grad_enabled() else "eval")
 
     @contextlib.contextmanager
@@ -239,7 +222,7 @@ class PartitionedParameterCoordinator:
             yield
         finally:
             self.engine_calls -= 1
-            if self._pinned_for_step and not self.engine_calls and not self._step_open:
+            if self._pinned_for_step and not self.engine_calls and not self.has_graph:
                 self._unpin_after_step()
 
     def end_failed(self) -> None:
@@ -247,28 +230,7 @@ class PartitionedParameterCoordinator:
         if (self._forward or self._tasks) and current_backward() == -1:
             self.reset()
 
-    def _hook_outputs(self, execution: ModuleExecution, module: torch.nn.Module, outputs: object) -> bool:
-        """Hook every tensor through which a backward may reach the module: its outputs and tensors that it keeps as
-        attributes. Return True if an output requires a gradient, so that a backward may follow."""
-        if torch.Tensor in map(type, vars(module).values()):  # asked in C, because a module has twenty attributes
-            for value in vars(module).values():
-                if type(value) is torch.Tensor and value.grad_fn is not None:
-                    execution.hook(value)
-        if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:  # nearly always
-            execution.hook(outputs)
-            return True
-        hooked = False
-        for tensor in find_in_objects(outputs):
-            self._pin_if_returned(execution.group, tensor)
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:
-                execution.hook(base)  # if a caller changes the view in place, gradients come through its base
-            if tensor.grad_fn is not None:
-                hooked = True
-                execution.hook(tensor)
-        return hooked
-
-    def _pin_if_returned(self, group: ParamGroup, tensor: torch.Tensor) -> None:
+    def pin_if_returned(self, group: ParamGroup, tensor: torch.Tensor) -> None:
         """Keep a parameter gathered that the module of ``group`` returns, or a view of one: its caller will use it."""
         sharded_param = sharded_param_of(tensor) or sharded_param_of(tensor._base)
         if sharded_param is None and tensor.grad_fn is None and self._forward:
@@ -278,7 +240,7 @@ class PartitionedParameterCoordinator:
         if sharded_param is None or sharded_param.persistent or sharded_param.context is not self.context:
             return
         if not self._forward or sharded_param.index not in self.schedule.groups[self._forward[-1].group.index]:
-            self.pin_for_step(sharded_param)
+            self._pin_for_step(sharded_param)
 
     # ---------------------------------------------------------------- backward
 
@@ -330,8 +292,8 @@ class PartitionedParameterCoordinator:
 
     def _begin_task(self, task: int) -> None:
         """Begin a backward, which may run inside another one (reentrant checkpointing)."""
-        if not self._tasks and not self._step_open:
-            self._step_open = True
+        if not self._tasks and not self.has_graph:
+            self.has_graph = True
             self.schedule.begin_step("backward")
         self._tasks.append(task)
         after_backward(functools.partial(self._end_task, task))
@@ -343,19 +305,15 @@ class PartitionedParameterCoordinator:
         if task not in self._tasks:
             return  # `reset` has ended it
         del self._tasks[self._tasks.index(task) :]
-        while self._backward and self._backward[-1].task == task:
+        while self._backward and (not self._tasks or self._backward[-1].task == task):
             self._end_backward(self._backward.pop())
-        if self._tasks:
-            return
-        while self._backward:
-            self._end_backward(self._backward.pop())
-        if not self._forward and not self._second_order:
+        if not (self._tasks or self._forward or self._second_order):
             self._end_step()
 
     # ---------------------------------------------------------------- steps of the schedule
 
     def _end_step(self) -> None:
-        self._step_open = False
+        self.has_graph = False
         if released := self.schedule.end_step():
             self.release(released)
         if self._pinned_for_step or self.context.reader is not None:
@@ -363,8 +321,7 @@ class PartitionedParameterCoordinator:
 
     def _end_unscheduled(self) -> None:
         """End the step's pins and reads, of which the schedule does not know."""
-        if self._pinned_for_step:
-            self._unpin_after_step()
+        self._unpin_after_step()
         if self.context.reader is not None:
             self.context.reader.drop_reads()  # read ahead for gathers that did not follow
 
@@ -372,19 +329,23 @@ class PartitionedParameterCoordinator:
     def reset(self) -> None:
         """End all executions and release what is not pinned, after an exception or a change of values. Called on all
         ranks."""
-        self._step_open = self._second_order = False
+        self.has_graph = self._second_order = False
         for execution in (*self._forward, *self._backward):
             execution.group.reset()
-        self._round += 1
-        for group in self.groups:
-            group.unfinished, group.is_entered = 0, False
-            if group.without_graph:
-                group.on_not_recomputed()
+        self._begin_round()
         self._forward.clear()
         self._backward.clear()
         self._tasks.clear()
         self.release(self.schedule.forget())
         self._end_unscheduled()
+
+    def _begin_round(self) -> None:
+        """Expect no backward of an earlier forward any more."""
+        self._round += 1
+        for group in self.groups:
+            group.unfinished, group.is_entered = 0, False
+            if group.without_graph:
+                group.on_not_recomputed()
 
     def _unpin_after_step(self) -> None:
         pinned, self._pinned_for_step = self._pinned_for_step, []
@@ -398,12 +359,8 @@ class PartitionedParameterCoordinator:
         """Bring the new values of an update to available parameters. The parameter gatherer calls it."""
         self.context.on_update()
         self._used_outside = False
-        self._round += 1
-        for group in self.groups:
-            group.unfinished, group.is_entered = 0, False
-            if group.without_graph:
-                group.on_not_recomputed()
-        if self._step_open or self._pinned_for_step:
+        self._begin_round()
+        if self.has_graph or self._pinned_for_step:
             for sharded_param in self.sharded_params:  # their full values are older than the shards now
                 sharded_param.mark_seen()
             self.reset()
@@ -411,7 +368,7 @@ class PartitionedParameterCoordinator:
             begins(GATHER)
         try:
             if self.schedule.state.pinned or self.context.shared.gathered_by_user:  # more than persistent ones
-                refresh([p for p in self.sharded_params if p.status is AVAILABLE and p.index in self._trained])
+                refresh([p for p in self.sharded_params if p.status is AVAILABLE and p.index in self._bucket_of])
             else:
                 self._trained_persistent.refresh()
         finally:
@@ -421,28 +378,27 @@ class PartitionedParameterCoordinator:
     def collect_writes(self) -> None:
         """Copy the user's writes into trained available parameters, the same on all ranks, into their shards."""
         self._trained_persistent.copy_writes_to_shards()
-        if self._step_open or self._pinned_for_step:  # otherwise persistent ones alone are available
+        if self.has_graph or self._pinned_for_step:  # otherwise persistent ones alone are available
             for sharded_param in self.sharded_params:
                 if not sharded_param.persistent and sharded_param.pin_count <= 1:
                     sharded_param.keep_written_values()
 
     def collect_frozen_writes(self) -> None:
-        """Copy the user's writes into frozen persistent parameters into their shards, which are read only when these
-        become trained or leave the device."""
-        frozen = [p for p in self.sharded_params if p.persistent and p.index not in self._trained]
+        """Copy the user's writes into frozen persistent parameters into their shards."""
+        frozen = [p for p in self.sharded_params if p.persistent and p.index not in self._bucket_of]
         AvailableParameters(self.context, frozen).copy_writes_to_shards()
-
-    @property
-    def in_forward(self) -> bool:
-        """True inside a forward, also one that a backward repeats."""
-        return bool(self._forward)
 
     @property
     def busy(self) -> bool:
         """True inside a forward, a backward or a call of the engine."""
         return bool(self._forward or self._tasks or self.engine_calls) or current_backward() != -1
 
-    def pin_for_step(self, sharded_param: PartitionedParameter) -> None:
+    def pin_in_forward(self, sharded_param: PartitionedParameter) -> None:
+        """Gather a parameter that a forward under way uses, if one is, until the step ends."""
+        if self._forward:
+            self._pin_for_step(sharded_param)
+
+    def _pin_for_step(self, sharded_param: PartitionedParameter) -> None:
         """Gather a parameter for the group under way, which owns none, until the step ends; with it from then on."""
         if self._forward and not self._tasks:
             self._add_parameter(self._forward[-1].group, sharded_param)
@@ -463,10 +419,10 @@ class PartitionedParameterCoordinator:
                 notify(GATHER)
             if release:
                 self.release(release)
-            if launch:
-                self._issue_all_gather(launch)
-            if prefetch:
-                self._issue_all_gather(prefetch)
+            for indices in (launch, prefetch):
+                chosen = [p for p in map(self.sharded_params.__getitem__, indices) if p.status is NOT_AVAILABLE]
+                if chosen:
+                    self.context.issue_all_gather(chosen)
             if read and self.context.reader is not None:
                 self.context.reader.read_ahead([self.sharded_params[index] for index in read])
             for index in needed:
@@ -475,28 +431,20 @@ class PartitionedParameterCoordinator:
         except RuntimeError as error:
             if type(error) not in (RuntimeError, Mismatch):
                 raise  # subclasses, such as out of memory, keep their type
-            raise type(error)(f"{error}\nThis rank was at {self.describe_position()}.") from error
+            raise type(error)(f"{error}\nThis rank was {self._position()}.") from error
         finally:
             if observed:
                 for notify in self._observers.on_phase_end:
                     notify(GATHER)
-
-    def _issue_all_gather(self, indices: Iterable[int]) -> None:
-        chosen = [self.sharded_params[index] for index in indices]
-        if missing := [sharded_param for sharded_param in chosen if sharded_param.status is NOT_AVAILABLE]:
-            self.context.issue_all_gather(missing)
 
     def release(self, indices: Iterable[int]) -> None:
         """Release these parameters, with what their modules have written into them."""
         for index in indices:
             self.sharded_params[index].release(keep_writes=True)
 
-    def describe_position(self) -> str:
-        """Return a description of the execution and the module at which this rank is, for messages."""
-        step_kind, first, events = self.schedule.events()
-        forward = [execution.group.name or "the model" for execution in self._forward]
-        backward = [execution.group.name or "the model" for execution in self._backward]
-        return (
-            f"event {first + len(events) - 1} of step kind {step_kind!r} (forward of "
-            f"{', '.join(forward) or 'nothing'}; backward of {', '.join(backward) or 'nothing'})"
-        )
+    def _position(self) -> str:
+        names = [
+            ", ".join(execution.group.name or "the model" for execution in executions) or "nothing"
+            for executions in (self._forward, self._backward)
+        ]
+        return f"in the forward of {names[0]}, and in the backward of {names[1]}"

@@ -193,7 +193,7 @@ class ShardReader:
         fails."""
         self.drop_reads()
         if isinstance(sharded_param.placement, DiskPlacement):
-            sharded_param.placement.file.drop_page_cache([sharded_param.shard])
+            sharded_param.placement.file.drop_page_cache()
 
     def is_read_ahead(self, sharded_param: PartitionedParameter) -> bool:
         """Return True if the shard has been read for its next gather, or is being read."""
