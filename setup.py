@@ -102,7 +102,6 @@ setup(
         "pydantic>=2.7",
         "hjson",
         "psutil",
-        "py-cpuinfo",
         "ninja",
         "tqdm",
     ],

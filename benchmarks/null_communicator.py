@@ -36,7 +36,7 @@ class NullCommunicator(Communicator):
     def _all_to_all_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
     ) -> Pending:
-        return done(rows.new_zeros(sum(received), rows.shape[1]))
+        return done(rows if rows.dim() == 1 else rows.new_zeros(sum(received), rows.shape[1]))
 
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import COMMAND, run, start_command
+from tests.cli.helpers import COMMAND, run
 from zerolite.diagnostics.watchdog import EXIT_STATUS
 
 pytestmark = pytest.mark.slow
@@ -90,7 +89,7 @@ def test_a_rank_that_sleeps_ends_the_job_with_the_diagnosis(tmp_path: Path) -> N
 def test_a_rank_with_one_batch_more_is_told(tmp_path: Path) -> None:
     finished, seconds = start(tmp_path, "more", 1, 60.0)
     assert finished.returncode == 1
-    assert "rank 0 ended normally after step 5. Uneven batches?" in finished.stderr
+    assert "rank 0 ended normally after step 5. Likely cause: uneven batches" in finished.stderr
     assert "PeerLost" in finished.stderr and seconds < 45
 
 
@@ -102,7 +101,7 @@ def test_a_rank_that_exits_with_status_0_is_told_at_once(tmp_path: Path, how: st
         assert "init_distributed: rank 1 of 2 exited with status 0 before this call" in finished.stderr
     else:
         assert "PeerLost: rank 0 has lost another rank, in step 3" in finished.stderr
-        assert "rank 1 exited with status 0. The others still needed rank 1" in finished.stderr
+        assert "rank 1 exited with status 0. Likely cause: rank 1 exited with status 0 without" in finished.stderr
         assert "os._exit" in finished.stderr and "before that, rank 1 of 2 on host" in finished.stderr
 
 
@@ -117,16 +116,3 @@ def test_the_first_failure_is_shown_and_not_its_consequence(tmp_path: Path, how:
     else:
         assert finished.returncode == 1 and "ValueError: a bad sample" in last, finished.stderr
     assert seconds < 45 and not (tmp_path / "checkpoints" / "latest").exists()
-
-
-def test_sigusr1_prints_positions_and_the_job_goes_on(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("for step in", "print('pid', os.getpid(), flush=True)\nfor step in"))
-    job = start_command("--nproc", "2", script, "wait", "3", "60", cwd=tmp_path)
-    assert job.stdout is not None
-    process = int(job.stdout.readline().split()[1])
-    time.sleep(1.2)
-    os.kill(process, signal.SIGUSR1)
-    out, said = job.communicate(timeout=120)
-    assert job.returncode == 0 and "done 0" in out
-    assert "zerolite: SIGUSR1: rank 0 is in step" in said and "most recent call first" in said and "train.py" in said

@@ -129,7 +129,7 @@ def test_the_output_of_each_rank_has_its_place(tmp_path: Path) -> None:
     lines = [line for line in result.stderr.splitlines() if not line.startswith("zerolite: ")]
     assert sorted(lines) == ["[rank 1] err 1", "err 0"]
     (directory,) = (tmp_path / "logs").iterdir()
-    found = {path.name: path.read_text() for path in (directory / "attempt_0").iterdir()}
+    found = {path.name: path.read_text() for path in directory.iterdir()}
     assert found == {f"rank_{rank}.{kind}": f"{kind} {rank}\n" for rank in range(3) for kind in ("out", "err")}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shutil
@@ -18,7 +17,6 @@ from zerolite.diagnostics import report
 from zerolite.version import __version__
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
-ask_processor = functools.cache(report.processor)  # takes a second
 
 
 @pytest.fixture
@@ -27,7 +25,6 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     for variable in ("ZEROLITE_KERNELS", "CXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("ZEROLITE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(report, "processor", ask_processor)
 
     def ask(*options: str) -> str:
         sys.modules["zerolite.op_builder.load"]._load.cache_clear()
@@ -48,9 +45,8 @@ def test_the_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> N
     values = {match[1]: match[2] for match in pairs if match}
     assert values["zerolite"] == __version__ and values["torch"] == torch.__version__
     assert values["CUDA of torch"] == str(torch.version.cuda or "none")
-    assert "gloo" in values["backends"].split() and "fake" not in values["backends"]
     assert values["directory"] == str(tmp_path / "cache") and values["usable"] == "yes"
-    assert {"python", "C++ compiler", "nvcc", "NVRTC", "ninja", "name", "features"} <= set(values)
+    assert {"python", "C++ compiler", "nvcc", "NVRTC", "ninja"} <= set(values)
     assert {"op async_io", "op cpu_kernels", "op cuda_kernels", "op cuda_kernels_nvrtc"} <= set(lines)
     if not torch.cuda.is_available():
         assert values["kernels on CUDA"] == "none; torch's optimizers update"
@@ -59,15 +55,13 @@ def test_the_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> N
 @pytest.mark.slow
 @needs_compiler
 def test_the_report_builds_what_it_foretold(tmp_path: Path, ask: Callable[..., str]) -> None:
-    """Before: it could be built. After: it is there, and the library chooses the set that was foretold."""
+    """Before: it could be built. After: it is there."""
     before, after = json.loads(ask("--json")), json.loads(ask("--json", "--build"))
     found = {"name": "cpu_kernels", "compatible": True, "reason": "", "built": False, "path": None}
     assert op(before, "cpu_kernels") == found
     assert op(after, "cpu_kernels")["built"]
     path = Path(op(after, "cpu_kernels")["path"])
     assert path.parent == tmp_path / "cache" / "kernels" and path.is_file()
-    name = "instruction set of the kernels"
-    assert after["processor"][name] == before["processor"][name]
     assert op(after, "cuda_kernels")["built"] == op(after, "cuda_kernels")["compatible"]
     assert str(path) in ask()
 

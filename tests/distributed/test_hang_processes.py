@@ -90,7 +90,7 @@ finally:
 """
     (status, said), _ = run(tmp_path, script)
     assert status == 1 and "rank 1 ended with ValueError: bad data after step 3" in said
-    assert "Uneven batches" not in said
+    assert "uneven batches" not in said
 
 
 def test_a_timeout_of_the_process_group_is_a_hang_and_no_lost_process(tmp_path: Path) -> None:

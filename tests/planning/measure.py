@@ -177,7 +177,7 @@ class _MemoryMeter:
     def end_step(self) -> tuple[int, int]:
         """Return the bytes at rest after the step, and the most within it."""
         if not self._on_cuda:
-            return self._tracker.nbytes[DEVICE], self._tracker.peak.nbytes
+            return self._tracker.nbytes[DEVICE], self._tracker.peak.bytes
         torch.cuda.synchronize(self._device)
         held = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
         return held[0] - self._before, held[1] - self._before

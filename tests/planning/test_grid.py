@@ -32,8 +32,9 @@ def leaving(grid: Grid, nodes: int, dimension: str, ranks: int, op: str = "all_g
 
 def test_which_part_leaves_the_node() -> None:
     grid = Grid(pipe=2, data=2, tensor=4)
-    assert [grid.coordinates(rank) for rank in (0, 5, 15)] == [(0, 0, 0), (0, 1, 1), (1, 1, 3)]
-    assert [grid.rank(*grid.coordinates(rank)) for rank in range(16)] == list(range(16))
+    assert [grid.rank(*place) for place in ((0, 0, 0), (0, 1, 1), (1, 1, 3))] == [0, 5, 15]
+    assert grid.groups("pipe", 2)[:2] == [[0, 8], [1, 9]] and grid.groups("tensor", 4)[1] == [8, 9, 10, 11]
+    assert grid.groups("model", 8) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
     assert leaving(grid, 2, "tensor", 4) == leaving(grid, 4, "tensor", 4) == 0
     assert leaving(grid, 8, "tensor", 4) == Fraction(1, 2)  # 2 ranks a node: every other link
     assert (leaving(grid, 2, "data", 2), leaving(grid, 4, "data", 2)) == (0, 1)

@@ -121,17 +121,10 @@ class LateTransport(ProcessGroupTransport):
         self._note("reduce_scatter", full)
         return _LateWork(super().reduce_scatter, [out], [full], (out, full))
 
-    def all_to_all(
-        self, out: Tensor, full: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
-    ) -> Any:
+    def all_to_all(self, out: Tensor, full: Tensor, received: Sequence[int], sent: Sequence[int]) -> Any:
         self._note("all_to_all", full)
         started = super().all_to_all
         return _LateWork(lambda to, taken: started(to, taken, received, sent), [out], [full], (out, full))
-
-    def permute(self, out: Tensor, tensor: Tensor, target: int, source: int) -> Any:
-        self._note("permute", tensor)
-        started = super().permute
-        return _LateWork(lambda to, sent: started(to, sent, target, source), [out], [tensor], (out, tensor))
 
     def all_gather(self, full: Tensor, own: Tensor) -> Any:
         self._note("all_gather", full)

@@ -1,14 +1,11 @@
-"""The sentence behind torch's errors about dtypes, and what an uncaught exception prints."""
+"""The sentence behind torch's errors about dtypes."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 import torch
 from torch import nn
 
-from zerolite.diagnostics.uncaught import _ExceptHook
 from zerolite.precision.dtype_errors import explain
 
 BF16 = torch.bfloat16
@@ -70,29 +67,3 @@ def test_other_errors_and_other_precisions_are_left_alone():
     assert "zerolite" not in raised(lambda: model.first(torch.ones(2, 4)), model, None)
     assert "zerolite" not in raised(lambda: model.first(torch.ones(2, 5, dtype=BF16)), model)
     assert "zerolite" not in raised(lambda: nn.Linear(4, 4).to(BF16)(torch.ones(2, 4)), model), "of no module of ours"
-
-
-def test_what_an_uncaught_exception_prints(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    model, hook = Model().to(BF16), _ExceptHook()
-    hook.models[model] = BF16
-    hook.install()
-    assert sys.excepthook is hook
-
-    def ended_by(error):
-        try:
-            raise error if isinstance(error, BaseException) else AssertionError(error())
-        except BaseException as caught:
-            sys.excepthook(type(caught), caught, caught.__traceback__)
-        return capsys.readouterr().err
-
-    assert ended_by(KeyboardInterrupt()).splitlines() == ["zerolite: interrupted by Ctrl-C"]
-    told = ended_by(lambda: model.first(torch.ones(2, 4)))
-    assert "Traceback" in told and told.rstrip().endswith('instead of "bf16".') and "module 'first'" in told
-    hook.rank = 1
-    assert ended_by(KeyboardInterrupt()) == "", "rank 0 speaks for the job"
-    told_to: list[type] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: told_to.append(kind))  # a user's
-    other = _ExceptHook()
-    other.install()
-    assert ended_by(KeyboardInterrupt()) == "" and told_to == [KeyboardInterrupt]

@@ -40,7 +40,6 @@ THIRD_PARTY = {
     "zerolite.launcher.processes": {"psutil"},
     "zerolite.sequence_parallel.huggingface": {"transformers"},
     "zerolite.utils.network": {"psutil"},
-    "zerolite.diagnostics.report": {"cpuinfo"},
     "zerolite.monitor.memory_report": {"psutil"},
     "zerolite.offload.from_config": {"psutil"},
     "zerolite.planning.result": {"pydantic"},
@@ -193,7 +192,6 @@ MAY_TOUCH_IT = (
     *("zerolite.pipe.stage", "zerolite.pipe.schedules"),  # subclasses of torch's pipelines
     "zerolite.utils.torch_private",  # private names of torch.distributed, too
     "zerolite.compat.deepspeed.comm",  # passes its functions on
-    "zerolite.diagnostics.report",  # names its backends
 )
 
 

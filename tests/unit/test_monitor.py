@@ -164,21 +164,15 @@ def test_values_may_be_numbers_or_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "sentence"),
-    [
-        ("loss", "expected events (name, value, step), got 'loss'"),
-        (("", 1.0, 1), "expected a non-empty string as an event's name, got ''"),
-        (("loss", "1.0", 1), "expected a number or a tensor with one element for 'loss', got '1.0'"),
-        (("loss", torch.zeros(2), 1), "got a tensor of shape (2,)"),
-        (("loss", 1.0, -1), "expected an integer of at least 0 as the step of 'loss', got -1"),
-        (("loss", 1.0, None), "engine.global_steps where the config has no batch size"),
-    ],
-)
-def test_bad_events_raise_on_every_rank(event: Any, sentence: str) -> None:
+    "event",
+    ["loss", "abc", 3, ("", 1.0, 1), ("loss", "1.0", 1), ("loss", torch.zeros(2), 1), ("loss", 1.0, -1),
+     ("a", 1.0, None), ("a", 1j, 1), ("a", 1.0), (b"a", 1.0, 1)],
+)  # fmt: skip
+def test_bad_events_raise_on_every_rank(event: Any) -> None:
     for writers in ([Recording()], []):
         with pytest.raises(ValueError) as caught:
             Monitor(writers).write([LR, event])
-        assert str(caught.value).startswith("monitor.write: expected ") and sentence in str(caught.value)
+        assert str(caught.value).startswith("monitor.write: expected ") and f"got {event!r}" in str(caught.value)
         assert all(not writer.events for writer in writers)
 
 

@@ -29,7 +29,7 @@ LATEST = "latest"
 _INCOMPLETE, _REPLACED = ".incomplete-", ".replaced-"
 MOST_JSON_BYTES = 1 << 30  # limit of a manifest, which has 8 bytes for each MiB of the checkpoint
 _MOST_LATEST_BYTES = 4096
-_JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"  # the launcher's: the same on all nodes and after a restart, then "-" and the node
+_JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"  # the launcher's: the same on all nodes, then "-" and the node
 
 
 def default_tag(global_steps: int) -> str:

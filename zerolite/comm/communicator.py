@@ -168,6 +168,17 @@ def empty(numel: int, dtype: torch.dtype, like: torch.Tensor, device: torch.devi
         return tag_memory(like.new_empty(numel, dtype=dtype, device=device), BUCKETS)
 
 
+def empty_rows(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Return :func:`empty` of ``count`` rows as those of ``like``, or of ``count`` elements if that is flat."""
+    return empty(count * like.shape[1:].numel(), like.dtype, like).view(count, *like.shape[1:])
+
+
+def copy_elsewhere(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into ``target``, unless that is the same memory."""
+    if address(target) != address(source):
+        target.copy_(source)
+
+
 with torch.inference_mode(False):
     NOTHING = torch.empty(0, device="cpu")  # result of a collective over several tensors
 
@@ -286,18 +297,9 @@ class Communicator:
             received: number of rows that each rank sends here.
             largest: most rows that any rank sends to one; the same number on all ranks.
         """
-        if self.world_size == 1:
-            return done(rows)
-        call = None
-        if recorder.active:
-            call = recorder.note("all_to_all", rows, tag, self.dimension, self.world_size, 0)
         # The ranks send different numbers of rows, so the record has the columns, which are the same on all of them.
-        entry: Raw = ("all_to_all", tag, rows.shape[1], rows.dtype, 0)
-        self.flight_recorder.count += 1
-        self.flight_recorder.latest.append(entry)
-        pending = self._all_to_all_rows(rows, sent, received, largest, tag)
-        pending.entry, pending.call = entry, call
-        return pending
+        start, columns = self._all_to_all_rows, rows.shape[1]
+        return self._launch("all_to_all", rows, tag, 0, start, rows, sent, received, largest, tag, alike=columns)
 
     def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
         """Gather in place: this rank's part of ``full`` is sent, the other parts are received."""
@@ -361,14 +363,19 @@ class Communicator:
         start: Callable[..., Pending],
         *arguments: object,
         moves: int = 0,
+        alike: int | None = None,
     ) -> Pending:
-        """Record a collective over ``tensor`` and launch it by ``start(*arguments)``."""
+        """Record a collective over ``tensor`` and launch it by ``start(*arguments)``.
+
+        Args:
+            alike: number of elements in the flight recorder; None: that of ``tensor``.
+        """
         if self.world_size == 1:
             return start(*arguments)
         call = None
         if recorder.active:
             call = recorder.note(op, tensor, tag, self.dimension, self.world_size, key, moves)
-        entry: Raw = (op, tag, tensor.numel(), tensor.dtype, key)
+        entry: Raw = (op, tag, tensor.numel() if alike is None else alike, tensor.dtype, key)
         flight_recorder = self.flight_recorder
         flight_recorder.count += 1
         flight_recorder.latest.append(entry)
@@ -391,14 +398,20 @@ class Communicator:
         return done(divide(full, divisor, dtype))
 
     def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
-        return done(full)
+        part = full.numel() // self.world_size
+        parts = [part] * self.world_size
+        return self._all_to_all_rows(full, parts, parts, part, tag)
 
     def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
-        return done(tensor)
+        # Not two messages: NCCL would make a communicator for each pair of ranks.
+        numel, ranks = tensor.numel(), range(self.world_size)
+        received, sent = ([numel * (rank == peer) for rank in ranks] for peer in (source, target))
+        return self._all_to_all_rows(tensor, sent, received, numel, tag)
 
     def _all_to_all_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
     ) -> Pending:
+        """Exchange rows [rows, columns], or elements [elements]."""
         return done(rows)
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
@@ -408,9 +421,7 @@ class Communicator:
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
     ) -> Pending:
         for full, shard in zip(fulls, shards, strict=True):
-            # On one process a shard may be the full tensor itself.
-            if address(full) != address(shard):
-                full.copy_(shard)
+            copy_elsewhere(full, shard)  # on one process a shard may be the full tensor itself
         return done(NOTHING)
 
 
@@ -420,7 +431,7 @@ class NativeCommunicator(Communicator):
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
         if transport.group is not None:
-            WAIT.returns_at_once()
+            WAIT.on_device = True
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         return Pending((self.transport.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
@@ -434,16 +445,12 @@ class NativeCommunicator(Communicator):
 
     def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
         out = empty(full.numel(), full.dtype, full)
-        return Pending((self.transport.all_to_all(out, full),), (full, out), lambda: out)
-
-    def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
-        out = empty(tensor.numel(), tensor.dtype, tensor)
-        return Pending((self.transport.permute(out, tensor, target, source),), (tensor, out), lambda: out)
+        return Pending((self.transport.all_to_all(out, full, (), ()),), (full, out), lambda: out)
 
     def _all_to_all_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
     ) -> Pending:
-        out = empty(sum(received) * rows.shape[1], rows.dtype, rows).view(-1, rows.shape[1])
+        out = empty_rows(sum(received), rows)
         return Pending((self.transport.all_to_all(out, rows, received, sent),), (rows, out), lambda: out)
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from zerolite.utils.network import address_towards
+
 DEFAULT_PORT = 29500  # torchrun's
 LOCALHOST = "127.0.0.1"
 
@@ -222,20 +224,10 @@ def _mpi_host(env: Mapping[str, str], rank: int, world_size: int) -> str:
             f"init_distributed: mpirun started {world_size} ranks, but mpi4py sees {world.Get_size()}: it belongs to "
             f"another MPI than this mpirun, so it cannot tell where rank 0 is. {remedy}."
         )
-    address: str = world.bcast(_own_address() if rank == 0 else None, root=0)
+    # The address that leads to others; 192.0.2.0/24 is reserved, and nothing is sent.
+    own = (address_towards("192.0.2.1") or socket.getfqdn()) if rank == 0 else None
+    address: str = world.bcast(own, root=0)
     return address
-
-
-def _own_address() -> str:
-    """Return the address of this host as other hosts see it; its name if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # A UDP connect sends no packet, but chooses the route and with it the address. 192.0.2.0/24 is reserved.
-            probe.connect(("192.0.2.1", 9))
-            address: str = probe.getsockname()[0]
-            return address
-        except OSError:
-            return socket.getfqdn()
 
 
 def _port_of_mpi(env: Mapping[str, str], one_host: bool) -> int:

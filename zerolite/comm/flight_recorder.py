@@ -144,7 +144,8 @@ class FlightRecorder:
         return [(number, Entry(*raw)) for number, raw in enumerate(entries, count - len(entries) + 1)]
 
 
-def _nothing_to_say(error: RuntimeError) -> RuntimeError | None:
+def nothing_to_say(error: RuntimeError) -> RuntimeError | None:
+    """Explain no failed collective: there is no watchdog."""
     return None
 
 
@@ -162,7 +163,7 @@ class Wait:
 
     def __init__(self) -> None:
         # Set by the watchdog: explains the error of a collective that failed or differs between ranks.
-        self.explain: Callable[[RuntimeError], RuntimeError | None] = _nothing_to_say
+        self.explain: Callable[[RuntimeError], RuntimeError | None] = nothing_to_say
         self.on_device = False  # wait() returns at once, and only the device knows when the works end
         self.works: Sequence[Any] = ()
         self.entry: Raw | None = None
@@ -222,19 +223,6 @@ class Wait:
             raise error
         raise explained from error
 
-    def explain_with(self, explain: Callable[[RuntimeError], RuntimeError | None]) -> None:
-        """Let ``explain`` explain failed collectives, in place of an earlier watchdog."""
-        self.explain = explain
-
-    def explain_without(self, explain: Callable[[RuntimeError], RuntimeError | None]) -> None:
-        """Undo :meth:`explain_with`, unless a later watchdog explains."""
-        if self.explain == explain:
-            self.explain = _nothing_to_say
-
-    def returns_at_once(self) -> None:
-        """From now on wait() returns at once, as on CUDA."""
-        self.on_device = True
-
     def under_way(self) -> bool:
         """Return True if the wait is not over. May be called by another thread."""
         works = self.works
@@ -264,10 +252,6 @@ class Wait:
             return
         self.works, self._seen, self._done = (), -1, -1
         self.entry = None
-
-    def seconds(self) -> float:
-        """Return the seconds that the last look has seen."""
-        return self._waited if self._seen == self.number and self.works else 0.0
 
 
 WAIT = Wait()

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-from zerolite.comm.communicator import NOTHING, Chained, Communicator, Pending, divide, done, empty
+from zerolite.comm.communicator import (
+    NOTHING,
+    Chained,
+    Communicator,
+    Pending,
+    copy_elsewhere,
+    divide,
+    done,
+    empty,
+    empty_rows,
+)
 from zerolite.comm.transport import Transport
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import HALF
@@ -85,50 +95,21 @@ class GlooCommunicator(Communicator):
 
         return Pending(works, (full, sent, *received.values()), finish)
 
-    def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
-        sent = full.cpu()
-        received = empty(full.numel(), full.dtype, sent)
-        self.shard(received).copy_(self.shard(sent))
-        number = self._next_tag("all_to_all", tag, full.numel() * full.element_size())
-        works = [self.transport.receive(self.shard(received, peer), peer, number) for peer in self._peers]
-        works += [self.transport.send(self.shard(sent, peer), peer, number) for peer in self._peers]
-        return Pending(works, (full, sent, received), lambda: received.to(full.device))
-
-    def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
-        sent = tensor.cpu()
-        number = self._next_tag("permute", tag, tensor.numel() * tensor.element_size())
-        works, received = [], sent
-        if source != self.rank:
-            received = empty(tensor.numel(), tensor.dtype, sent)
-            works = [self.transport.receive(received, source, number), self.transport.send(sent, target, number)]
-        return Pending(works, (tensor, sent, received), lambda: received.to(tensor.device))
-
     def _all_to_all_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], largest: int, tag: str
     ) -> Pending:
-        host, columns = rows.cpu(), rows.shape[1]
-        out = empty(sum(received) * columns, rows.dtype, host).view(-1, columns)
+        host = rows.cpu()
+        out = empty_rows(sum(received), host)
         parts, places = host.split(list(sent)), out.split(list(received))
         places[self.rank].copy_(parts[self.rank])
-        number = self._next_tag("all_to_all_rows", tag, columns * rows.element_size())
+        number = self._next_tag("all_to_all", tag, largest * rows.shape[1:].numel() * rows.element_size())
         # An empty message is not sent: both ranks know its length.
         works = [self.transport.receive(places[peer], peer, number) for peer in self._peers if received[peer]]
         works += [self.transport.send(parts[peer], peer, number) for peer in self._peers if sent[peer]]
         return Pending(works, (rows, host, out), lambda: out.to(rows.device))
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
-        host = full.cpu()
-        part = self.shard(host)
-        number = self._next_tag("all_gather", tag, full.numel() * full.element_size())
-        works = [self.transport.receive(self.shard(host, peer), peer, number) for peer in self._peers]
-        works += [self.transport.send(part, peer, number) for peer in self._peers]
-
-        def finish() -> torch.Tensor:
-            if host is not full:
-                full.copy_(host)
-            return full
-
-        return Pending(works, (full, host), finish)
+        return self._gather_shards([full], [self.shard(full)], tag, 0)
 
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
@@ -150,8 +131,8 @@ class GlooCommunicator(Communicator):
 
         def finish() -> torch.Tensor:
             for full, shard in zip(fulls, shards, strict=True):
-                self.shard(full).copy_(shard)
-            return NOTHING
+                copy_elsewhere(self.shard(full), shard)
+            return fulls[0]
 
         return Pending(works, (*fulls, *shards), finish)
 
@@ -173,7 +154,7 @@ class GlooCommunicator(Communicator):
                 if numel := shard.numel():
                     columns = arrived.narrow(1, start, numel * shard.element_size()).view(shard.dtype)
                     full.view(self.world_size, numel).copy_(columns)
-            return NOTHING
+            return fulls[0]
 
         return Pending(works, (rows, *fulls, *shards), finish)
 

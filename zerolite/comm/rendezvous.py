@@ -27,7 +27,8 @@ _FIRST_WARNING_S, _WARNINGS_S = 30.0, 60.0
 _LONGEST_PAUSE_S = 0.5  # between two requests
 _LOOKS_PER_S = 4000  # requests of all ranks together: a store answers about 10,000 a second
 _GRACE_S = 10.0  # after the timeout: how long the others wait for the first rank to decide which ranks are missing
-_FAREWELL_S = 3.0  # how long rank 0 stays, if the store ends with it, until others have read why the barrier failed
+_FAREWELL_S = 3.0  # how long rank 0 stays until the others have read why the barrier failed
+_COMPLETE = "complete"
 
 
 class Patience:
@@ -166,24 +167,19 @@ class _FirstBarrier:
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
 
-    def decide(self, failure: str, missing: Sequence[int] = ()) -> None:
-        """Set the outcome, unless there is one already.
-
-        Args:
-            failure: "" if all ranks are here, else a sentence about the missing ones.
-            missing: the missing ranks.
-        """
+    def decide(self, outcome: str) -> None:
+        """Set the outcome, :data:`_COMPLETE` or a sentence about the missing ranks, unless there is one already."""
         # Sets a missing key only: all later ranks read the first outcome.
-        self._store.compare_set("outcome", "", json.dumps([failure, list(missing)]))
+        self._store.compare_set("outcome", "", outcome)
 
-    def wait(self, timeout_s: float, too_late: Callable[[list[int]], str]) -> bool:
-        """Wait until all ranks are here. Return False if the others had given up before this rank came.
+    def wait(self, timeout_s: float, too_late: Callable[[list[int]], str]) -> None:
+        """Wait until all ranks are here.
 
         A warning names the missing ranks after 30 s and then once a minute.
 
         Raises:
-            RuntimeError: on all ranks that have come, with a sentence about the missing ones. After ``timeout_s``
-                seconds it is ``too_late(missing)``. A rank that is known to have exited raises it at once.
+            RuntimeError: on all ranks that come, with a sentence about the missing ones. After ``timeout_s`` seconds it
+                is ``too_late(missing)``. A rank that is known to have exited raises it at once.
             StoreSilent: the store does not answer.
         """
         store, patience = self._store, Patience(timeout_s, self._world_size)
@@ -194,16 +190,14 @@ class _FirstBarrier:
         first = arrived == 1
         latest_s = 0.0 if first else -_GRACE_S
         if arrived == self._world_size:
-            self.decide("")
+            self.decide(_COMPLETE)
         while not ask_store(lambda: self._is_decided(too_late if patience.left() <= latest_s else None)):
             patience.pause((lambda: ask_store(self._complaint)) if first else None)
-        failure, missing = json.loads(store.get("outcome"))
-        if self._rank in missing:
-            return False
-        if failure:
-            self._wait_for_readers(how_many_is_known=bool(missing))
-            raise RuntimeError(f"{_CALL}: {failure}")
-        return True
+        outcome = store.get("outcome").decode()
+        if outcome != _COMPLETE:
+            if self._rank == 0:  # the store may end with this process, and the others have not read it yet
+                time.sleep(_FAREWELL_S)
+            raise RuntimeError(f"{_CALL}: {outcome}")
 
     def _is_decided(self, too_late: Callable[[list[int]], str] | None) -> bool:
         """Return True if there is an outcome. Set one if ranks cannot come any more or, with ``too_late``, have not
@@ -211,9 +205,9 @@ class _FirstBarrier:
         if self._store.check(["outcome"]):
             return True
         if exited := self._missing(exited_ranks(self._store, self._rank, self._world_size)):
-            self.decide(self._exited_message(exited), exited)
+            self.decide(self._exited_message(exited))
         elif too_late is not None and (missing := self._missing(range(self._world_size))):
-            self.decide(too_late(missing), missing)
+            self.decide(too_late(missing))
         return False
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
@@ -232,18 +226,6 @@ class _FirstBarrier:
             return ""
         have = "has" if len(missing) == 1 else "have"
         return f"{_CALL}: {name_ranks(missing)} of {self._world_size} {have} not arrived yet"
-
-    def _wait_for_readers(self, how_many_is_known: bool) -> None:
-        """Wait a little until the other ranks have read the outcome, because the store may end with this process.
-
-        If processes contradict each other (two with the same rank), it is unknown how many will read it: wait the full
-        time.
-        """
-        store, patience = self._store, Patience(_FAREWELL_S if self._rank == 0 else 0.0)
-        left = store.add("left", 1)
-        while patience.left() > 0 and (not how_many_is_known or left < store.add("here", 0)):
-            patience.pause()
-            left = store.add("left", 0)
 
 
 @collective
@@ -273,7 +255,7 @@ def first_barrier(store: dist.Store, rank: int, world_size: int, timeout_s: floa
         trouble = _same_job(store, rank, world_size)
         if trouble:
             barrier.decide(trouble)
-        came_in_time = barrier.wait(timeout_s, too_late)
+        barrier.wait(timeout_s, too_late)
     except StoreSilent as error:
         raise RuntimeError(f"{_CALL}: rank {rank} waits for the others, and {error}") from error
     except dist.DistError as error:
@@ -281,12 +263,7 @@ def first_barrier(store: dist.Store, rank: int, world_size: int, timeout_s: floa
             f"{_CALL}: rank {rank} has lost the store of the rendezvous while it waited for the others; it ends with "
             "rank 0 or its launcher, whose output says why"
         ) from error
-    if not came_in_time and not trouble:
-        trouble = (
-            f"rank {rank} came after the others had given up: they wait {timeout_s:g} s for each other. Find out what "
-            "took this rank so long, or give a longer timeout"
-        )
-    if trouble:
+    if trouble:  # the others are complete without this process
         raise RuntimeError(f"{_CALL}: {trouble}")
 
 

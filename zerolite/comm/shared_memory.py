@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
+from zerolite.comm.communicator import NOTHING, Pending, copy_elsewhere, divide, done, empty
 from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, collective, wait_for
 from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, pack_offsets
 from zerolite.comm.transport import Transport, Work
@@ -157,37 +157,28 @@ class SharedMemoryCommunicator(GlooCommunicator):
     ) -> Pending | None:
         """Run one collective: ``copy_in(own region)``, a fence, ``finish(all ranks' regions)``.
 
-        Returns None if shared memory has run out. Raises RuntimeError, here or when it is waited for, if another rank
-        launches a different collective at this place.
-
-        Args:
-            lane: the memory.
-            launch: describes the collective; regions are uint8 [launch.nbytes].
-            tensors: tensors that ``finish`` still uses.
-            copy_in: fills this rank's region.
-            finish: makes the result.
+        Regions are uint8 [launch.nbytes], and ``finish`` still uses ``tensors``. Returns None if shared memory has run
+        out. Raises RuntimeError, here or when it is waited for, if another rank launches a different collective here.
         """
         if not launch.nbytes:  # nothing to share, and there may be no memory yet
             self._compare_now(launch, self._ticket(launch))
             return Pending((), tensors, lambda: finish([empty(0, torch.uint8, tensors[0])] * self.world_size))
-        nbytes = launch.nbytes
         with lane.lock:
             if lane.last is not None:
                 lane.last.wait()
-            if lane.exhausted and not lane.holds(nbytes):
+            if lane.exhausted and not lane.holds(launch.nbytes):
                 return None
             ticket = self._ticket(launch)
-            if not lane.holds(nbytes):
+            if not lane.holds(launch.nbytes):
                 # All ranks make memory together, by collectives: first check that all of them launch this one.
                 self._compare_now(launch, ticket)
-            regions = lane.take_turn(nbytes, tensors[0])
+            regions = lane.take_turn(launch.nbytes, tensors[0])
             if regions is None:
                 return None
             try:
                 copy_in(regions[self.rank])
             except BaseException:  # nothing is launched: the next launch takes this turn, and this number
-                lane.count -= 1
-                self._launched -= 1
+                lane.count, self._launched = lane.count - 1, self._launched - 1
                 raise
             fence, highest = self.transport.highest(ticket)
 
@@ -287,13 +278,10 @@ class SharedMemoryCommunicator(GlooCommunicator):
         return pending or super()._reduce_scatter(full, tag, divisor, dtype)
 
     def _all_to_all(self, full: torch.Tensor, tag: str) -> Pending:
-        def copy_in(region: torch.Tensor) -> None:
-            region.view(full.dtype).copy_(full)
-
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat([self.shard(region.view(full.dtype)) for region in regions])
 
-        pending = self._exchange(self._large, _Announcement("all_to_all", tag, _bytes(full)), (full,), copy_in, finish)
+        pending = self._exchange_whole(_Announcement("all_to_all", tag, _bytes(full)), full, finish)
         return pending or super()._all_to_all(full, tag)
 
     def _all_to_all_rows(
@@ -301,13 +289,13 @@ class SharedMemoryCommunicator(GlooCommunicator):
     ) -> Pending:
         if not largest:
             return done(rows)  # every rank knows that nothing travels
-        parts, columns = rows.split(list(sent)), rows.shape[1]
-        width = columns * rows.element_size()
+        parts, columns = rows.split(list(sent)), rows.shape[1:]
+        width = columns.numel() * rows.element_size()
         # A power of two, so that the memory grows a few times and not with every larger number of rows.
         room = 1 << max(largest * width - 1, _PAGE - 1).bit_length()
 
         def part_of(region: torch.Tensor, peer: int, count: int) -> torch.Tensor:
-            return region.narrow(0, peer * room, count * width).view(rows.dtype).view(count, columns)
+            return region.narrow(0, peer * room, count * width).view(rows.dtype).view(count, *columns)
 
         def copy_in(region: torch.Tensor) -> None:
             for peer in self._peers:
@@ -323,27 +311,11 @@ class SharedMemoryCommunicator(GlooCommunicator):
         return pending or super()._all_to_all_rows(rows, sent, received, largest, tag)
 
     def _permute(self, tensor: torch.Tensor, target: int, source: int, tag: str) -> Pending:
-        def copy_in(region: torch.Tensor) -> None:
-            region.view(tensor.dtype).copy_(tensor)
-
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
             return tensor if source == self.rank else regions[source].view(tensor.dtype).clone()
 
-        launch = _Announcement("permute", tag, _bytes(tensor))
-        pending = self._exchange(self._large, launch, (tensor,), copy_in, finish)
+        pending = self._exchange_whole(_Announcement("permute", tag, _bytes(tensor)), tensor, finish)
         return pending or super()._permute(tensor, target, source, tag)
-
-    def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
-        def copy_in(region: torch.Tensor) -> None:
-            self.shard(region.view(full.dtype)).copy_(self.shard(full))
-
-        def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            for peer in self._peers:
-                self.shard(full, peer).copy_(self.shard(regions[peer].view(full.dtype), peer))
-            return full
-
-        pending = self._exchange(self._large, _Announcement("all_gather", tag, _bytes(full)), (full,), copy_in, finish)
-        return pending or super()._all_gather(full, tag)
 
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
@@ -357,8 +329,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
                 numel, nbytes, dtype = shard.numel(), _bytes(shard), shard.dtype
                 for peer, region in enumerate(regions):
                     sent = shard if peer == self.rank else region.narrow(0, start, nbytes).view(dtype)
-                    full.narrow(0, peer * numel, numel).copy_(sent)
-            return NOTHING
+                    copy_elsewhere(full.narrow(0, peer * numel, numel), sent)
+            return fulls[0]
 
         # The hash of integers is the same in every process; only strings are salted.
         launch = _Announcement("all_gather", tag, total, hash((key, *starts)))

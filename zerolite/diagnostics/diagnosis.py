@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zerolite.diagnostics.exit_messages import EXITED
+from zerolite.comm.flight_recorder import CollectiveFailed
 from zerolite.diagnostics.stack_report import AMONG, Entries, StackReport
 from zerolite.utils.text import list_of, name_ranks
 
+EXITED = "exited with status 0"
 _STACKS = 6  # different stacks in one message
 _EXECUTION = "module execution"
 _TORCH_CALL = re.compile(r'distributed_c10d\.py", line \d+, in ([a-z]\w*)')
@@ -37,6 +38,10 @@ class Absent:
 
     ended: str = ""
     last: str = ""
+
+
+class PeerLost(CollectiveFailed):
+    """A collective has failed because another process has gone."""
 
 
 class Divergence(NamedTuple):
@@ -68,6 +73,27 @@ def diagnose(reason: str, reports: Sequence[StackReport], absent: Mapping[int, A
     parts = [reason, "Where the ranks are:\n" + _table(reports, absent), parted]
     parts += [f"Likely cause: {cause}", f"What to do: {remedy}", _stacks(reports)]
     return "\n\n".join(part for part in parts if part)
+
+
+def lost_peer(error: RuntimeError, rank: int, location: str, ended: Mapping[int, str]) -> PeerLost:
+    """Return the error of a collective whose connection broke, with how other ranks have ended.
+
+    Args:
+        error: the error of the collective.
+        rank: this rank.
+        location: engine call and line of this rank, as ``StackReport.summary`` says it.
+        ended: how other ranks have ended, by rank.
+    """
+    cause, remedy = _ended_ranks({one: Absent(how) for one, how in ended.items()}) or (
+        "the process of another rank died.",
+        "see its output, and the last lines of the launcher; if it was aborted by gloo for the size of a message, the "
+        "ranks launched different collectives here, and TORCH_DISTRIBUTED_DEBUG=DETAIL names them.",
+    )
+    endings = "; ".join(f"{name_ranks([one])} {how}" for one, how in ended.items())
+    return PeerLost(
+        f"rank {rank} has lost another rank, in {location}: {endings or 'it said nothing before it went'}. Likely "
+        f"cause: {cause} What to do: {remedy} ({error})"
+    )
 
 
 # -------------------------------------------------------------------- who is where

@@ -1,12 +1,12 @@
-"""`zerolite report`: versions, devices, processor and kernels of this machine.
+"""`zerolite report`: versions, CUDA devices, and the kernels that can be used on this machine.
 
-It is meant for users and bug reports, so it works on broken installations too: even torch may fail to import.
+It is meant for users and bug reports, so it works on broken installations too: even torch may fail to import. Of the
+machine itself ``python -m torch.utils.collect_env`` tells.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -18,14 +18,9 @@ from zerolite.utils.text import command_parser
 from zerolite.version import __version__
 
 DESCRIPTION = """\
-Print the versions, devices and processor features of this machine, its process-group
-backends, and for each library of kernels whether it can be used, why not, and where it is."""
-
-# Features that matter for the speed of a step; processors name hundreds.
-FEATURES = (
-    *("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_fp16"),
-    *("amx_bf16", "asimd", "asimdhp", "sve", "sve2", "bf16"),
-)
+Print the versions and the CUDA devices that zerolite finds here, and for each library of
+kernels whether it can be used, why not, and where it is. For the processor, drivers and
+libraries of this machine: python -m torch.utils.collect_env"""
 
 Section = dict[str, str]
 
@@ -46,7 +41,6 @@ def collect(build: bool) -> dict[str, Any]:
         build: first build the libraries that can be built and are not yet.
     """
     torch, problem = find_torch()
-    features = processor()
     ops = [op_report(name, torch, build) for name in op_builder.OPS]
     cache, cache_problem = op_builder.describe_cache()
     return {
@@ -58,8 +52,6 @@ def collect(build: bool) -> dict[str, Any]:
             **op_builder.describe_tools(),
         },
         "devices": {**devices(torch), "kernels on CUDA": cuda_kernels(ops)},
-        "processor": {**features, "instruction set of the kernels": instruction_set(features["features"].split(), ops)},
-        "process groups": {"backends": backends(torch)},
         "cache": {"directory": cache, "usable": "yes" if not cache_problem else f"no: {cache_problem}"},
         "ops": ops,
     }
@@ -85,50 +77,6 @@ def cuda_kernels(ops: list[dict[str, object]]) -> str:
     if "cuda_kernels_nvrtc" in usable:
         return "compiled by NVRTC, and compared with PyTorch's operations before they are used"
     return "none; torch's optimizers update"
-
-
-def processor() -> Section:
-    """Describe the name, cores and features of the processor."""
-    try:
-        from cpuinfo import get_cpu_info
-
-        about = get_cpu_info()
-    except Exception as error:  # it parses the output of several programs, which may have any form
-        about = {"brand_raw": f"unknown ({type(error).__name__}: {error})"}
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    has = set(about.get("flags", ()))
-    return {
-        "name": about.get("brand_raw", "unknown"),
-        "machine": platform.machine(),
-        "logical processors": f"{os.cpu_count()}, of which this process may use {usable}",
-        "features": " ".join(name for name in FEATURES if name in has),
-    }
-
-
-def instruction_set(features: Sequence[str], ops: list[dict[str, object]]) -> str:
-    """Return the instruction set of the CPU kernels.
-
-    The library answers if it is built; otherwise it is the widest set of which the processor has all features.
-    """
-    names: dict[str, set[str]] = {}
-    for source in op_builder.OPS["cpu_kernels"].sources:
-        for flag in source.flags:
-            if flag.startswith("-DZL_ISA="):
-                names[flag.partition("=")[2]] = {f[2:] for f in source.flags if f.startswith("-m")}
-    if any(op["name"] == "cpu_kernels" and op["built"] for op in ops):
-        return list(names)[op_builder.load("cpu_kernels").zl_best_isa()]
-    return [name for name, needed in names.items() if needed <= set(features)][-1]
-
-
-def backends(torch: ModuleType | None) -> str:
-    """Return the backends of torch.distributed, such as "gloo nccl"."""
-    if not torch:
-        return "unknown"
-    if not torch.distributed.is_available():
-        return "none"
-    unreal = ("undefined", "fake")  # a placeholder, and a double for tests
-    names = [name for name in torch.distributed.Backend.backend_list if name not in unreal]
-    return " ".join(name for name in names if torch.distributed.is_backend_available(name))
 
 
 def op_report(name: str, torch: Any, build: bool) -> dict[str, Any]:

@@ -14,23 +14,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import json
 import logging
 import os
 import re
-import select
-import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerolite.comm import SharedStore, collective, keep_track
-from zerolite.comm.flight_recorder import EVENTS, WAIT, Mismatch
-from zerolite.diagnostics.diagnosis import Absent, diagnose
-from zerolite.diagnostics.exit_messages import ExitMessages, describe_end, lost_peer
+from zerolite.comm.flight_recorder import EVENTS, WAIT, Mismatch, nothing_to_say
+from zerolite.diagnostics.diagnosis import EXITED, Absent, PeerLost, diagnose, lost_peer
 from zerolite.diagnostics.stack_report import WATCHDOG_THREAD, StackReport, make_stack_report
 from zerolite.utils import failure_record
 from zerolite.utils.module_hook import finalize_before_exit
@@ -51,6 +46,9 @@ _EXITED_S = 10.0  # how long to wait after a rank has exited with status 0
 _RAISE_S = 10.0  # how long the training thread may take to notice a mismatch by itself
 _LEAVE_S = 3.0  # how long ranks wait for the others to have read the verdict
 _FAREWELL_S = 2 * _LEAVE_S  # how long the process may take to print it and to leave with the others
+_QUOTED = 300  # characters of an exception in an exit message
+_READ = 64  # exit messages that are read, in the order in which ranks ended: later ones are consequences of the first
+_PATIENCE_S = 1.5  # how long a rank that has lost another waits for its exit message
 # Texts of gloo, NCCL and torch's stores: they raise RuntimeError with nothing but a text to tell the cases apart.
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|remote process exited|"
@@ -67,13 +65,12 @@ class TimedOut(RuntimeError):
 class Watchdog:
     """The watchdog of one process and its default process group; see the module.
 
-    In a job of one process, which never waits, the watchdog only handles SIGUSR1.
+    In a job of one process, which never waits, it has no thread.
     """
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
         self._rank, self._world_size = store.rank, store.world_size
-        self._exit_messages = ExitMessages(store)
         self._timeout_s = 0.0
         self._engines: dict[int, EngineParts] = {}  # parts of living engines, in this order
         self._watched = 0  # engines so far
@@ -91,10 +88,7 @@ class Watchdog:
         self._alone = False  # the store does not answer any more
         self._process = os.getpid()
         self._trains: int | None = None  # identifies the thread that has called initialize
-        self._wake, self._woken = os.pipe()
-        # A signal handler writes into the pipe: it must never block, even if the pipe is full.
-        os.set_blocking(self._woken, False)
-        self._signalled = _listen(self._woken)
+        self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name=WATCHDOG_THREAD, daemon=True)
 
     @collective
@@ -111,10 +105,9 @@ class Watchdog:
         others = [self._timeout_s] if self._engines else []
         self._timeout_s = min((t for t in (timeout_s, *others) if t), default=0.0)
         EVENTS.clear()
-        WAIT.explain_with(self.explain)
-        if self._thread.is_alive():
-            self._nudge()
-        else:
+        WAIT.explain = self.explain
+        self._woken.set()
+        if self._period is not None and not self._thread.is_alive():
             self._thread.start()
 
     def watch(self, engine: object, parts: EngineParts) -> None:
@@ -141,13 +134,12 @@ class Watchdog:
         """
         if self._closed or os.getpid() != self._process:  # a forked worker has a copy of this object
             return
-        self._leave_exit_message(how or describe_end(sys.exc_info()[1]))
+        self._leave_exit_message(how or _describe_end(sys.exc_info()[1]))
         self._closed = True
         WAIT.forget()
-        self._nudge()
-        WAIT.explain_without(self.explain)
-        if self._signalled and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # no handler came after this one
-            faulthandler.unregister(signal.SIGUSR1)
+        self._woken.set()
+        if WAIT.explain == self.explain:  # no later watchdog explains
+            WAIT.explain = nothing_to_say
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2 * _LONGEST_PERIOD_S)
         if not self._thread.is_alive():
@@ -159,17 +151,33 @@ class Watchdog:
         engines = list(self._engines.values())
         steps = max((parts.pipeline.state.global_steps for parts in engines), default=self._steps)
         with contextlib.suppress(RuntimeError, OSError):
-            self._exit_messages.leave(f"ended {how} after step {steps}")
+            # The counter gives every message its own key, so two ranks may end at once.
+            key = f"endings/{self._store.add('endings', 1)}"
+            self._store.set(key, json.dumps([self._rank, f"ended {how} after step {steps}"]))
 
-    def _nudge(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._woken, b"\0")
+    def _ended_ranks(self) -> dict[int, str]:
+        """Return how the first ranks have ended, by rank, as far as it is known now: by their messages, or else by the
+        launcher."""
+        store = self._store
+        keys = [f"endings/{number}" for number in range(1, min(store.add("endings", 0), _READ) + 1)]
+        messages = [json.loads(store.get(key)) for key in keys if store.has(key)]
+        return {**dict.fromkeys(store.exited(), EXITED), **dict(messages)}
+
+    def _await_ended_ranks(self) -> dict[int, str]:
+        """Wait shortly for a message after a connection has broken: it breaks before the rank, or its launcher, can
+        have written the message."""
+        deadline = time.monotonic() + _PATIENCE_S
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store may be the one that has gone
+            while not (ended := self._ended_ranks()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return ended
+        return {}
 
     # ---------------------------------------------------------------- the thread
 
     @property
     def _period(self) -> float | None:
-        """Time between two looks of the thread, in seconds; None if it only waits for a signal."""
+        """Time between two looks of the thread, in seconds; None if there is nothing to look at."""
         if self._store.alone or not self._timeout_s:
             return None
         return min(_LONGEST_PERIOD_S, self._timeout_s / 10)
@@ -189,11 +197,10 @@ class Watchdog:
 
     def _run(self) -> None:
         while True:
-            ready, _, _ = select.select([self._wake], [], [], self._period)
+            self._woken.wait(self._period)
+            self._woken.clear()
             if self._closed:
-                break
-            if ready:
-                self._read_signal()
+                return
             if self._period is None:
                 continue
             try:
@@ -205,8 +212,6 @@ class Watchdog:
             except Exception as error:  # the store has gone, or its host is cut off
                 logger.debug("the ranks cannot be asked any more", exc_info=error)
                 self._alone = True
-        for descriptor in (self._wake, self._woken):
-            os.close(descriptor)
 
     def _look(self, waited: float) -> None:
         """Send a heartbeat, and answer or ask the question.
@@ -332,7 +337,7 @@ class Watchdog:
         answered = [rank for rank, key in enumerate(answers) if store.has(key)]
         reports = [StackReport.from_json(store.get(answers[rank])) for rank in answered]
         missing = [rank for rank in range(self._world_size) if rank not in answered]
-        ended = self._exit_messages.ended_ranks() if missing else {}
+        ended = self._ended_ranks() if missing else {}
         absent = {rank: Absent(ended.get(rank, ""), self._last_seen(rank)) for rank in missing}
         return len(answered), diagnose(reason, reports, absent)
 
@@ -384,44 +389,20 @@ class Watchdog:
                 self._wait_for_readers()
                 return TimedOut(f"{verdict}\n\n({error})")
             if _LOST.search(str(error)):
-                return lost_peer(error, self._rank, self._report().summary(), self._exit_messages.await_ended_ranks())
+                return lost_peer(error, self._rank, self._report().summary(), self._await_ended_ranks())
         except (RuntimeError, OSError) as failed:
             logger.debug("no diagnosis: %s", failed)
         return None
 
-    # ---------------------------------------------------------------- SIGUSR1
 
-    def _read_signal(self) -> None:
-        """Print this rank's report and the stacks of all threads, which faulthandler has written into the pipe."""
-        time.sleep(0.05)  # faulthandler writes in many small steps: wait for the last
-        text = os.read(self._wake, 1 << 20).decode(errors="replace").strip("\0")
-        if not text or self._closed:
-            return
-        report = self._report()
-        waits = f", waits for {report.waits_for} since {WAIT.seconds():.0f} s" if report.waits_for else ""
-        print(
-            f"zerolite: SIGUSR1: rank {self._rank} is in {report.summary()}{waits}\n{text}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _listen(pipe: int) -> bool:
-    """Let SIGUSR1 write all stacks into ``pipe``. Returns False if other code handles that signal.
-
-    faulthandler writes from C, so this works while the main thread is in native code, where Python's handlers do not
-    run.
-    """
-    # A handler that was installed in C is invisible to Python's signal module. Linux lists it in the mask SigCgt.
-    handled = 0
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        status = Path("/proc/self/status").read_text().splitlines()
-        caught = next(line for line in status if line.startswith("SigCgt"))
-        handled = int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1
-    if handled or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        return False
-    faulthandler.register(signal.SIGUSR1, file=pipe, all_threads=True)
-    return True
+def _describe_end(error: BaseException | None) -> str:
+    """Describe how a process ends, from the exception that ends it, or None."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "normally"
+    if isinstance(error, PeerLost):
+        return "because it had lost another rank"
+    first = str(error).partition("\n")[0][:_QUOTED]
+    return f"with {type(error).__name__}: {first}"
 
 
 # -------------------------------------------------------------------- the watchdog of this process
@@ -446,7 +427,7 @@ def start_watchdog(timeout_s: float) -> Watchdog:
 
 def _at_exit() -> None:
     if _current is not None:
-        _current.close(describe_end(getattr(sys, "last_value", None)))
+        _current.close(_describe_end(getattr(sys, "last_value", None)))
 
 
 atexit.register(_at_exit)

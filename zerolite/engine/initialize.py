@@ -29,7 +29,6 @@ from zerolite.comm import (
 )
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.data.micro_batch import LossFunction
-from zerolite.diagnostics import uncaught
 from zerolite.diagnostics.rank_comparison import (
     Description,
     check_equal_on_ranks,
@@ -98,18 +97,11 @@ def initialize(
     resolved = _keep_local_patterns(model, resolved, topology)
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers, collate_fn, loss_fn)
     engine = build_engine(model, resolved, arguments, topology, device, pipe_stage=pipe_stage)
-    _explain_failures(engine, watchdog)
+    watchdog.watch(engine, parts_of(engine))
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
     _print_state(engine, topology)
     return engine
-
-
-def _explain_failures(engine: Engine, watchdog: Watchdog) -> None:
-    """Let hangs and uncaught exceptions be explained with facts about the engine."""
-    parts = parts_of(engine)
-    watchdog.watch(engine, parts)
-    uncaught.watch(parts.model, engine.compute_dtype, parts.topology.world.rank)
 
 
 def _print_state(engine: Engine, topology: Topology) -> None:

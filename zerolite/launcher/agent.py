@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from zerolite.launcher.failures import Failure, causes_first, count, exit_status, headline
+from zerolite.launcher.failures import Failure, exit_status
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
 from zerolite.launcher.logs import RankLogs
 from zerolite.launcher.processes import JobProcesses, send
@@ -37,7 +37,7 @@ CAUSE_WAIT_S = 2.0
 
 
 class JobEnded(Exception):
-    """The ranks end, and do not start again."""
+    """The ranks have succeeded, or are ended."""
 
 
 class NodeAgent(LocalElasticAgent):
@@ -73,17 +73,12 @@ class NodeAgent(LocalElasticAgent):
             rdzv_handler=self._rendezvous_handler,
             entrypoint=sys.executable,
             args=arguments,
-            max_restarts=job.max_restarts,
+            max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
         )
         super().__init__(spec, self._logs, exit_barrier_timeout=5)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        attempt = self._rendezvous_handler.attempt
-        if attempt:
-            ranks = count(self.job.nproc, "rank")
-            say(f"attempt {attempt} starts: {ranks}, because {headline(causes_first(self._failures)[0])}")
-        self._failed_at, self._ended_at, self._reported_at = None, {}, {}
         self._pids = super()._start_workers(worker_group)
         for number in SIGNALS:  # torch's handlers would raise an exception
             signal.signal(number, lambda number, _: self._signals.append(number))
@@ -100,7 +95,7 @@ class NodeAgent(LocalElasticAgent):
             self._logs.stop_tee()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look at the ranks, and obey a signal. Raises JobEnded if they do not start again."""
+        """Look at the ranks, and obey a signal. Raises JobEnded at the end."""
         codes = self._exit_codes()
         is_failed = self._look(codes)
         if self._signals:
@@ -111,11 +106,9 @@ class NodeAgent(LocalElasticAgent):
         if len(finished) == len(codes) and self._rendezvous_handler.leave():
             self._succeeded = True
             raise JobEnded
-        if not is_failed:
-            return RunResult(WorkerState.HEALTHY)
-        if self._rendezvous_handler.attempt >= self.job.max_restarts:
+        if is_failed:
             self._end()
-        return RunResult(WorkerState.FAILED)
+        return RunResult(WorkerState.HEALTHY)
 
     def _obey_signal(self, codes: dict[int, int | None]) -> None:
         """Let the ranks finish after Ctrl-C, and end them after any other signal. The command ends all after two."""
@@ -174,7 +167,6 @@ class NodeAgent(LocalElasticAgent):
         return Failure(
             rank=worker.global_rank,
             world_size=worker.world_size,
-            attempt=self._rendezvous_handler.attempt,
             host=self._host,
             pid=self._pids[worker.local_rank],
             exitcode=1 if code is None else code,

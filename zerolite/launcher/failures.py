@@ -23,7 +23,6 @@ class Failure:
     Attributes:
         rank: the rank's number in the job; meaningless for a node.
         world_size: number of ranks of the job.
-        attempt: number of the attempt, 0 for the first.
         host: name of the node.
         pid: process id of the rank.
         exitcode: exit status as in `Popen.returncode`: negative for a signal.
@@ -38,7 +37,6 @@ class Failure:
 
     rank: int = -1
     world_size: int = 0
-    attempt: int = 0
     host: str = ""
     pid: int = 0
     exitcode: int = 1
@@ -138,7 +136,7 @@ def headline(failure: Failure) -> str:
     where = f"rank {failure.rank} of {failure.world_size} on host {failure.host} (process {failure.pid})"
     if failure.exitcode == 0:
         return f"{where} had exited with status 0"
-    return f"{where} failed{f' in attempt {failure.attempt}' if failure.attempt else ''}: {reason(failure)}"
+    return f"{where} failed: {reason(failure)}"
 
 
 def describe(failures: Sequence[Failure], host: str) -> list[str]:

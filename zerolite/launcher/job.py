@@ -39,7 +39,6 @@ class JobSpec:
         target: `["script.py"]` or `["-m", "module"]` for Python; a command if ``python`` is False.
         script_args: arguments of the script, unchanged.
         python: ``target`` is run by this Python.
-        max_restarts: number of times that all ranks are started again after a failure; 0 with several nodes.
         log_dir: absolute path of the directory for the ranks' output; None for a temporary one, which is removed if the
             job succeeds.
         tee: ranks, besides rank 0, whose lines also go to the terminal, each with its rank in front; None for all.
@@ -49,7 +48,6 @@ class JobSpec:
     target: list[str]
     script_args: list[str] = field(default_factory=list)
     python: bool = True
-    max_restarts: int = 0
     log_dir: str | None = None
     tee: list[int] | None = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)

@@ -22,7 +22,7 @@ _CHUNK = 1 << 20  # bytes read at once
 
 
 class RankLogs(LogsSpecs):
-    """Files of each rank in a directory: `attempt_0/rank_3.out`, `rank_3.err`, and `rank_3.json` with its failure.
+    """Files of each rank in a directory: `rank_3.out`, `rank_3.err`, and `rank_3.json` with its failure.
 
     Args:
         directory: an existing directory, which the nodes of a job may share.
@@ -46,18 +46,13 @@ class RankLogs(LogsSpecs):
         return self._directory
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the files of the coming attempt, and complete the ranks' environments ``envs``, by local rank."""
+        """Return the files of the ranks, and complete the ranks' environments ``envs``, by local rank."""
         destination = LogsDest()
-        self.outputs, self.error_files = {}, {}
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
-            directory = os.path.join(self.root_log_dir, f"attempt_{env['TORCHELASTIC_RESTART_COUNT']}")
-            os.makedirs(directory, exist_ok=True)
-            paths = [os.path.join(directory, f"rank_{rank}.{suffix}") for suffix in ("out", "err", "json")]
+            paths = [os.path.join(self.root_log_dir, f"rank_{rank}.{suffix}") for suffix in ("out", "err", "json")]
             self.outputs[rank] = paths[:2] if rank != 0 or self._keep_all else []
             self.error_files[rank] = paths[2]
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(paths[2])
             destination.stdouts[local_rank], destination.stderrs[local_rank] = self.outputs[rank] or ["", ""]
             destination.error_files[local_rank] = paths[2]
             env.update(TORCHELASTIC_ERROR_FILE=paths[2], **self._extra)

@@ -73,6 +73,8 @@ DEEPSPEED_ENV_FILE = ".deepspeed_env"
 
 _ELASTIC = "for hosts that come and go start the script by `torchrun --nnodes 2:4 --max-restarts 3` on each host"
 
+_RESTARTS = "start the script by `torchrun --max-restarts N`; after a failure it loads its latest checkpoint"
+
 _EACH_HOST = (
     "to start each host by a command of its own, use `torchrun --nnodes 2 --node-rank 0 --master-addr HOST`; on one "
     "machine leave it out"
@@ -93,6 +95,7 @@ _REFUSED = {
     "--min-elastic-nodes": _ELASTIC,
     "--max-elastic-nodes": _ELASTIC,
     "--num-nodes MIN:MAX": _ELASTIC,
+    "--max-restarts": _RESTARTS,
     "--venv-script": "the other nodes run the same Python interpreter by its path; a script for it is not needed",
 }
 """Options of DeepSpeed's launcher and of torchrun that are not supported, and what to do instead."""
@@ -140,8 +143,6 @@ def _add_processes(parser: _Parser) -> None:
     add = parser.add_argument
     add("--nproc", "--num-gpus", "--num-accelerators", "--nproc-per-node", type=int, metavar="N", dest="nproc",
         help="processes on each node (default: one per visible CUDA device, or one)")  # fmt: skip
-    add("--max-restarts", type=int, default=0, metavar="N",
-        help="on one machine: start all ranks again, at most N times, after one has failed (default: 0)")  # fmt: skip
     add("--log-dir", "--enable-each-rank-log", metavar="DIR",
         help="keep each rank's output in files below DIR (default: a temporary directory, kept if the job fails, "
         "without the output of rank 0, which goes to the terminal)")  # fmt: skip
@@ -276,8 +277,6 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
         parser.error("--no-python and a module exclude each other: a module is run by Python")
     if options.include is not None and options.exclude is not None:
         parser.error("--include and --exclude exclude each other; give one of them")
-    if options.max_restarts < 0:
-        parser.error(f"--max-restarts expects a number, 0 or more, and got {options.max_restarts}")
     try:
         fields = {
             one.name: getattr(options, one.name) for one in dataclasses.fields(LaunchRequest) if one.name in options

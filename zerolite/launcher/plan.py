@@ -60,11 +60,6 @@ def make_plan(request: LaunchRequest) -> JobPlan:
     by_ssh = len(hosts) > 1 or local_node is None
     if not by_ssh:
         fields["master_port"] = port or 0
-    elif request.max_restarts:
-        raise HostsError(
-            f"--max-restarts {request.max_restarts} is for one machine; on several, start the script by `torchrun "
-            "--nnodes N --max-restarts M --rdzv-backend c10d --rdzv-endpoint HOST` on each"
-        )
     else:
         address = request.master_addr or first_address(hosts[0].name, local_node == 0)
         fields.update(master_addr=address, master_port=port or network.free_port())

@@ -28,7 +28,7 @@ PARENT_VARIABLE = "ZEROLITE_AGENT_PID"
 
 _NETWORK_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 
-_PRINTERS = ("sys", "torch.distributed.distributed_c10d", "zerolite.diagnostics.uncaught")
+_PRINTERS = ("sys", "torch.distributed.distributed_c10d")
 """Modules whose hooks for uncaught exceptions do nothing but print."""
 
 

@@ -33,11 +33,7 @@ class NodeRendezvousError(RuntimeError):
 
 
 class NodeRendezvous(StaticTCPRendezvous):
-    """torch's static rendezvous, whose store listens on one address alone and outlives the ranks of all nodes.
-
-    Attributes:
-        attempt: number of the current attempt, 0 for the first.
-    """
+    """torch's static rendezvous, whose store listens on one address alone and outlives the ranks of all nodes."""
 
     def __init__(self, job: NodeJob) -> None:
         super().__init__(
@@ -46,15 +42,11 @@ class NodeRendezvous(StaticTCPRendezvous):
         self._job = job
         self._ranks_store: Any = None
         self._announced: set[int] = set()
-        self.attempt = -1
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store of the next attempt and wait for all nodes. Raises NodeRendezvousError."""
+        """Open the store and wait for all nodes. Raises NodeRendezvousError."""
         job = self._job
-        self.attempt += 1
-        self._announced.clear()
-        # Another attempt gets another store: in the old one torch would read the old ranks' keys.
-        self._ranks_store = open_store(job, job.master_port if self.attempt == 0 else 0)
+        self._ranks_store = open_store(job)
         store = PrefixStore("zerolite/nodes", self._ranks_store)
         self._await_nodes(store)
         info = RendezvousStoreInfo(job.master_addr, int(self._ranks_store.port))
@@ -89,14 +81,14 @@ class NodeRendezvous(StaticTCPRendezvous):
         return True
 
 
-def open_store(job: NodeJob, port: int) -> TCPStore:
+def open_store(job: NodeJob) -> TCPStore:
     """Host the store at a port of the first node, or connect to it from another one.
 
     Raises:
         NodeRendezvousError: the store cannot be hosted, or not be reached within the job's ``join_s``.
     """
     make = functools.partial(TCPStore, timeout=timedelta(seconds=job.join_s), wait_for_workers=False)
-    address = job.master_addr
+    address, port = job.master_addr, job.master_port
     if job.node_rank == 0:
         try:
             return keep_store(make, address, port, torch.__version__)

@@ -273,13 +273,18 @@ def wait_for(
     Returns:
         The status of the rank, or the part, that failed first; 128 + the number of a signal that came before; else 0.
     """
-    passed, is_failed, is_told = 0, False, False
-    tell_at = kill_at = float("inf")
+    passed = 0  # signals that the parts have been sent
+    is_failed = False
+    is_told = False
+    tell_at = float("inf")
+    kill_at = float("inf")
     while True:
         ended = [part.poll() for part in parts]  # all of them, so that no part waits for another
         now = time.monotonic()
         if not is_failed and not signals and any(part.failed for part in parts):
-            is_failed, tell_at, kill_at = True, now + TELL_S, now + KILL_S
+            is_failed = True
+            tell_at = now + TELL_S
+            kill_at = now + KILL_S
             for part in parts:
                 if not part.failed and part.status is None:
                     part.end()

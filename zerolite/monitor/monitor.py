@@ -91,29 +91,22 @@ class Monitor:
             )
 
 
-def _checked(event: object) -> tuple[str, Any, int]:
+def _checked(event: Any) -> tuple[str, Any, int]:
     """Return the event with a plain int, float or tensor as its value. Raises ValueError if it has another form."""
-    if not isinstance(event, (tuple, list)) or len(event) != 3:
-        raise ValueError(
-            f"monitor.write: expected events (name, value, step), got {event!r}; write a list of them, such as "
-            '[("Train/Samples/accuracy", 0.9, engine.global_samples)]'
-        )
-    name, value, step = event
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"monitor.write: expected a non-empty string as an event's name, got {name!r}")
-    single = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
-    if not single and not isinstance(value, numbers.Real):
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ValueError(f"monitor.write: expected a number or a tensor with one element for '{name}', got {what}")
     try:
+        name, value, step = event
         position = operator.index(step)
-    except TypeError:
-        position = -1
-    if position < 0:
+        single = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+        if not single and not isinstance(value, numbers.Real):
+            raise ValueError
+        if not isinstance(name, str) or not name.strip() or position < 0:
+            raise ValueError
+    except (TypeError, ValueError):
         raise ValueError(
-            f"monitor.write: expected an integer of at least 0 as the step of '{name}', got {step!r}; "
-            "engine.global_samples is the engine's own x axis, engine.global_steps where the config has no batch size"
-        )
+            "monitor.write: expected events (name, value, step) of a name that is not empty, a number or a tensor with "
+            f'one element, and an integer of at least 0, such as ("loss", 0.9, engine.global_samples), got {event!r}; '
+            "where the config has no batch size the engine's own x axis is engine.global_steps"
+        ) from None
     if isinstance(value, numbers.Integral):
         return name, int(value), position
     return name, value if single else float(value), position

@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import math
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from types import ModuleType
 Event = tuple[str, float, int]
 """(name, value, step): one point of the curve ``name``; ``step`` is its position on the x axis."""
 
-_BLOCK = 1 << 12  # bytes that are read at once
 _STEP = "step"
 
 
@@ -57,7 +57,10 @@ def append_lines(path: Path, lines: str, header: str = "") -> None:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        size, written = _end_of_last_line(descriptor), 0
+        size, written = os.fstat(descriptor).st_size, 0
+        if size:
+            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+                size = content.rfind(b"\n") + 1
         data = (lines if size else header + lines).encode()
         os.ftruncate(descriptor, size)
         try:
@@ -69,19 +72,6 @@ def append_lines(path: Path, lines: str, header: str = "") -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _end_of_last_line(descriptor: int) -> int:
-    """Return the size in bytes of a file up to and including its last newline; 0 if it has none."""
-    # Read blocks from the end: the file may be long, and the last line is short.
-    end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
 
 
 class CsvWriter(Writer):

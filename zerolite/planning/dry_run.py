@@ -36,8 +36,8 @@ from zerolite.engine.special_engines import PipelineEngine
 from zerolite.planning.clock import Event, Trace
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu, one_document_each
-from zerolite.planning.result import AT_REST, Peak, PlanError, TimePoint
-from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker, PeakMoment
+from zerolite.planning.result import AT_REST, Peak, PlanError
+from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker
 from zerolite.planning.traffic import Grid, summarize
 from zerolite.planning.training_step import (
     STEP,
@@ -307,14 +307,10 @@ class DryRun:
             "rank_parameters": sum(map(unpartitioned_numel, model.parameters())),
         }
 
-    def _note_memory(self, moments: list[PeakMoment], classes: dict[str, str]) -> None:
+    def _note_memory(self, moments: list[Peak], classes: dict[str, str]) -> None:
         """Note the memory of the reported step, and the peaks while the engine is made, before that step, and in it."""
         tracker, largest = self._tracker, self._tracker.largest
-        peaks = [
-            Peak(bytes=m.nbytes, items=m.items, phase=m.phase, module=m.module, module_class=classes.get(m.module, ""),
-                 op=m.op.removesuffix(".default"))
-            for m in moments
-        ]  # fmt: skip
+        peaks = [replace(peak, module_class=classes.get(peak.module, "")) for peak in moments]
         items = {place: {item: held[item] for item in ITEMS} for place, held in largest.items()}
         self.fields |= {
             "states": dict.fromkeys(ITEMS, 0) | {item: items[DEVICE][item] for item in AT_REST},
@@ -322,7 +318,7 @@ class DryRun:
             "peak": max(peaks, key=lambda peak: peak.bytes),
             "initialize_peak": peaks[0],
             "step_peak": peaks[2],
-            "timeline": [TimePoint(items=held, phase=phase) for held, phase in tracker.timeline()],
+            "timeline": tracker.timeline(),
             **{place: items[place] if any(items[place].values()) else None for place in (HOST, DISK)},
             "host_peak": tracker.host_peak,
         }

@@ -12,10 +12,8 @@ from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 from zerolite.utils.text import format_size, with_unit
 
 WIDTH = 100
-"""Columns of paragraphs and of the chart."""
+"""Columns of paragraphs."""
 
-_CHART_ROWS = 10
-_LOWER, _UPPER = "█▒"
 _GIGA = 10**9
 _LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting", "")
 """Headings of columns that are aligned to the left."""
@@ -63,7 +61,6 @@ def _one_plan(plan: Plan) -> Iterator[list[str]]:
     yield _memory(plan)
     yield _wrapped(*_peaks(plan))
     yield _wrapped(_device_verdict(plan), _host_verdict(plan))
-    yield _timeline(plan)
     yield _traffic(plan)
     yield _wrapped(f"This rank writes {format_size(plan.checkpoint)} of a checkpoint.", _flops(plan), _time(plan))
     yield _wrapped(*plan.notes, dash="- ")
@@ -150,26 +147,6 @@ def _host_verdict(plan: Plan) -> str:
     if plan.host_spare >= 0:
         return f"{text} That fits: {format_size(plan.host_spare)} of {memory} are free."
     return f"{text} That does not fit: it is {format_size(-plan.host_spare)} more than the host's {memory}."
-
-
-def _timeline(plan: Plan) -> list[str]:
-    """Draw the memory during a step. Each column stands for several moments and shows the one with the most memory."""
-    if not plan.timeline:
-        return []
-    highest = max(point.bytes for point in plan.timeline)
-    labels = [format_size(highest), *[""] * (_CHART_ROWS - 2), "0 B"]
-    margin, count = max(map(len, labels)) + 1, len(plan.timeline)
-    width = WIDTH - margin - 1
-    starts = [(column * count // width, (column + 1) * count // width) for column in range(width)]
-    among = [plan.timeline[first : max(end, first + 1)] for first, end in starts]
-    columns = [max(points, key=lambda point: point.bytes) for points in among]
-    lines = [f"memory during a step: {_LOWER} model states and buffers, {_UPPER} everything else"]
-    for row, label in zip(reversed(range(_CHART_ROWS)), labels, strict=True):
-        middle = (row + 0.5) / _CHART_ROWS * highest
-        cells = (_LOWER if p.at_rest >= middle else _UPPER if p.bytes >= middle else " " for p in columns)
-        lines.append(f"{label:>{margin - 1}} |{''.join(cells)}".rstrip())
-    phases = [(phase, len(list(points)) - 1) for phase, points in itertools.groupby(columns, lambda p: p.phase)]
-    return [*lines, " " * margin + "".join(f"|{phase[:room]:<{room}}" for phase, room in phases).rstrip()]
 
 
 def _traffic(plan: Plan) -> list[str]:

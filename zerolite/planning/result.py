@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,18 +29,26 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Peak(_Frozen):
-    """The moment at which a rank uses the most memory."""
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which a rank uses the most memory.
+
+    Attributes:
+        phase: initialize, forward, backward or step.
+        module: qualified name of the innermost running module; "" is the model itself.
+        op: the operator that allocated, as in aten.mm; "" if none did.
+    """
 
     bytes: int
     items: Items
-    phase: str = Field(description="initialize, forward, backward or step")
-    module: str = Field(description='qualified name of the innermost running module; "" is the model itself')
-    module_class: str
-    op: str = Field(description="the operator that allocated, as in aten.mm; empty if none did")
+    phase: str = ""
+    module: str = ""
+    module_class: str = ""
+    op: str = ""
 
 
-class TimePoint(_Frozen):
+@dataclass(frozen=True)
+class TimePoint:
     """One point of the time line of a step."""
 
     items: Items
@@ -48,11 +57,6 @@ class TimePoint(_Frozen):
     @property
     def bytes(self) -> int:
         return sum(self.items.values())
-
-    @property
-    def at_rest(self) -> int:
-        """Bytes of model states and buffers."""
-        return total(self.items, AT_REST)
 
 
 class Traffic(_Frozen):

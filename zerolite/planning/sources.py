@@ -51,23 +51,12 @@ def load_function(spec: str, option: str) -> Callable[..., Any]:
     try:
         function = pkgutil.resolve_name(spec)
     except (Exception, SystemExit) as error:
-        wrong, owner = (error.name, error.obj) if isinstance(error, AttributeError) else (None, None)
-        near = difflib.get_close_matches(wrong or "", dir(owner), n=1)
-        failure = f"{type(error).__name__}: {error}{_location(error)}{f'; did you mean {near[0]!r}?' if near else ''}"
-        raise PlanError(f"{option} {spec}: importing it failed with {failure}") from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        raise PlanError(f"{option} {spec}: importing it failed with {where}") from error
     if not callable(function):
         raise PlanError(f"{option} {spec}: expected a function, and it is of type {type(function).__name__}")
     return function
-
-
-def _location(error: BaseException) -> str:
-    """Return file and line of the failing code; empty if the import system itself failed."""
-    theirs = [
-        f" ({frame.f_code.co_filename}, line {line})"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("zerolite", "pkgutil", "importlib")
-    ]
-    return theirs[-1] if theirs else ""
 
 
 def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from zerolite.monitor.flops import Flops
 from zerolite.planning import shape_cache
 from zerolite.planning.fake_backend import DryFakeMode
+from zerolite.planning.result import Peak, TimePoint
 from zerolite.planning.training_step import STEP
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, DISK, GRADIENTS, HOST, ITEMS, LOCATIONS, OTHER, listeners
@@ -23,16 +24,6 @@ from zerolite.utils.torch_private import current_node, fake_mode, next_sequence_
 
 ORIGINAL_MODEL = "original_model"
 """Item of host memory that is not the engine's: the model before the engine takes it over."""
-
-
-class PeakMoment(NamedTuple):
-    """Moment with the most bytes so far: the bytes of each item, phase, name of the running module, and operator."""
-
-    nbytes: int
-    items: dict[str, int]
-    phase: str = ""
-    module: str = ""
-    op: str = ""
 
 
 _Place = tuple[str, str, str]
@@ -140,7 +131,7 @@ class MemoryTracker(TorchDispatchMode):
         self._storages: dict[int, _TrackedStorage] = {}
         # The latest storage is reported only at the next change, because its tag comes after the operator has made it.
         self._unreported: tuple[int, _Place] | None = None
-        self._peak = PeakMoment(0, self._on_device())
+        self._peak = Peak(0, self._on_device())
         self._largest = self._items_by_location()
         self._host_peak = 0
         self._op = ""
@@ -204,7 +195,7 @@ class MemoryTracker(TorchDispatchMode):
         return HOST if locations and DEVICE not in locations else self.location
 
     @property
-    def peak(self) -> PeakMoment:
+    def peak(self) -> Peak:
         """Moment of the most device memory since the beginning or :meth:`reset_peak`."""
         self._report_last()
         return self._peak
@@ -224,7 +215,7 @@ class MemoryTracker(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Reset :attr:`peak` and :attr:`largest` to the current memory."""
         self._report_last()
-        self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), self.phase)
+        self._peak = Peak(self.nbytes[DEVICE], self._on_device(), self.phase)
         self._largest = self._items_by_location()
 
     def reset_host_peak(self) -> None:
@@ -267,8 +258,8 @@ class MemoryTracker(TorchDispatchMode):
             return 0
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
-    def timeline(self, points: int = 1000) -> list[tuple[dict[str, int], str]]:
-        """Return the memory of the device since :meth:`record` at some moments, as (bytes by item, phase).
+    def timeline(self, points: int = 1000) -> list[TimePoint]:
+        """Return the memory of the device since :meth:`record` at some moments.
 
         There are at most ``points`` moments. Each is the one with the most memory among an equal number of changes.
         """
@@ -276,15 +267,16 @@ class MemoryTracker(TorchDispatchMode):
         events, self._events = self._events or [], None
         width = max(1, -(-len(events) // points))
         items, total = dict(self._before), sum(self._before.values())
-        course, best = [], (-1, items, "")
+        course: list[TimePoint] = []
+        highest, best = -1, TimePoint(items, "")
         for number, (item, nbytes, phase) in enumerate(events, 1):
             items[item] += nbytes
             total += nbytes
-            if total > best[0]:
-                best = (total, dict(items), phase)
+            if total > highest:
+                highest, best = total, TimePoint(dict(items), phase)
             if number % width == 0 or number == len(events):
-                course.append(best[1:])
-                best = (-1, items, "")
+                course.append(best)
+                highest = -1
         return course
 
     # ---------------------------------------------------------------- listener of memory_tags
@@ -370,16 +362,17 @@ class MemoryTracker(TorchDispatchMode):
             self._host_peak = max(self._host_peak, self._in_host_memory())
         if location != DEVICE or not nbytes:
             return
-        if self.nbytes[DEVICE] > self._peak.nbytes:
-            self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), *where)
+        if self.nbytes[DEVICE] > self._peak.bytes:
+            phase, module, op = where
+            self._peak = Peak(self.nbytes[DEVICE], self._on_device(), phase, module, op=op)
         if self._events is not None:
             self._events.append((item, nbytes, where[0]))
 
     def _point(self) -> _Place:
         # Look up the module only at a peak: asking autograd takes longer than everything else here.
-        if self.nbytes[DEVICE] <= self._peak.nbytes:
+        if self.nbytes[DEVICE] <= self._peak.bytes:
             return self.phase, "", ""
-        return self.phase, self.modules.now(), str(self._op)
+        return self.phase, self.modules.now(), str(self._op).removesuffix(".default")
 
     def _in_host_memory(self) -> int:
         return self.nbytes[HOST] + (0 if self._separate_memory else self.nbytes[DEVICE])

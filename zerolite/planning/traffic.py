@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,46 +43,34 @@ class Grid(NamedTuple):
         """Return the global rank at these coordinates."""
         return (pipe * self.data + data) * self.tensor + tensor
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return the (pipe, data, tensor) coordinates of ``rank``."""
-        return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
+    def groups(self, dimension: str, size: int) -> list[list[int]]:
+        """Return the ranks of each group of ``size`` ranks, in order.
 
-    def groups(self, dimension: str, size: int) -> Iterator[list[int]]:
-        """Yield the ranks of each group of ``size`` ranks, in order.
-
-        The data ranks are in sets in several ways: neighbours are "shard" or "sequence"; those at one place of all
-        sets are "replicate", "expert data", or of other sequences "data"; "ring" are some of a sequence's, and "expert
-        shard" those of a "shard" with the same experts. Neighbours among all ranks are "expert".
+        "model" is pipe × tensor. Neighbours among all ranks are "expert". The data ranks are in sets in several
+        ways: neighbours are "shard" or "sequence"; those at one place of all sets are "replicate", "expert data", or of
+        other sequences "data"; "ring" are some of a sequence's, and "expert shard" those of a "shard" with the same
+        experts.
         """
+        pipes, tensors = range(self.pipe), range(self.tensor)
+        data_groups = [[self.rank(i, j, k) for j in range(self.data)] for i in pipes for k in tensors]
+        if dimension in ("pipe", "tensor", "model"):
+            places = list(zip(*data_groups, strict=True))  # ranks of a copy of the model: a pipe × tensor table
+            if dimension == "model":
+                return [list(ranks) for ranks in places]
+            if dimension == "pipe":
+                return [list(ranks[k :: self.tensor]) for ranks in places for k in tensors]
+            return [list(ranks[i * self.tensor : (i + 1) * self.tensor]) for ranks in places for i in pipes]
+        if dimension == "world":
+            return [list(range(self.world_size))]
         if dimension == "expert":
-            yield from (list(range(first, first + size)) for first in range(0, self.world_size, size))
-            return
-        block, step = self.data, 1
-        if dimension in ("shard", "sequence"):
-            block = size
-        elif dimension == "expert shard":
-            spread = max(1, self.expert // self.tensor)  # neighbouring data ranks with other experts
-            block, step = spread * size, spread
-        elif dimension == "ring":
-            block, step = self.sequence, self.sequence // size
-        elif dimension in ("replicate", "expert data", "data"):
-            step = self.data // size
-        else:
-            yield from self._whole_groups(dimension)
-            return
-        for data in self._whole_groups("data"):
-            for first in range(0, self.data, block):
-                yield from (data[first + place : first + block : step] for place in range(step))
-
-    def _whole_groups(self, dimension: str) -> Iterator[list[int]]:
-        """Yield the groups of "pipe", "data", "tensor", "model" (pipe × tensor) or "world"."""
-        names = ("pipe", "data", "tensor")
-        inside = {"model": ("pipe", "tensor"), "world": names}.get(dimension, (dimension,))
-        found: dict[tuple[int, ...], list[int]] = {}  # by the coordinates in the other dimensions
-        for rank in range(self.world_size):
-            coordinates = zip(names, self.coordinates(rank), strict=True)
-            found.setdefault(tuple(one for name, one in coordinates if name not in inside), []).append(rank)
-        yield from found.values()
+            return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+        apart = {"ring": self.sequence // size, "expert shard": max(1, self.expert // self.tensor)}
+        apart |= dict.fromkeys(("replicate", "expert data", "data"), self.data // size)
+        step = apart.get(dimension, 1)
+        blocks = [
+            ranks[first : first + size * step] for ranks in data_groups for first in range(0, self.data, size * step)
+        ]
+        return [block[place::step] for block in blocks for place in range(step)]
 
 
 def between_nodes(op: str, moves: int, group: list[int], per_node: int) -> list[Fraction]:
@@ -151,7 +139,7 @@ def summarize(
             by_moves: Counter[int] = Counter()
             for call in same:
                 by_moves[call.moves] += call.nbytes
-            groups, part = list(grid.groups(dimension, ranks)), Fraction(0)
+            groups, part = grid.groups(dimension, ranks), Fraction(0)
             for moves, of_moves in by_moves.items():
                 shares = [sum(between_nodes(op, moves, group, grid.world_size // nodes)) for group in groups]
                 part += of_moves * Fraction(sum(shares), grid.world_size)

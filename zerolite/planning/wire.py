@@ -112,5 +112,5 @@ class Wires:
         """Return a group of this dimension; all are alike."""
         key = dimension, ranks
         if key not in self._groups:
-            self._groups[key] = next(self._grid.groups(dimension, ranks))
+            self._groups[key] = self._grid.groups(dimension, ranks)[0]
         return self._groups[key]

@@ -7,7 +7,7 @@ offloaded memory, which nothing else tells apart where the device is the CPU.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -48,17 +48,8 @@ DEVICE, HOST, DISK = LOCATIONS = ("device", "host", "disk")
 """Placements of memory: on the device that computes, on the host, or in a file."""
 
 
-class Listener(Protocol):
-    def tag_memory(self, storage: torch.UntypedStorage, item: str, location: str) -> None:
-        """Note that ``storage`` is memory of ``item`` from now on, at ``location``."""
-        ...
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that the length of ``storage`` has changed."""
-        ...
-
-
-listeners: list[Listener] = []
+listeners: list[Any] = []
+"""Trackers of a dry run or a test: ``tag_memory(storage, item, location)`` and ``resized(storage)`` are called."""
 
 _offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 """Placement of storages that are not on the device, by ``id``. torch keeps one object for a storage as long as its
