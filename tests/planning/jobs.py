@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import zerolite
 from tests.planning.measure import Measurement, measure
 from tests.toolkit import models
-from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.planning.make import plan
 from zerolite.planning.result import Plan
 
@@ -95,27 +94,6 @@ class EqualLoads(nn.Module):
 def spread() -> nn.Module:
     """``x [24, WIDTH]`` -> ``[24, 3]``."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), EqualLoads(), EqualLoads(), nn.Linear(WIDTH, 3))
-
-
-class Hidden(nn.Module):
-    """``x [B, WIDTH]`` and itself again, as a tuple between stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, first = both
-        return torch.tanh(self.linear(x)) + first, first
-
-
-def layers() -> nn.Module:
-    """``x [B, WIDTH]`` -> ``[B, WIDTH]``, with one layer in two places."""
-    tied = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
-    inner = [LayerSpec(Hidden) for _ in range(6)]
-    # On the CPU F.mse_loss keeps all of its squares.
-    loss = lambda output, target: (output - target).square().mean()  # noqa: E731
-    return PipelineModule([tied[0], lambda x: (x, x), *inner, lambda both: both[0], tied[1]], loss_fn=loss)
 
 
 def gpt(layers: int = 3, heads: int = 3) -> nn.Module:
@@ -214,7 +192,6 @@ KINDS = {
     "spread": Kind(spread, lambda: torch.randn(24, WIDTH), lambda output: output.float().square().sum()),
     "even gpt": Kind(lambda: gpt(4, 4), tokens),  # two ranks can share its heads and layers
     "long": Kind(LongDecoder, long_batch),
-    "layers": Kind(layers, lambda: (torch.randn(64, WIDTH), torch.randn(64, WIDTH))),
     # What 16-bit matrix products on the CPU take inside themselves is little beside all of these.
     "deep gpt": Kind(lambda: gpt(10), tokens),
     "deep gpt in zero.Init": Kind(partitioned_gpt, tokens),

@@ -15,14 +15,13 @@ from zerolite.config import load_config
 from zerolite.engine.engine import Engine
 from zerolite.engine.engine_base import parts_of
 from zerolite.engine.initialize import initialize
-from zerolite.engine.special_engines import PipelineEngine
 from zerolite.monitor.memory_report import Holding, holdings
 from zerolite.planning.dry_run import WARM_UP
 from zerolite.planning.make import ConfigLike, batch_maker, silent
 from zerolite.planning.result import AT_REST, Items, Traffic
 from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import Grid, summarize
-from zerolite.planning.training_step import STEP, MakeBatch, pipeline_loss_fn, train_one_step, walk_through_parameters
+from zerolite.planning.training_step import STEP, MakeBatch, loss_with_targets, train_one_step, walk_through_parameters
 from zerolite.utils.accelerator import default_device
 from zerolite.utils.lazy import collector_off
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, LOCATIONS, OTHER, listeners
@@ -64,14 +63,14 @@ def measure(
     Args:
         make_model: makes the model.
         config: as for ``zerolite.initialize``; monitors and profilers stay off.
-        batch: as for ``zerolite.plan``; None: every parameter is used once, by itself. A pipeline needs a batch.
+        batch: as for ``zerolite.plan``; None: every parameter is used once, by itself.
         loss: as for ``zerolite.plan``.
     """
     meter = _MemoryMeter(default_device(local_rank()))
     with meter.counting():
         model = make_model()
         settings = silent(load_config(config))
-        engine = initialize(model, settings, loss_fn=pipeline_loss_fn(model, settings.pipeline.stages, loss))
+        engine = initialize(model, settings, loss_fn=loss_with_targets(loss))
         made = batch_maker(batch, engine.train_micro_batch_size_per_gpu)
         if made is None:
             walk_through_parameters(model)
@@ -139,7 +138,7 @@ class _LargestItems:
     @contextlib.contextmanager
     def on_phase(self, phase: str) -> Iterator[None]:
         engine = self._engine
-        if phase == STEP and (isinstance(engine, PipelineEngine) or engine.is_gradient_accumulation_boundary()):
+        if phase == STEP and engine.is_gradient_accumulation_boundary():
             engine.reduce_gradients()
             self.update()
         yield

@@ -85,16 +85,6 @@ def test_dense(how: str, again: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "plain"])
-def test_stages_of_a_pipeline(how: str) -> None:
-    pipeline = {"pipeline": {"stages": 2, "split": ["layers.2"]}, "zero_optimization": {"stage": 1}}
-    made = planned(lambda: Stack(how=how), gradient_accumulation_steps=2, **pipeline)
-    again = LINEAR if how else 0
-    expected = [(2 * 3 * layers * 2 * LINEAR, 2 * layers * again) for layers in (2, 1)]
-    assert [(one.flops, one.recomputed_flops) for one in made.stages] == expected
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no _grouped_mm")
 @pytest.mark.parametrize("bf16", [True, False])
 def test_experts_count_for_the_rows_that_they_get(bf16: bool) -> None:

@@ -326,19 +326,13 @@ def _named(
     )
 
 
-def coordinates_of(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int, int]:
-    """Return the coordinates of ``rank``: (pipe, data, tensor)."""
-    data = world_size // (pipe * tensor)
-    return rank // (data * tensor), rank // tensor % data, rank % tensor
-
-
 def _dry_grid(world: Communicator, pipe: int, tensor: int) -> dict[str, Communicator]:
     """Return the communicators of a grid that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
-    pipe_rank, data_rank, tensor_rank = coordinates_of(world.rank, world.world_size, pipe, tensor)
-    data = world.world_size // (pipe * tensor)
-    places = {"data": (data_rank, data), "tensor": (tensor_rank, tensor), "pipe": (pipe_rank, pipe)}
+    data, rank = world.world_size // (pipe * tensor), world.rank
+    places = {"data": (rank // tensor % data, data), "tensor": (rank % tensor, tensor)}
+    places["pipe"] = (rank // (data * tensor), pipe)
     if pipe > 1 and tensor > 1:
-        places["model"] = (pipe_rank * tensor + tensor_rank, pipe * tensor)
+        places["model"] = (places["pipe"][0] * tensor + rank % tensor, pipe * tensor)
     return {name: dry_communicator(_kind_of(world), *of_dimension) for name, of_dimension in places.items()}
 
 
@@ -378,10 +372,9 @@ def stages_communicator(topology: Topology, stages: tuple[int, ...], device: tor
     """
     if len(stages) == topology.pipe.world_size:
         return topology.pipe
-    if topology.pipe.group is None:
-        comm = dry_communicator(_kind_of(topology.pipe), stages.index(topology.pipe.rank), len(stages))
-    else:
-        comm = create_communicator(device, group_within(topology.pipe.group, _ranks_of(topology.pipe.group, stages)))
+    pipe = topology.pipe.group
+    assert pipe is not None, "plans refuse pipelines"
+    comm = create_communicator(device, group_within(pipe, _ranks_of(pipe, stages)))
     return comm.serve("pipe", comm.is_rank0)
 
 

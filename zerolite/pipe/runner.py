@@ -45,14 +45,9 @@ class PipelineRunner:
         self.micro_batches = parts.config.gradient_accumulation_steps or 1
         topology, device = parts.topology, parts.device
         pipe, group = topology.pipe, topology.pipe.group
-        self._links = None if group is None else HostLinks(pipe, "pipeline")
-        self._stages: list[ChunkStage]
-        if group is None or self._links is None:
-            from zerolite.pipe.dry_stage import DryStage  # only for a plan
-
-            self._stages = [DryStage(chunk, stage.parts, device, pipe) for chunk in self._chunks]
-        else:
-            self._stages = [ChunkStage(chunk, stage.parts, device, group, self._links) for chunk in self._chunks]
+        assert group is not None, "plans refuse pipelines"
+        self._links = HostLinks(pipe, "pipeline")
+        self._stages = [ChunkStage(chunk, stage.parts, device, group, self._links) for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.connect(parts.precision, device, self._loss_fn)
         self._run = make_schedule(self._schedule, self._stages, self.micro_batches)
@@ -155,12 +150,9 @@ class PipelineRunner:
         for stage in self._stages:
             stage.begin(step)
         try:
-            if self._links is None:
+            with step.communicating():
                 run()
-            else:
-                with step.communicating():
-                    run()
-                    self._links.finish()
+                self._links.finish()
         finally:
             for stage in self._stages:
                 stage.end()

@@ -188,14 +188,6 @@ class ChunkStage(PipelineStage):
         self, chunk: Chunk, parts: int, device: torch.device, group: dist.ProcessGroup, links: HostLinks
     ) -> None:
         super().__init__(chunk.module, chunk.index, parts, device, group=group)
-        self._set_up(chunk, links, dist.get_process_group_ranks(group))
-
-    def _set_up(self, chunk: Chunk, links: HostLinks | None, ranks: Sequence[int]) -> None:
-        """Set the attributes that torch's stage does not have.
-
-        Args:
-            ranks: global ranks of the pipeline.
-        """
         self.chunk = chunk
         self.step: Step
         self.next_here: ChunkStage | None = None  # stage of the next part, if it is on this rank
@@ -203,7 +195,7 @@ class ChunkStage(PipelineStage):
         self._links = links
         self._input_boundary, self._output_boundary = _Boundary(), _Boundary()
         self._micro_batches: dict[int, _MicroBatchState] = {}
-        self._ranks = list(ranks)
+        self._ranks = dist.get_process_group_ranks(group)
         self._new_output_spec: BoundarySpec | None = None  # outputs of the first forward with new shapes
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch reads these to check that stages are neighbours
 
@@ -264,7 +256,6 @@ class ChunkStage(PipelineStage):
         """
         key = self.step.key
         if not self._input_boundary.failed and key not in self._input_boundary.specs:
-            assert self._links is not None
             self._input_boundary.learn(key, self._links.receive(self._rank_of(self.stage_index - 1)))
         return self._input_boundary.spec(key)
 
@@ -394,7 +385,6 @@ class ChunkStage(PipelineStage):
         fresh, self._new_output_spec = self._new_output_spec, None
         self._output_boundary.learn(key, fresh)
         if self.next_here is None:
-            assert self._links is not None
             self._links.send(fresh, self._rank_of(self.stage_index + 1))
 
     @computation

@@ -106,7 +106,7 @@ def build_parser(prog: str) -> _Parser:
     job("--config", required=True, metavar="CONFIG", help="the engine's config: a file, or JSON")
     job("--world-size", required=True, type=_count, metavar="N", help="number of ranks; the config sets their grid")
     job("--nodes", type=_count, metavar="N", help="number of nodes; needed for the traffic between nodes")
-    job("--rank", type=_rank, metavar="N", help="the rank to plan (default: 0, or of a pipeline one that needs most)")
+    job("--rank", type=_rank, metavar="N", help="the rank to plan (default: 0)")
     job("--device", choices=("cuda", "cpu"), default="cuda", help="the kind of device of the ranks (default: cuda)")
     job("--device-memory", type=size_argument, metavar="SIZE", help="memory of each rank's device, as in 80GB or 80GiB")
     job("--host-memory", type=size_argument, metavar="SIZE", help="memory of each host, shared by its ranks (--nodes)")

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -25,14 +25,11 @@ from zerolite.comm import (
     use_communicator,
 )
 from zerolite.config import ZeroliteConfig
-from zerolite.config.parallelism import TWO_CHUNKS
-from zerolite.data.micro_batch import MicroBatch
 from zerolite.engine.arguments import Arguments, check_model
 from zerolite.engine.build import build_engine
 from zerolite.engine.engine import Engine
 from zerolite.engine.engine_base import parts_of
 from zerolite.engine.initialize import form_grid, parallelize_model
-from zerolite.engine.special_engines import PipelineEngine
 from zerolite.planning.clock import Event, Trace
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu, one_document_each
@@ -42,8 +39,7 @@ from zerolite.planning.traffic import Grid, summarize
 from zerolite.planning.training_step import (
     STEP,
     MakeBatch,
-    micro_batches,
-    pipeline_loss_fn,
+    loss_with_targets,
     train_one_step,
     walk_through_parameters,
 )
@@ -56,10 +52,6 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.inner_tensors import inner_tensors
 from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
-
-if TYPE_CHECKING:
-    from zerolite.pipe.dry_stage import DryPipeline
-    from zerolite.pipe.prepare import PreparedStage
 
 _one_at_a_time = threading.RLock()
 """Lock of the dry run in progress, which replaces the communicator and the memory listeners of the process."""
@@ -99,11 +91,6 @@ class Job:
         """Steps before the reported one."""
         return WARM_UP if self.config.zero_optimization.stage == 3 else WARM_UP - 1
 
-    def at_stage(self, stage: int) -> Job:
-        """Return the job of the rank with the same data and tensor coordinates in another pipeline stage."""
-        of_stage = self.world_size // self.config.pipeline.stages
-        return replace(self, rank=stage * of_stage + self.rank % of_stage)
-
     def topology(self) -> Topology:
         return dry_grid(self.config, self.rank, self.world_size, self.device, self.nodes)
 
@@ -125,34 +112,17 @@ def _communicator(device: str, nodes: int | None, rank: int, world_size: int) ->
     return dry_communicator(kind, rank, world_size)
 
 
-def run_stages(job: Job) -> list[DryRun]:
-    """Return the result of :func:`run` for a rank of each pipeline stage; without a pipeline that of ``job``."""
-    stages = job.config.pipeline.stages
-    if stages == 1:
-        return [run(job)]
-    from zerolite.pipe.dry_stage import DryPipeline  # only where there is a pipeline
-
-    dry_pipeline = DryPipeline()
-    if job.batch is not None and job.config.pipeline.chunks_per_rank > 1:
-        _learn_boundaries(job, dry_pipeline)  # otherwise a stage finds what the one before it has passed
-    return [run(job.at_stage(stage), dry_pipeline) for stage in range(stages)]
-
-
-def run(job: Job, dry_pipeline: DryPipeline | None = None) -> DryRun:
+def run(job: Job) -> DryRun:
     """Make the model and the engine, train ``job.warm_up`` + 1 steps, and return what was seen.
-
-    Args:
-        job: the inputs.
-        dry_pipeline: state that the stages of a pipeline share; None without a pipeline.
 
     Raises:
         PlanError: the model needs values, or the engine refuses the job.
         ConfigError: for the config.
     """
     tracker = MemoryTracker(separate_memory=job.device == "cuda")
-    with _simulated_rank(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_frozen():
+    with _simulated_rank(job) as mode, tracker, tracker.modules.followed(), older_objects_frozen():
         with collector_off():  # the collector would free cycles at another moment in each run
-            dry_run = DryRun(job, tracker, mode, dry_pipeline)
+            dry_run = DryRun(job, tracker, mode)
             dry_run.train()
             return dry_run
 
@@ -178,7 +148,7 @@ def older_objects_frozen() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryFakeMode]:
+def _simulated_rank(job: Job) -> Iterator[DryFakeMode]:
     """Context in which this process simulates ``job.rank``.
 
     Autograd is on as in a training loop, whatever the caller's modes are. Anomaly detection is off: it reads values.
@@ -192,29 +162,11 @@ def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryF
         use_platform(DryPlatform(job.device)),
         isolated(),
         unrecorded(),
-        contextlib.nullcontext() if dry_pipeline is None else dry_pipeline.running(),
         use_communicator(lambda rank, world: _communicator(job.device, job.nodes, job.rank, job.world_size)),
         DryFakeMode() as mode,
     ):
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)  # by torch's code
         yield mode
-
-
-def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
-    """Find the tensors that each part of the pipeline passes to the next, by one forward of every part, in order."""
-    from zerolite.pipe.dry_stage import learn_boundaries
-
-    with _simulated_rank(job, dry_pipeline) as mode:
-        engines: list[PipelineEngine] = []
-        batches: Iterator[Any] = iter(())
-        for stage in range(job.config.pipeline.stages):
-            dry_run = DryRun(job.at_stage(stage), MemoryTracker(), mode, dry_pipeline)
-            engine = dry_run.make_engine(dry_run.make_model())
-            batches = micro_batches(engine, dry_run.batch)
-            assert isinstance(engine, PipelineEngine)
-            engines.append(engine)
-        with as_plan_error("the model's forward"):
-            learn_boundaries([engine.runner for engine in engines], batches)
 
 
 class DryRun:
@@ -223,9 +175,7 @@ class DryRun:
     Attributes:
         job: its inputs.
         grid: the ranks.
-        stage: pipeline stage of the rank, from 0.
         fields: fields of :class:`~zerolite.planning.result.Plan`.
-        tied_parameters: elements of the rank's parameters that an earlier pipeline stage has too, and counts.
         recorder: collectives of the reported step.
         events: what the engine did in the step before and in that step, for :func:`~zerolite.planning.clock.step_time`.
         original_model: host memory of the model before the engine takes it over.
@@ -233,27 +183,23 @@ class DryRun:
         unknown: operators without a known number of operations.
     """
 
-    def __init__(self, job: Job, tracker: MemoryTracker, mode: DryFakeMode, dry_pipeline: DryPipeline | None) -> None:
+    def __init__(self, job: Job, tracker: MemoryTracker, mode: DryFakeMode) -> None:
         """
         Args:
             job: its inputs.
-            tracker: counts memory, if it is active.
+            tracker: counts memory.
             mode: the active FakeTensorMode.
-            dry_pipeline: boundaries between pipeline stages; None without a pipeline.
         """
         self.job, self._tracker, self._mode = job, tracker, mode
         self._topology = job.topology()
-        self.grid, self.stage = Grid.of(self._topology), self._topology.pipe.rank
+        self.grid = Grid.of(self._topology)
         self.fields: dict[str, Any] = {}
-        self.tied_parameters = self.original_model = 0
+        self.original_model = 0
         self.recorder, self.recurrent, self.unknown = Recorder(), False, set[str]()
         self.events: list[list[Event]] = []
         platform = current_platform()
         assert isinstance(platform, DryPlatform)
         self._platform = platform
-        self._staged: PreparedStage | None = None
-        if dry_pipeline is not None:
-            dry_pipeline.set_phase(self._phase)
 
     def train(self) -> None:
         """Make the model and its engine, train, and note what is seen."""
@@ -262,7 +208,6 @@ class DryRun:
         self.original_model = tracker.items[HOST][ORIGINAL_MODEL]
         tracker.reset_host_peak()
         engine = self.make_engine(model)
-        self._prepare_chunks(engine)
         peaks = [tracker.peak]
         tracker.reset_peak()
         for _ in range(self.job.warm_up - 1):
@@ -286,9 +231,7 @@ class DryRun:
         self.events = trace.steps
         self._note_parameters(model, parts)
         self._note_memory([*peaks, tracker.peak], {name: type(m).__name__ for name, m in model.named_modules()})
-        # The last of a loop's stages sends to the first one.
-        looped = self.job.config.pipeline.chunks_per_rank > 1 and self.job.config.pipeline.schedule not in TWO_CHUNKS
-        self.fields["traffic"] = summarize(self.recorder.calls, self.grid, self.job.nodes, self.stage, looped)
+        self.fields["traffic"] = summarize(self.recorder.calls, self.grid, self.job.nodes)
         self.fields["host_waits"] = self._platform.host_waits if self.job.device == "cuda" else 0
         self.fields["checkpoint"] = ModelState(parts).nbytes()
         if self.job.batch is not None and tracker.flops is not None:
@@ -297,8 +240,6 @@ class DryRun:
             self.unknown = flops.unknown
 
     def _note_parameters(self, model: torch.nn.Module, parts: EngineParts) -> None:
-        later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self.stage]
-        self.tied_parameters = sum(_unsharded_numel(tie.parameter) for tie in later)
         self.recurrent = any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
         self.fields |= {
             "model": type(model).__name__,
@@ -334,52 +275,35 @@ class DryRun:
         gc.collect()  # the constructor may leave tensors in cycles, such as torch.load's state dicts
         with as_refusal():
             check_model(model)
-        if not getattr(model, "is_pipeline_module", False) or model.built:  # otherwise only this stage is built, later
-            if not all(is_fake(inner) for parameter in model.parameters() for inner in inner_tensors(parameter)):
-                raise PlanError(
-                    "expected a function that makes the model, where tensors have no memory, got one that returns a "
-                    "model made before; make it inside the function"
-                )
-            move_meta_to_fake_cpu(model)
+        if not all(is_fake(inner) for parameter in model.parameters() for inner in inner_tensors(parameter)):
+            raise PlanError(
+                "expected a function that makes the model, where tensors have no memory, got one that returns a model "
+                "made before; make it inside the function"
+            )
+        move_meta_to_fake_cpu(model)
         return model
 
     def make_engine(self, model: torch.nn.Module) -> Engine:
         tracker, job = self._tracker, self.job
         topology, device = self._topology, torch.device("cpu")
-        loss_fn = pipeline_loss_fn(model, self.grid.pipe, job.loss)
+        loss_fn = loss_with_targets(job.loss)
         with as_refusal():
             with self._mode.constructing():
-                self._staged, loss_fn = parallelize_model(model, job.config, topology, device, loss_fn)
-            staged = self._staged
+                _, loss_fn = parallelize_model(model, job.config, topology, device, loss_fn)
             if job.batch is None:
-                # The hooks of a pipeline stage raise if it is called directly, as the walk below does.
-                for module in () if staged is None else model.modules():
-                    module._forward_pre_hooks.clear()
-                    module._forward_hooks.clear()
                 walk_through_parameters(model)
-                staged = loss_fn = None  # without activations stages send nothing
+                loss_fn = None
             tracker.tag_new(OTHER)
-            arguments = Arguments(loss_fn=loss_fn)
-            engine = build_engine(model, job.config, arguments, topology, device, job.device, staged)
+            engine = build_engine(model, job.config, Arguments(loss_fn=loss_fn), topology, device, job.device)
         tracker.modules.name(model)
         trained = {id(parameter) for parameter in parts_of(engine).reducer.parameters}
         tracker.claim((p for p in model.parameters() if id(p) not in trained and not hasattr(p, "ds_id")), COMPUTE)
         tracker.claim(model.buffers(), BUFFERS)
         return engine
 
-    def _prepare_chunks(self, engine: Engine) -> None:
-        """Prepare the pipeline's parts for the shapes of the micro-batches. A real job does this without memory."""
-        if not isinstance(engine, PipelineEngine) or self._staged is None:
-            return
-        with as_plan_error("the model's forward"), self._tracker.without_peaks():
-            first = MicroBatch.of(next(micro_batches(engine, self.batch)), engine.loss_fn, engine.device)
-            for chunk in self._staged.chunks:
-                chunk.prepare(first)
-
     def _step(self, engine: Engine) -> None:
         """Train one step: all micro-batches of an accumulation, and the update."""
-        named = as_plan_error("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext()
-        with one_document_each(), named:
+        with one_document_each():
             train_one_step(engine, self.batch, self.job.loss, self._phase)
         self._tracker.modules.forget()
         self._platform.end_step()

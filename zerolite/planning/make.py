@@ -10,7 +10,7 @@ import torch
 
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.planning.clock import step_time
-from zerolite.planning.dry_run import DryRun, Job, dry_grid, run_stages
+from zerolite.planning.dry_run import DryRun, Job, dry_grid, run
 from zerolite.planning.result import Machine, Plan, PlanError, StepTime
 from zerolite.planning.training_step import required_parameters
 from zerolite.planning.wire import Wires
@@ -46,7 +46,7 @@ def plan(
         config: the engine's config, which sets the grid of the ranks.
         world_size: number of all ranks.
         nodes: number of hosts, which the ranks fill evenly and in order.
-        rank: the rank to plan; None: rank 0, or with a pipeline the first rank of the stage with the highest peak.
+        rank: the rank to plan; None: rank 0.
         device: "cuda" or "cpu", for the communicators and code paths of that kind.
         device_memory: memory of each rank's device, in bytes or as text such as "80GB".
         host_memory: memory of each host, which its ranks share, in the same forms.
@@ -67,27 +67,17 @@ def plan(
         for name, size in (("device_memory", device_memory), ("host_memory", host_memory))
     }
     loaded = load_config(config)
+    if loaded.pipeline.stages > 1:
+        raise PlanError(
+            f"expected a job without a pipeline, got pipeline.stages {loaded.pipeline.stages}: plan the layers of one "
+            "stage as a model of their own, on the ranks of a stage. With 1f1b it has the activations of as many "
+            "micro-batches at once as there are stages behind it, and its own"
+        )
     with_samples = dry_grid(loaded, rank or 0, world_size, device, nodes).batch.world_size
     resolved = silent(loaded).resolve(with_samples)
     batches = batch_maker(batch, resolved.train_micro_batch_size_per_gpu)
-    runs = run_stages(Job(model_fn, resolved, world_size, rank or 0, device, nodes, batches, loss))
-    plans = [_plan_of(made, machine, memory) for made in runs]
-    return plans[0] if len(plans) == 1 else _of_stages(plans, rank, sum(made.tied_parameters for made in runs))
-
-
-def _of_stages(plans: list[Plan], rank: int | None, tied: int) -> Plan:
-    """Return the plan of one rank of a pipeline, which has those of all stages.
-
-    Args:
-        tied: parameters that several stages have.
-    """
-    chosen = max(plans, key=lambda one: one.peak.bytes) if rank is None else next(p for p in plans if p.rank == rank)
-    update = {
-        "parameters": sum(one.parameters for one in plans) - tied,
-        "trained_parameters": sum(one.trained_parameters for one in plans) - tied,
-        "stages": [one.model_copy(update={"timeline": [], "notes": []}) for one in plans],
-    }
-    return chosen.model_copy(update=update)
+    made = run(Job(model_fn, resolved, world_size, rank or 0, device, nodes, batches, loss))
+    return _plan_of(made, machine, memory)
 
 
 def silent(config: ZeroliteConfig) -> ZeroliteConfig:
@@ -145,8 +135,6 @@ def _plan_of(made: DryRun, machine: Machine | None, memory: dict[str, Any]) -> P
         batch=None if job.batch is None else _describe(job.batch()),
         grid=_describe_grid(made),
         data_parallel=grid.data,
-        pipeline_stage=made.stage,
-        schedule=config.pipeline.schedule if grid.pipe > 1 else None,
         time=time,
         notes=list(_notes(made, untimed if machine is not None else "")),
         **made.fields,
@@ -159,21 +147,19 @@ def _why_untimed(job: Job) -> str:
     zero = job.config.zero_optimization
     if job.batch is None:
         return "needs a batch"
-    if job.config.pipeline.stages > 1:
-        return "is not computed for pipelines, whose stages wait for each other"
     if zero.offload_optimizer.enabled or zero.offload_param.enabled:
         return "is not computed with offload, whose copies the clock does not know"
     return ""
 
 
 def _describe_grid(made: DryRun) -> str:
-    """Return the dimensions with several ranks, as in "pipe 2 × data 4"; "" for data parallelism alone."""
+    """Return the dimensions with several ranks, as in "data 4 × tensor 2"; "" for data parallelism alone."""
     grid, experts = made.grid, made.job.config.expert_parallel.ranks
-    sizes = {"pipe": grid.pipe, "data": grid.data // grid.sequence, "sequence": grid.sequence, "tensor": grid.tensor}
+    sizes = {"data": grid.data // grid.sequence, "sequence": grid.sequence, "tensor": grid.tensor}
     text = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if experts > 1:
         return f"{text}, experts over {experts}"
-    return "" if grid.pipe * grid.sequence * grid.tensor == 1 else text
+    return "" if grid.sequence * grid.tensor == 1 else text
 
 
 def _precision(config: ZeroliteConfig) -> str:

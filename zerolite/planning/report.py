@@ -55,9 +55,6 @@ def _one_plan(plan: Plan) -> Iterator[list[str]]:
     grid = [plan.grid] if plan.grid else []
     about = ", ".join([stage + _on_nodes(plan), *grid, plan.precision, plan.device])
     yield _wrapped(f"{plan.model}: {plan.parameters:,} parameters{trained}", about, _batch(plan))
-    if plan.stages:
-        yield _stages(plan)
-        yield _wrapped(f"Schedule: {plan.schedule}, {counted(plan.accumulation, 'micro-batch', 'es')}.")
     yield _memory(plan)
     yield _wrapped(*_peaks(plan))
     yield _wrapped(_device_verdict(plan), _host_verdict(plan))
@@ -79,17 +76,6 @@ def _batch(plan: Plan) -> str:
     size = "" if plan.micro_batch is None else f" of {plan.micro_batch}"
     batch = f": {plan.batch}" if plan.batch else "; no batch was given, so there are no activations"
     return f"{counted(plan.accumulation, 'micro-batch', 'es')}{size} in a step{batch}"
-
-
-def _stages(plan: Plan) -> list[str]:
-    """Return a table with a row for each pipeline stage."""
-    heads = ["parameters", "states", "peak", "sent", "between nodes"]
-    rows = [["stage", *heads, "in"]]
-    for stage in plan.stages:
-        cells, here = _needs(stage), " <- shown below" if stage.rank == plan.rank else ""
-        name = f"{stage.pipeline_stage} (rank {stage.rank})"
-        rows.append([name, *(cells[head] for head in heads), stage.peak.phase + here])
-    return _table(rows, _without_nodes(plan))
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -206,7 +192,7 @@ def _several_plans(comparison: Comparison) -> Iterator[list[str]]:
     empty = [name for name in ("host", "disk") if not any(getattr(one, name) for one in plans)]
     empty += [] if any(one.time for one in plans) else ["step", "exposed"]
     cells = [_needs(one) | _more(one) for one in plans]
-    heads = [head for head in cells[0] if head not in ("parameters", *empty, *_without_nodes(plan))]
+    heads = [head for head in cells[0] if head not in (*empty, *_without_nodes(plan))]
     rows = [["setting", *heads, ""]]
     for index, (name, _) in enumerate(comparison.rows):
         mark = "<- chosen" if index == comparison.chosen else ""
@@ -217,11 +203,9 @@ def _several_plans(comparison: Comparison) -> Iterator[list[str]]:
 
 
 def _needs(rank: Plan) -> dict[str, str]:
-    """Return the cells of a rank's parameters, memory and traffic, by column heading."""
-    states = [stage.states for stage in rank.stages] or [rank.states]
+    """Return the cells of a rank's memory and traffic, by column heading."""
     return {
-        "parameters": f"{rank.rank_parameters:,}",
-        "states": format_size(max(total(items, MODEL_STATES) for items in states)),
+        "states": format_size(rank.model_states),
         "peak": format_size(rank.peak.bytes),
         "sent": format_size(rank.sent),
         "between nodes": format_size(rank.inter_node or 0),

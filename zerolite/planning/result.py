@@ -66,20 +66,18 @@ class Traffic(_Frozen):
         count: launches. Several tensors in one group (NCCL's ncclGroup) are one launch.
         nbytes: size of the full tensors: a gather of P bytes on N ranks counts P, not P / N.
         sent: bytes that this rank sends if the collectives run as rings, the bandwidth-optimal algorithm. A gather or a
-            reduce-scatter sends (N - 1) / N of ``nbytes``, an all-reduce twice that. A broadcast and a message between
-            pipeline stages send all of it.
-        inter_node: the part of ``sent`` that leaves the node, averaged over the ranks of a node. Messages between
-            stages are averaged over the ranks of a stage.
+            reduce-scatter sends (N - 1) / N of ``nbytes``, an all-reduce twice that. A broadcast sends all of it.
+        inter_node: the part of ``sent`` that leaves the node, averaged over the ranks of a node.
         unaligned: number of buffers (full tensors, ranks' parts, shards) that are not aligned to 16 bytes, for which
             NCCL takes a slow path.
     """
 
-    op: str = Field(description="such as all_reduce, all_gather, all_to_all, permute; between stages send or receive")
+    op: str = Field(description="such as all_reduce, all_gather, all_to_all, permute")
     tag: str = Field(description="its purpose: gradients, parameters, stats, ...")
     dimension: str = Field(
         default="data",
         description="of the grid: data, shard, replicate, sequence, ring, expert, expert data, expert shard, tensor, "
-        "pipe, model, world",
+        "model, world",
     )
     ranks: int = Field(default=1, description="ranks that take part")
     count: int
@@ -143,9 +141,6 @@ class StepTime(_Frozen):
 class Plan(_Frozen):
     """Memory and traffic of one rank of a job, found by running the engine on tensors without memory. Sizes in bytes.
 
-    With a pipeline, ``stages`` has the plan of a rank of each stage, and all other fields are of the rank with the
-    highest peak, or that was asked for.
-
     Attributes:
         parameters: elements of the full model.
         rank_parameters: elements that this rank has, padding included.
@@ -183,9 +178,6 @@ class Plan(_Frozen):
     rank_parameters: int
     grid: str = Field(default="", description="dimensions of the ranks; empty for data parallelism alone")
     data_parallel: int = Field(description="ranks that have the same parameters")
-    pipeline_stage: int = 0
-    schedule: str | None = Field(default=None, description="of the pipeline")
-    stages: list[Plan] = Field(default=[], description="of the pipeline, without time lines; none without one")
     states: Items
     at_rest: Items
     peak: Peak
@@ -250,14 +242,10 @@ class Plan(_Frozen):
 
     @property
     def collectives(self) -> dict[str, int]:
-        """Launches of one step by kind, without messages between pipeline stages.
-
-        For example ``{"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}``.
-        """
+        """Launches of one step by kind, as in ``{"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}``."""
         counts: dict[str, int] = {}
         for entry in self.traffic:
-            if entry.op not in ("send", "receive"):
-                counts[entry.op] = counts.get(entry.op, 0) + entry.count
+            counts[entry.op] = counts.get(entry.op, 0) + entry.count
         return counts
 
     @property

@@ -116,7 +116,7 @@ def replica_settings(config: ZeroliteConfig, world_size: int, nodes: int | None)
     """
     zero = config.zero_optimization
     ranks = zero.ranks_of_shards or world_size // ((nodes or 1) * config.tensor_parallel.ranks)
-    if (nodes or 1) == 1 or ranks <= 1 or config.pipeline.stages > 1:
+    if (nodes or 1) == 1 or ranks <= 1:
         return []
     compressed = {name: getattr(zero, name) for name in ("zero_quantized_gradients", "zeropp_loco_param")}
     keys = {**_ALL_RANKS, **_devices(config, "none", "none"), **compressed}

@@ -12,18 +12,16 @@ from zerolite.planning.result import Traffic
 if TYPE_CHECKING:
     from zerolite.comm import CollectiveCall, Topology
 
-MESSAGES = ("send", "receive")
 ON_HOST = "control"  # tag of the small exchanges between processes on the host, which are no collectives
 
 
 class Grid(NamedTuple):
-    """Sizes of a grid of pipe × data × tensor ranks, tensor innermost, as in :class:`zerolite.comm.Topology`.
+    """Sizes of a grid of data × tensor ranks, tensor innermost, as in :class:`zerolite.comm.Topology`.
 
     ``sequence`` of the data ranks, neighbours, have parts of the same sequences. ``expert`` of all ranks, neighbours,
     have all experts together: those of whole tensor groups.
     """
 
-    pipe: int = 1
     data: int = 1
     tensor: int = 1
     sequence: int = 1
@@ -32,43 +30,31 @@ class Grid(NamedTuple):
     @classmethod
     def of(cls, topology: Topology) -> Grid:
         """Return the sizes of a job's grid."""
-        made = topology.pipe, topology.data, topology.tensor, topology.sequence, topology.expert
+        made = topology.data, topology.tensor, topology.sequence, topology.expert
         return cls(*(comm.world_size for comm in made))
 
     @property
     def world_size(self) -> int:
-        return self.pipe * self.data * self.tensor
-
-    def rank(self, pipe: int, data: int, tensor: int) -> int:
-        """Return the global rank at these coordinates."""
-        return (pipe * self.data + data) * self.tensor + tensor
+        return self.data * self.tensor
 
     def groups(self, dimension: str, size: int) -> list[list[int]]:
         """Return the ranks of each group of ``size`` ranks, in order.
 
-        "model" is pipe × tensor. Neighbours among all ranks are "expert". The data ranks are in sets in several
-        ways: neighbours are "shard" or "sequence"; those at one place of all sets are "replicate", "expert data", or of
-        other sequences "data"; "ring" are some of a sequence's, and "expert shard" those of a "shard" with the same
-        experts.
+        Neighbours among all ranks are "tensor" and "expert". The data ranks are in sets in several ways: neighbours are
+        "shard" or "sequence"; those at one place of all sets are "replicate", "expert data", or of other sequences
+        "data"; "ring" are some of a sequence's, and "expert shard" those of a "shard" with the same experts.
         """
-        pipes, tensors = range(self.pipe), range(self.tensor)
-        data_groups = [[self.rank(i, j, k) for j in range(self.data)] for i in pipes for k in tensors]
-        if dimension in ("pipe", "tensor", "model"):
-            places = list(zip(*data_groups, strict=True))  # ranks of a copy of the model: a pipe × tensor table
-            if dimension == "model":
-                return [list(ranks) for ranks in places]
-            if dimension == "pipe":
-                return [list(ranks[k :: self.tensor]) for ranks in places for k in tensors]
-            return [list(ranks[i * self.tensor : (i + 1) * self.tensor]) for ranks in places for i in pipes]
+        ranks = list(range(self.world_size))
         if dimension == "world":
-            return [list(range(self.world_size))]
-        if dimension == "expert":
-            return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+            return [ranks]
+        if dimension in ("tensor", "model", "expert"):
+            return [ranks[first : first + size] for first in range(0, self.world_size, size)]
+        data_groups = [ranks[place :: self.tensor] for place in range(self.tensor)]
         apart = {"ring": self.sequence // size, "expert shard": max(1, self.expert // self.tensor)}
         apart |= dict.fromkeys(("replicate", "expert data", "data"), self.data // size)
         step = apart.get(dimension, 1)
         blocks = [
-            ranks[first : first + size * step] for ranks in data_groups for first in range(0, self.data, size * step)
+            group[first : first + size * step] for group in data_groups for first in range(0, self.data, size * step)
         ]
         return [block[place::step] for block in blocks for place in range(step)]
 
@@ -91,28 +77,7 @@ def between_nodes(op: str, moves: int, group: list[int], per_node: int) -> list[
     return [Fraction(node != target) for node, target in zip(nodes, targets, strict=True)]
 
 
-def messages_between_nodes(grid: Grid, nodes: int, stage: int, looped: bool = False) -> Fraction:
-    """Return the share of a pipeline stage's messages that leaves the node.
-
-    The stage sends as much to the stage before it as to the stage after it.
-
-    Args:
-        grid: all ranks, which fill node after node.
-        nodes: number of nodes.
-        stage: the pipeline stage.
-        looped: the last stage also sends to the first one.
-    """
-    per_node = grid.world_size // nodes
-    beside = [stage - 1, stage + 1]
-    stages = [s % grid.pipe for s in beside] if looped else [s for s in beside if 0 <= s < grid.pipe]
-    ranks = [(d, t) for d in range(grid.data) for t in range(grid.tensor)]
-    across = sum(grid.rank(stage, *at) // per_node != grid.rank(s, *at) // per_node for s in stages for at in ranks)
-    return Fraction(across, max(len(stages) * len(ranks), 1))
-
-
-def summarize(
-    calls: Iterable[CollectiveCall], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
-) -> list[Traffic]:
+def summarize(calls: Iterable[CollectiveCall], grid: Grid, nodes: int | None = None) -> list[Traffic]:
     """Return one row for each operation, tag and dimension, the one that sends the most bytes first.
 
     Collectives are assumed to be rings in rank order, and ranks fill node after node. NCCL may choose trees for small
@@ -122,8 +87,6 @@ def summarize(
         calls: the calls of one rank.
         grid: all ranks.
         nodes: number of nodes; None: traffic between nodes is unknown.
-        stage: pipeline stage of the rank.
-        looped: the last pipeline stage also sends to the first one.
     """
     kinds: dict[tuple[str, str, str, int], list[CollectiveCall]] = {}
     for call in calls:
@@ -133,9 +96,7 @@ def summarize(
     for (op, tag, dimension, ranks), same in kinds.items():
         nbytes = sum(call.nbytes for call in same)
         sent, across = _sent(op, nbytes, ranks), None
-        if nodes is not None and (op in MESSAGES or dimension == "pipe"):
-            across = int(sent * messages_between_nodes(grid, nodes, stage, looped))
-        elif nodes is not None:
+        if nodes is not None:
             by_moves: Counter[int] = Counter()
             for call in same:
                 by_moves[call.moves] += call.nbytes
@@ -151,9 +112,7 @@ def summarize(
 
 def _sent(op: str, nbytes: int, ranks: int) -> int:
     """Return the bytes that each rank of a ring sends (Patarasu and Yuan, 2009; nccl-tests, doc/PERFORMANCE.md)."""
-    if op == "receive":
-        return 0
-    if op in ("broadcast", "send", "permute"):
+    if op in ("broadcast", "permute"):
         return nbytes
     part = nbytes * (ranks - 1) // ranks
     return 2 * part if op == "all_reduce" else part

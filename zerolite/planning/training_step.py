@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from zerolite.comm import collective
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.engine.engine import Engine
-from zerolite.engine.special_engines import EvaluationEngine, PipelineEngine
+from zerolite.engine.special_engines import EvaluationEngine
 from zerolite.utils.nested import find_tensors
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -28,32 +28,9 @@ Phase = Callable[[str], contextlib.AbstractContextManager[object]]
 """Function that returns the context for a phase: :data:`FORWARD`, :data:`BACKWARD` or :data:`STEP`."""
 
 
-class LossOfOutputs:
-    """Loss function of outputs and targets that ignores the targets."""
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-
-    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
-        return self._loss(outputs)
-
-
-def pipeline_loss_fn(
-    model: torch.nn.Module, stages: int, loss: Callable[..., torch.Tensor] | None
-) -> LossFunction | None:
-    """Return the ``loss_fn`` of ``zerolite.initialize`` for a plan's ``loss``; None if none is needed.
-
-    Args:
-        model: the model; a PipelineModule may have a loss function.
-        stages: number of pipeline stages.
-        loss: function of the outputs, or of outputs and targets. With targets, or with the PipelineModule's loss
-            function, batches are pairs (inputs, targets).
-    """
-    if loss is not None and len(required_parameters(loss)) == 2:
-        return loss
-    if stages == 1 or getattr(model, "loss_fn", None) is not None:
-        return None
-    return LossOfOutputs(loss or default_loss)
+def loss_with_targets(loss: Callable[..., torch.Tensor] | None) -> LossFunction | None:
+    """Return a plan's ``loss`` if it is a function of outputs and targets, as ``zerolite.initialize`` takes it."""
+    return loss if loss is not None and len(required_parameters(loss)) == 2 else None
 
 
 def required_parameters(function: Callable[..., Any]) -> list[str]:
@@ -78,13 +55,11 @@ def train_one_step(
         engine: the engine.
         batch: makes a micro-batch.
         loss: for an engine without a loss function.
-        phase: context of each phase. With a pipeline it is entered at the beginning of the step and for the update.
+        phase: context of each phase.
     """
     if isinstance(engine, EvaluationEngine):
-        _evaluate(engine, batch, phase)
-        return
-    if isinstance(engine, PipelineEngine):
-        _train_pipeline(engine, batch, phase)
+        with torch.no_grad(), phase(FORWARD):
+            _forward(engine, batch())
         return
     for _ in range(engine.config.gradient_accumulation_steps or 1):
         with phase(FORWARD):
@@ -94,30 +69,6 @@ def train_one_step(
         del value
         with phase(STEP):
             engine.step()
-
-
-@torch.no_grad()
-def _evaluate(engine: Engine, batch: MakeBatch, phase: Phase) -> None:
-    with phase(FORWARD):
-        if isinstance(engine, PipelineEngine):
-            engine.eval_batch(micro_batches(engine, batch), compute_loss=engine.loss_fn is not None)
-        else:
-            _forward(engine, batch())
-
-
-def _train_pipeline(engine: PipelineEngine, batch: MakeBatch, phase: Phase) -> None:
-    with phase(FORWARD):
-        pass  # marks the beginning of the step; forwards and backwards follow in the schedule's order
-    runner = engine.runner
-    runner.accumulate(micro_batches(engine, batch))
-    with phase(STEP):
-        runner.update()
-
-
-def micro_batches(engine: Engine, batch: MakeBatch) -> Iterator[Any]:
-    """Yield micro-batches for ``engine.train_batch``, without end."""
-    while True:
-        yield (batch(), None) if isinstance(engine.loss_fn, LossOfOutputs) else batch()
 
 
 def _loss(engine: Engine, batch: Any, loss: Loss | None) -> torch.Tensor:

@@ -73,8 +73,8 @@ class Wires:
             leaving = [float(share) for share in between_nodes(op, call.moves, group, self._per_node)]
             most = max(sum(of for of, node in zip(leaving, on, strict=True) if node == one) for one in set(on))
             return self._timed(one_hop, nbytes * most, nbytes, local)
-        if op in ("send", "receive", "broadcast"):
-            return self._timed(ring if op == "broadcast" else one_hop, nbytes if nodes > 1 else 0, nbytes, local)
+        if op == "broadcast":
+            return self._timed(ring, nbytes if nodes > 1 else 0, nbytes, local)
         to_others = nbytes * local * (ranks - local) / ranks
         is_half = call.dtype.itemsize == 2
         own_ring = op == "all_reduce" and (call.numel % ranks or ranks == 2 and not is_half)
