@@ -103,7 +103,7 @@ for i in range(4):
     step(engine)
 """
     (_, said), (status, _) = run(tmp_path, script)
-    assert status == EXIT_STATUS and "TimedOut" in said and "rank 1 is outside of the engine" in said
+    assert status == EXIT_STATUS and "CollectiveFailed" in said and "rank 1 is outside of the engine" in said
 
 
 @pytest.mark.parametrize("call", ["make(2.0)", "engine.reduce(1)"])

@@ -13,7 +13,6 @@ from zerolite.comm.process_group import destroy, init_distributed, keep_track, l
 from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded
 from zerolite.comm.store import SharedStore
 from zerolite.comm.topology import (
-    DeviceMesh,
     Topology,
     create_topology,
     data_topology,
@@ -28,7 +27,6 @@ __all__ = [
     "Chained",
     "CollectiveCall",
     "Communicator",
-    "DeviceMesh",
     "HostGroup",
     "HostLinks",
     "HostMaximum",

@@ -17,7 +17,6 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.torch_version import TorchVersion
 
 from zerolite.comm.environment import Rendezvous, find_local_rank, read_environment
 from zerolite.comm.flight_recorder import blocked, collective
@@ -32,7 +31,6 @@ logger = logging.getLogger("zerolite")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _started_here = False
-_AVOID_RECORD_STREAMS = "TORCH_NCCL_AVOID_RECORD_STREAMS"
 _gloo_kept_here = False  # this module has chosen gloo's interface, not the user
 
 
@@ -192,17 +190,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return backend_timeout(group, DEFAULT_TIMEOUT)
 
 
-def nccl_environment(torch_version: TorchVersion, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that NCCL's process groups of this torch need and ``env`` does not set.
-
-    Before 2.8 torch marks tensors of a collective with record_stream. The allocator reuses their memory only after an
-    event, so the peak depends on timing. With this variable, the default in later versions, torch keeps the tensors
-    until the collective has been waited for. zerolite keeps them that long itself.
-    """
-    old = torch_version < "2.8" and _AVOID_RECORD_STREAMS not in env
-    return {_AVOID_RECORD_STREAMS: "1"} if old else {}
-
-
 @collective
 def init_distributed(
     backend: str | None = None,
@@ -246,7 +233,6 @@ def init_distributed(
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     _let_gloo_wait(backend)
-    os.environ.update(nccl_environment(torch.__version__, os.environ))
     if init_method is not None and init_method != "env://":
         rank, world_size = _check_rank(init_method, rank, world_size)
         _start(backend, init_method, rank, world_size, timeout)

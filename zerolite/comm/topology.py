@@ -34,14 +34,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.create import create_communicator, dry_communicator
 from zerolite.comm.flight_recorder import blocked, collective
 from zerolite.comm.process_group import SECOND_GROUP, group_within, made_once, timeout_of
-
-DIMENSIONS = ("pipe", "data", "tensor")
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,6 @@ class Topology:
         expert: ranks that have the other experts (ep), of whole tensor groups; one rank where each has all.
         expert_data: data ranks that have the same experts (edp); all of them where each has all.
         expert_shard: those of them that are in one set of ``shard``.
-        mesh: torch's DeviceMesh with the dimensions "pipe", "data" and "tensor"; None for one process and in a dry run.
-            Where sequences are divided, "data" are the ranks of ``batch``, and there is a dimension "sequence".
         host: ranks on each host; None if unknown.
     """
 
@@ -79,7 +74,6 @@ class Topology:
     model: Communicator
     shard: Communicator
     replicate: Communicator | None = None
-    mesh: DeviceMesh | None = None
     expert: Communicator = field(default_factory=Communicator)
     expert_data: Communicator = field(default_factory=Communicator)
     expert_shard: Communicator = field(default_factory=Communicator)
@@ -192,8 +186,7 @@ def with_sequence(topology: Topology, device: torch.device, size: int) -> Topolo
     within.serve("sequence", data.is_rank0)
     # Named as data parallelism is elsewhere, which it is: these ranks have other samples.
     across.serve("data", data.is_rank0)
-    mesh = None if data.group is None else _mesh_with_sequence(topology, device, within, across)
-    return replace(topology, sequence=within, batch=across, mesh=mesh)
+    return replace(topology, sequence=within, batch=across)
 
 
 @collective
@@ -221,28 +214,6 @@ def with_experts(topology: Topology, device: torch.device, size: int) -> Topolog
     return replace(topology, expert=within, expert_data=across, expert_shard=across)
 
 
-def _mesh_with_sequence(
-    topology: Topology, device: torch.device, sequence: Communicator, batch: Communicator
-) -> DeviceMesh:
-    sizes = topology.pipe.world_size, batch.world_size, sequence.world_size, topology.tensor.world_size
-    names = ("pipe", "data", "sequence", "tensor")
-    ranks = torch.arange(topology.world.world_size, device="cpu").view(sizes)
-    world = topology.world.group
-    assert world is not None, "there are several processes"
-    made = dict(zip(names, (topology.pipe, batch, sequence, topology.tensor), strict=True))
-    groups = [comm.group or _group_of_one(world) for comm in made.values()]
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
-
-
-def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    def make() -> dist.ProcessGroup:
-        alone = [[rank] for rank in range(dist.get_world_size(world))]
-        with blocked(("new_group", "topology", 1, None, 0)):
-            return dist.new_subgroups_by_enumeration(alone, timeout_of(world), group_desc=SECOND_GROUP)[0]
-
-    return made_once(world, "groups of one rank", make)
-
-
 @collective
 def create_topology(
     world: Communicator, device: torch.device, pipe: int = 1, tensor: int = 1, host: int | None = None
@@ -264,10 +235,10 @@ def create_topology(
         return replace(data_topology(world), host=host)
     if world.group is None:
         return replace(_named(world, _dry_grid(world, pipe, tensor), pipe), host=host)
-    group, key = world.group, (device.type, pipe, tensor)
-    mesh, groups = made_once(group, key, lambda: _make_grid(group, device, pipe, tensor))
+    group = world.group
+    groups = made_once(group, (pipe, tensor), lambda: _make_grid(group, pipe, tensor))
     made = {name: create_communicator(device, each) if each else Communicator() for name, each in groups.items()}
-    return replace(_named(world, made, pipe, mesh), host=host)
+    return replace(_named(world, made, pipe), host=host)
 
 
 def sets_of(comm: Communicator, device: torch.device, size: int, purpose: str) -> tuple[Communicator, Communicator]:
@@ -303,9 +274,7 @@ def _communicator_of(
     return Communicator() if group is None else create_communicator(device, group)
 
 
-def _named(
-    world: Communicator, made: Mapping[str, Communicator], pipe: int, mesh: DeviceMesh | None = None
-) -> Topology:
+def _named(world: Communicator, made: Mapping[str, Communicator], pipe: int) -> Topology:
     """Return the topology of these communicators. A copy of the model has one of its own only if both dimensions
     exist."""
     for name, comm in made.items():
@@ -322,7 +291,6 @@ def _named(
         pipe=made["pipe"],
         model=model,
         shard=data,
-        mesh=mesh,
     )
 
 
@@ -340,26 +308,21 @@ def _kind_of(world: Communicator) -> str:
     return {"NativeCommunicator": "nccl", "GlooCommunicator": "gloo"}.get(type(world).__name__, "shared_memory")
 
 
-_Grid = tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]
-
-
-def _make_grid(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: int) -> _Grid:
+def _make_grid(world: dist.ProcessGroup, pipe: int, tensor: int) -> dict[str, dist.ProcessGroup | None]:
     size = dist.get_world_size(world)
     data = size // (pipe * tensor)
     ranks = torch.arange(size, device="cpu").view(pipe, data, tensor)
-    members = {name: ranks.movedim(dim, -1).flatten(0, 1) for dim, name in enumerate(DIMENSIONS)}
+    members = {name: ranks.movedim(dim, -1).flatten(0, 1) for dim, name in enumerate(("pipe", "data", "tensor"))}
     if pipe > 1 and tensor > 1:
         members["model"] = ranks.movedim(1, 0).flatten(1)
-    # Made here and not by DeviceMesh, which would ignore the timeout of the world's group.
+    members = {name: of for name, of in members.items() if of.shape[1] > 1}
     timeout = timeout_of(world)
     with blocked(("new_group", "topology", size, None, 0)):
         made = {
             name: dist.new_subgroups_by_enumeration(of.tolist(), timeout, group_desc=SECOND_GROUP)[0]
             for name, of in members.items()
         }
-    # Users and torch's own libraries find the groups through the mesh.
-    mesh = DeviceMesh.from_group([made[name] for name in DIMENSIONS], device.type, ranks, mesh_dim_names=DIMENSIONS)
-    return mesh, {name: group if members[name].shape[1] > 1 else None for name, group in made.items()}
+    return {name: made.get(name) for name in ("pipe", "data", "tensor", *made)}
 
 
 def stages_communicator(topology: Topology, stages: tuple[int, ...], device: torch.device) -> Communicator:

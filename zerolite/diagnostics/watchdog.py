@@ -24,7 +24,7 @@ import time
 from typing import TYPE_CHECKING
 
 from zerolite.comm import SharedStore, collective, keep_track
-from zerolite.comm.flight_recorder import EVENTS, WAIT, Mismatch, nothing_to_say
+from zerolite.comm.flight_recorder import EVENTS, WAIT, CollectiveFailed, Mismatch, nothing_to_say
 from zerolite.diagnostics.diagnosis import EXITED, Absent, PeerLost, diagnose, lost_peer
 from zerolite.diagnostics.stack_report import WATCHDOG_THREAD, StackReport, make_stack_report
 from zerolite.utils import failure_record
@@ -56,10 +56,6 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _IN_VAIN = re.compile("timed out waiting", re.IGNORECASE)
-
-
-class TimedOut(RuntimeError):
-    """A collective has failed because the other ranks did not come within the process group's timeout."""
 
 
 class Watchdog:
@@ -387,7 +383,7 @@ class Watchdog:
                 )
                 verdict = self._consult(reason, fatal=True)
                 self._wait_for_readers()
-                return TimedOut(f"{verdict}\n\n({error})")
+                return CollectiveFailed(f"{verdict}\n\n({error})")
             if _LOST.search(str(error)):
                 return lost_peer(error, self._rank, self._report().summary(), self._await_ended_ranks())
         except (RuntimeError, OSError) as failed:

@@ -15,7 +15,7 @@ from zerolite.checkpoint.loading import Loader, LoadRequest
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.parameter_access import ParameterAccess
 from zerolite.checkpoint.saving import Saver, SaveRequest, directory_of
-from zerolite.comm import DeviceMesh, HostGroup, collective, local_rank
+from zerolite.comm import HostGroup, collective, local_rank
 from zerolite.data.dataloader import Loaders
 from zerolite.engine.lifetime import EngineRef
 from zerolite.engine.state_offload import StateOffload
@@ -347,12 +347,6 @@ class EngineBase:
     @property
     def pipeline_stages(self) -> int:
         return self.topology.pipe.world_size
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The grid of ranks with the dimensions "pipe", "data" and "tensor", and "sequence" where sequences are
-        divided. None with data parallelism alone."""
-        return self.topology.mesh
 
     @property
     def local_rank(self) -> int:

@@ -148,7 +148,6 @@ class LocalPart(Part):
 
     def start(self) -> None:
         """Let the agent start its ranks."""
-        print_threads_per_rank(self._job)
         with contextlib.suppress(OSError):
             os.write(self._go, b"g")
 
@@ -352,19 +351,6 @@ def has_output(directory: str) -> bool:
                 if os.path.getsize(os.path.join(place, name)):
                     return True
     return False
-
-
-def print_threads_per_rank(job: NodeJob) -> None:
-    """Print the number of threads if the launcher has chosen it, once per job: on the first node."""
-    threads = job.threads_per_rank(os.environ)
-    if threads is None or job.node_rank != 0:
-        return
-    from zerolite.launcher.resources import count_cores
-
-    say(
-        f"OMP_NUM_THREADS={threads} in each process, to share {count(count_cores(), 'core')} among "
-        f"{count(job.nproc, 'process')}; set it yourself to choose another number"
-    )
 
 
 def print_dry_run(job: NodeJob) -> None:
