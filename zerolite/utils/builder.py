@@ -1,8 +1,8 @@
 """Import of `op_builder`, and types of the C functions that it builds.
 
-`op_builder` is `zerolite.op_builder` of a wheel, or `op_builder/` of a checkout. In a checkout it is the directory
-beside the package. It is not imported through `sys.path`, on which the `op_builder` of another project or checkout
-might come first.
+`op_builder` is a directory in the package of a wheel, or beside the package of a checkout. It is not imported through
+`sys.path`, nor through the finder of an editable install: there the `op_builder` of another project or checkout might
+come first.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 else:
 
     def _load() -> object:
-        if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
-            return importlib.import_module(NAME)
-        directory = Path(__file__).resolve().parents[2] / "op_builder"
+        if NAME in sys.modules:
+            return sys.modules[NAME]
+        package = Path(__file__).resolve().parents[1]
+        places = package / "op_builder", package.parent / "op_builder"
+        directory = next(place for place in places if place.is_dir())
         spec = importlib.util.spec_from_file_location(
             NAME, directory / "__init__.py", submodule_search_locations=[str(directory)]
         )
