@@ -187,7 +187,7 @@ def test_what_rank_0_alone_does_may_depend_on_the_rank() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     made = small(2) | {"steps_per_print": 1000 + rank, "wall_clock_breakdown": rank == 1}
-    made["jsonl_monitor"] = {"enabled": False, "output_path": f"/somewhere/{rank}"}
+    made["csv_monitor"] = {"enabled": False, "output_path": f"/somewhere/{rank}"}
     engine = zerolite.initialize(Small(), made)
     engine.backward(engine(torch.full((2, 4), float(rank))).square().sum())
     engine.step()

@@ -42,14 +42,14 @@ def test_every_step_is_written(tmp_path: Path, stage: int) -> None:
         losses = seen["losses"][number]  # rank 0's own
         assert entry["Train/Samples/train_loss"] == pytest.approx(sum(losses) / 3, rel=1e-6)
         norm = seen["norms"][number]
-        assert entry["Train/Samples/grad_norm"] == (norm if number != 1 else None), "JSON has no infinity"
+        assert entry["Train/Samples/grad_norm"] == norm
         assert entry["Train/Samples/lr"] == seen["lr"][number][0]
         assert entry["Train/Samples/loss_scale"] == seen["scales"][number]
         assert entry["Train/Samples/global_steps"] == number + 1
     assert seen["scales"] == [256.0, 256.0, 128.0, 128.0]
     assert seen["lr"] == [[1e-3], [5e-4], [5e-4], [2.5e-4]], "the schedule does not move in the skipped step"
     names = [f"Train_Samples_{name}.csv" for name in ("global_steps", "grad_norm", "loss_scale", "lr", "train_loss")]
-    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [*names, "accuracy.csv", "events.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [*names, "accuracy.csv"]
     rows = (tmp_path / "job" / "Train_Samples_lr.csv").read_text().splitlines()
     assert rows == ["step,lr", *(f"{entry['step']},{entry['Train/Samples/lr']}" for entry in steps)]
 

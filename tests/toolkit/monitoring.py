@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from tests.toolkit.faults import Warnings, poison
 from tests.toolkit.traffic import plain_calls
 from tests.toolkit.training import WINDOWS, make_engine, snapshot
 from zerolite.comm import record
+from zerolite.monitor import Event, Writer
 from zerolite.monitor.flops import FlopsProfiler
+from zerolite.monitor.writers import group_by_step
 
 STEPS = 4
 
@@ -25,7 +27,19 @@ STEPS = 4
 def monitors(folder: Path) -> dict[str, Any]:
     """The sections of a config whose monitors write into ``folder``."""
     place = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    return {"jsonl_monitor": place, "csv_monitor": place}
+    return {"csv_monitor": place}
+
+
+class Lines(Writer):
+    """A writer that keeps a line for each step of a write."""
+
+    name = "lines"
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def write(self, events: Sequence[Event]) -> None:
+        self.lines += [{"step": step, **values} for step, values in group_by_step(events).items()]
 
 
 def events_of(engine: Any, kind: type) -> list[str]:
@@ -49,10 +63,12 @@ def run_watched(
 
     spoil: in the second step the gradient of the last rank is not finite; behind the last one the user writes a value.
     """
-    printed = io.StringIO()
+    printed, kept = io.StringIO(), Lines()
     seen: dict[str, Any] = {"losses": [], "lr": [], "norms": [], "scales": []}
     with contextlib.redirect_stdout(printed), Warnings():
         engine = make_engine(config | monitors(folder) if folder else config, model)
+        if engine.monitor.enabled:
+            engine.monitor._writers.append(kept)
         with record() as recorder:
             for step in range(STEPS):
                 bad = spoil and step == 1 and dist.get_rank() == dist.get_world_size() - 1
@@ -74,6 +90,4 @@ def run_watched(
     gc.collect()
     dist.barrier()
     assert gone() is None and torch._C._len_torch_dispatch_stack() == 0
-    file = Path(folder or "", "job", "events.jsonl")  # of rank 0
-    written = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {**seen, "calls": plain_calls(recorder), "printed": printed.getvalue(), "written": written}
+    return {**seen, "calls": plain_calls(recorder), "printed": printed.getvalue(), "written": kept.lines}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import json
 import logging
 import math
 import os
@@ -23,7 +22,7 @@ from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
 from zerolite.monitor.monitoring import Monitoring
-from zerolite.monitor.writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer, append_lines
+from zerolite.monitor.writers import CsvWriter, TensorboardWriter, WandbWriter, Writer, append_lines
 from zerolite.zero.observers import Observers
 
 CPU = torch.device("cpu")
@@ -103,18 +102,6 @@ def test_csv_files_are_deepspeeds(tmp_path: Path) -> None:
         "a_b.csv": [["step", "b"], ["1", "1.0"]],
         "c.csv": [["step", "c"], ["1", "3.0"]],
     }
-
-
-def test_one_json_object_a_step(tmp_path: Path) -> None:
-    writer = JsonlWriter(tmp_path)
-    writer.write([("a", 1.5, 8), ("b", math.inf, 8), ("a", 2, 16)])
-    writer.write([])
-    with pytest.raises(ValueError, match="which is the x axis; rename"):
-        writer.write([("step", 1.0, 24), ("c", 1.0, 24)])
-    lines = (tmp_path / "events.jsonl").read_text().splitlines()  # before close: a process that is killed loses nothing
-    steps = [{"step": 8, "a": 1.5, "b": None}, {"step": 16, "a": 2}, {"step": 24, "c": 1.0}]
-    assert [json.loads(line) for line in lines] == steps
-    writer.close()
 
 
 def test_a_missing_package_is_a_sentence_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +184,7 @@ def test_a_writer_that_fails_warns_once_and_does_not_stop_the_others(caplog: pyt
 
 def everything_enabled(folder: Path) -> dict[str, Any]:
     place = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    return {"csv_monitor": place, "jsonl_monitor": place}
+    return {"csv_monitor": place}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -210,7 +197,7 @@ def test_only_rank_0_opens_writers(tmp_path: Path, rank: int, monkeypatch: pytes
     monitor.write([LR])
     monitor.close()
     names = sorted(path.name for path in tmp_path.rglob("*.*"))
-    assert names == (["Train_Samples_lr.csv", "events.jsonl"] if rank == 0 else [])
+    assert names == (["Train_Samples_lr.csv"] if rank == 0 else [])
 
 
 def test_losses_belong_to_their_window() -> None:
@@ -254,10 +241,11 @@ def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine
     started = Monitoring(parts)
     started.end_with(engine)
     assert started.watch_module() == []
-    path = tmp_path / "job" / "events.jsonl"
-    assert path.read_text() == ""
+    folder = tmp_path / "job"
+    assert list(folder.iterdir()) == []
     if how == "close":
         started.monitor.close()
     del engine, outcomes
     written = {"lr": 0.5, "grad_norm": 7.0, "loss_scale": 1.0, "global_steps": 1}
-    assert json.loads(path.read_text()) == {"step": 1} | {f"Train/Steps/{name}": v for name, v in written.items()}
+    found = {path.name: rows(path)[1:] for path in folder.iterdir()}
+    assert found == {f"Train_Steps_{name}.csv": [["1", str(value)]] for name, value in written.items()}

@@ -66,6 +66,7 @@ UNSUPPORTED: dict[str, Key] = {
     "checkpoint.keep_last": Key((None,), "all stay; docs/checkpoints.md has the loop that removes older ones"),
     "checkpoint.timeout_s": Key(reason="saves and loads wait as long as desync_timeout_s says"),
     "check_collectives": Key(reason="set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch compares the ranks' collectives"),
+    "jsonl_monitor": Key(reason="use csv_monitor, which needs no package either", switch="enabled"),
     "memory_check": Key(("off",), ignored="`zerolite plan` says beforehand if a job fits"),
     "weight_quantization": Key(switch="enabled", on_by_default=True),
     "amp": Key(reason="use fp16, bf16 or torch_autocast", switch="enabled"),

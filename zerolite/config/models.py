@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from . import batch
 from .errors import ConfigError
-from .monitors import CsvMonitorConfig, FlopsProfilerConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
+from .monitors import CsvMonitorConfig, FlopsProfilerConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationCheckpointingConfig, AioConfig
 from .parallelism import ExpertParallelConfig, PipelineConfig, SequenceParallelConfig, TensorParallelConfig
 from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
@@ -161,7 +161,6 @@ class ZeroliteConfig(Block):
     monitors."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
-    jsonl_monitor: JsonlMonitorConfig = JsonlMonitorConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     wandb: WandbConfig = WandbConfig()
     dump_state: Bool = False

@@ -38,12 +38,6 @@ class CsvMonitorConfig(_FileMonitor):
     """Write a CSV file for each value, on rank 0. See [Monitoring](monitoring.md)."""
 
 
-class JsonlMonitorConfig(_FileMonitor):
-    """Write one file, `events.jsonl`, with a JSON object for each step, on rank 0. (zerolite's own block.)"""
-
-    job_name: FolderName = "zerolite"
-
-
 class TensorboardConfig(_FileMonitor):
     """Write TensorBoard's event files, on rank 0. Needs the extra: `pip install 'zerolite[tensorboard]'`."""
 

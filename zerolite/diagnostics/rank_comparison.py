@@ -21,7 +21,6 @@ from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 
 LOCAL_KEYS = {
     "csv_monitor": "files of rank 0 alone",
-    "jsonl_monitor": "a file of rank 0 alone",
     "tensorboard": "files of rank 0 alone",
     "wandb": "a run of rank 0 alone",
     "steps_per_print": "lines that rank 0 alone prints",

@@ -15,7 +15,7 @@ from zerolite.comm import Communicator, collective, raise_together
 from zerolite.config import ZeroliteConfig
 from zerolite.utils.accelerator import host_value
 
-from .writers import CsvWriter, Event, JsonlWriter, TensorboardWriter, WandbWriter, Writer
+from .writers import CsvWriter, Event, TensorboardWriter, WandbWriter, Writer
 
 logger = logging.getLogger("zerolite")
 
@@ -149,8 +149,6 @@ def open_monitor(
 def _enabled(config: ZeroliteConfig) -> Iterator[Callable[[], Writer]]:
     if (csv := config.csv_monitor).enabled:
         yield lambda: CsvWriter(Path(csv.output_path, csv.job_name))
-    if (jsonl := config.jsonl_monitor).enabled:
-        yield lambda: JsonlWriter(Path(jsonl.output_path, jsonl.job_name))
     if (tensorboard := config.tensorboard).enabled:
         yield lambda: TensorboardWriter(Path(tensorboard.output_path, tensorboard.job_name))
     if config.wandb.enabled:

@@ -1,12 +1,10 @@
-"""Writers of monitors: CSV, JSON lines, TensorBoard and Weights & Biases."""
+"""Writers of monitors: CSV, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import csv
 import importlib
 import io
-import json
-import math
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -16,8 +14,6 @@ from types import ModuleType
 
 Event = tuple[str, float, int]
 """(name, value, step): one point of the curve ``name``; ``step`` is its position on the x axis."""
-
-_STEP = "step"
 
 
 class Writer(ABC):
@@ -119,33 +115,6 @@ def _file_name(name: str) -> str:
     return name.replace("/", "_").replace(" ", "_") + ".csv"
 
 
-class JsonlWriter(Writer):
-    """``<folder>/events.jsonl``, with a line for each step of a write.
-
-    A line is ``{"step": 96, "Train/Samples/lr": 0.001, ...}``. NaN and infinities are null, because JSON has neither.
-    An existing file is continued.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "events.jsonl"
-        self.name = f"jsonl_monitor ({self._path})"
-        append_lines(self._path, "")
-
-    def write(self, events: Sequence[Event]) -> None:
-        """Write ``events``. If one is named "step", write all others and raise ValueError."""
-        lines = []
-        for step, values in group_by_step([event for event in events if event[0] != _STEP]).items():
-            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            lines.append(json.dumps({_STEP: step, **finite}, allow_nan=False) + "\n")
-        append_lines(self._path, "".join(lines))
-        if any(name == _STEP for name, _, _ in events):
-            raise ValueError(f'expected a name other than "{_STEP}", which is the x axis; rename the value')
-
-
 class TensorboardWriter(Writer):
     """Event files of TensorBoard in ``folder``, flushed at each write.
 
@@ -204,5 +173,5 @@ def _import(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"{extra}.enabled: expected the package {extra}, got: {error}. Install it with pip install "
-            f"'zerolite[{extra}]', or use csv_monitor or jsonl_monitor, which need nothing"
+            f"'zerolite[{extra}]', or use csv_monitor, which needs nothing"
         ) from error

@@ -19,7 +19,7 @@ from zerolite.utils.text import format_size, parse_size
 ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]
 
 _SILENT = (
-    *("csv_monitor", "jsonl_monitor", "tensorboard", "wandb", "flops_profiler", "steps_per_print"),
+    *("csv_monitor", "tensorboard", "wandb", "flops_profiler", "steps_per_print"),
     *("wall_clock_breakdown", "memory_breakdown", "dump_state"),
 )
 """Keys of the config that print, write or measure, and change no numbers of a plan."""

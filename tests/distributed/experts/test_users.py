@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import zerolite
 from tests.toolkit import experts
 from tests.toolkit.configs import at
+from tests.toolkit.monitoring import Lines
 from tests.toolkit.ranks import on_ranks
 from zerolite.engine.step_observers import ExpertLoads
 from zerolite.moe import ExpertParallel
@@ -33,9 +33,12 @@ def test_generation_and_external_parameters_are_refused() -> None:
 def test_a_monitor_has_the_load_of_each_expert(tmp_path: Path) -> None:
     """Loads are relative to the mean of a layer, over both ranks and both micro-batches, and a clipped step has one."""
     how: dict[str, Any] = {"accumulation": 2, "clip": 0.1, "expert_parallel": {"size": 2, "log_load": True}}
-    how["jsonl_monitor"] = {"enabled": True, "output_path": str(tmp_path)}
+    how["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path)}
     config = at("2", optimizer=("SGD", {"lr": 0.1}), **how)
     engine = zerolite.initialize(experts.build("Mixture", False, favourite=3), config)
+    kept = Lines()
+    if engine.monitor.enabled:
+        engine.monitor._writers.append(kept)
     for step in range(4):
         engine.backward(engine(**experts.batch_of(step, 4)))
         engine.step()
@@ -43,9 +46,7 @@ def test_a_monitor_has_the_load_of_each_expert(tmp_path: Path) -> None:
         engine.eval()(**experts.batch_of(9, 4))
     engine.monitor.close()
     if engine.data_parallel_rank == 0:
-        (path,) = tmp_path.rglob("events.jsonl")
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        loads = [{name: v for name, v in line.items() if name.startswith("Train/Experts/")} for line in lines]
+        loads = [{name: v for name, v in line.items() if name.startswith("Train/Experts/")} for line in kept.lines]
         wanted = {
             f"Train/Experts/blocks.{block}.experts/{expert}": experts.EXPERTS * float(expert == 3)
             for block in range(2)
