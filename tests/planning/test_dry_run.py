@@ -73,7 +73,6 @@ def test_an_exact_account_of_a_stack() -> None:
     # Masters have 4 bytes, a quarter.
     held = [made.at_rest[item] for item in ("master_weights", "optimizer_states", "gradients")]
     assert held == [padded, 2 * padded, 0] and made.states["gradients"] == padded // 2
-    assert made.checkpoint == pytest.approx(12 * NUMEL / 4, rel=0.02)
     rows = {(row.op, row.tag): row for row in made.traffic}
     assert rows["reduce_scatter", "gradients"].nbytes == rows["all_gather", "parameters"].nbytes == 2 * padded
 

@@ -51,7 +51,7 @@ def make_plan(**changes: Any) -> Plan:
         "states": STATES, "at_rest": REST, "peak": make_peak(at_peak), "step_peak": make_peak(at_peak),
         "initialize_peak": make_peak(REST, "initialize", module="", module_class="GPT", op=""),
         "timeline": make_timeline(), "traffic": traffic, "host_waits": 0, "host": None, "disk": None, "host_peak": 0,
-        "checkpoint": 90 * GB // 64, "flops": 368_640_000_000_000, "device_memory": 80 * GB, "host_memory": None,
+        "flops": 368_640_000_000_000, "device_memory": 80 * GB, "host_memory": None,
         "notes": ["The memory of a CUDA context, of NCCL and fragmentation of the allocator are not in these numbers."],
     }  # fmt: skip
     return Plan(**(fields | changes))

@@ -216,10 +216,6 @@ class ModelState:
                 shards.append(Shard.whole(PARAMETERS + name, parameter.new_empty(_full_shape(parameter))))
         return shards, scalars
 
-    def nbytes(self) -> int:
-        """Return the bytes of all parameters and states that this rank writes."""
-        return sum(shard.nbytes for shard in self.shards(exclude_frozen=False)[0])
-
     def _writes_scalars(self, param_shard: OptimParamShard) -> bool:
         groups = self.parts.groups
         first_copy = groups.is_first_owner if self.parts.buffer.shard else groups.mean.rank == 0

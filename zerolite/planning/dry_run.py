@@ -14,7 +14,6 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zerolite.activation_checkpointing.configure import isolated
-from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
     Communicator,
     Recorder,
@@ -233,7 +232,6 @@ class DryRun:
         self._note_memory([*peaks, tracker.peak], {name: type(m).__name__ for name, m in model.named_modules()})
         self.fields["traffic"] = summarize(self.recorder.calls, self.grid, self.job.nodes)
         self.fields["host_waits"] = self._platform.host_waits if self.job.device == "cuda" else 0
-        self.fields["checkpoint"] = ModelState(parts).nbytes()
         if self.job.batch is not None and tracker.flops is not None:
             flops = tracker.flops
             self.fields |= {"flops": flops.model, "recomputed_flops": flops.recomputed}

@@ -59,7 +59,7 @@ def _one_plan(plan: Plan) -> Iterator[list[str]]:
     yield _wrapped(*_peaks(plan))
     yield _wrapped(_device_verdict(plan), _host_verdict(plan))
     yield _traffic(plan)
-    yield _wrapped(f"This rank writes {format_size(plan.checkpoint)} of a checkpoint.", _flops(plan), _time(plan))
+    yield _wrapped(_flops(plan), _time(plan))
     yield _wrapped(*plan.notes, dash="- ")
 
 

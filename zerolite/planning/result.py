@@ -155,7 +155,6 @@ class Plan(_Frozen):
             none.
         host_peak: the most host memory that the rank uses at once, for offloaded items or for the model before the
             engine is built. With device "cpu" the device's memory counts too.
-        checkpoint: bytes that this rank writes.
         flops: operations of one rank's forward and backward in one step (matrix products, convolutions, attention);
             None without a batch.
         recomputed_flops: operations of forwards that activation checkpointing runs again; not part of ``flops``.
@@ -189,7 +188,6 @@ class Plan(_Frozen):
     host: Items | None
     disk: Items | None
     host_peak: int
-    checkpoint: int
     flops: int | None = None
     recomputed_flops: int = 0
     time: StepTime | None = Field(default=None, description="of a step; None where no speeds were given")
