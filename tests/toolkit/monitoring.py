@@ -90,4 +90,6 @@ def run_watched(
     gc.collect()
     dist.barrier()
     assert gone() is None and torch._C._len_torch_dispatch_stack() == 0
-    return {**seen, "calls": plain_calls(recorder), "printed": printed.getvalue(), "written": kept.lines}
+    written = [kept.lines]
+    dist.broadcast_object_list(written)  # rank 0's
+    return {**seen, "calls": plain_calls(recorder), "printed": printed.getvalue(), "written": written[0]}
