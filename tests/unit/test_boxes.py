@@ -51,4 +51,4 @@ def test_an_engine_writes_the_bytes_of_its_shards(stage: int, bf16: bool) -> Non
     written = sum(shard.nbytes for shard in shards)
     masters = sum(parameter.numel() * 4 for parameter in engine.module.parameters() if parameter.requires_grad)
     frozen = sum(p.numel() * p.element_size() for p in engine.module.parameters() if not p.requires_grad)
-    assert written == model.nbytes() == 3 * masters + frozen > 0
+    assert written == 3 * masters + frozen > 0
