@@ -38,8 +38,6 @@ def test_two_processes_meet(tmp_path: Path) -> None:
     visible = "1,0"  # one process for each
     result = run_command(directory / "my train.py", *ODD_ARGUMENTS, cwd=tmp_path, CUDA_VISIBLE_DEVICES=visible)
     assert result.returncode == 0, result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if "OMP_NUM_THREADS" in line]
-    assert "2 processes" in line
     reports = read_reports(directory)
     assert len(reports) == 2
     for rank, report in enumerate(reports):
