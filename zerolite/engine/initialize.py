@@ -222,10 +222,11 @@ def parallelize_model(
         described = joined(describe_process(), describe_config(config))
         different = "zerolite.initialize: the ranks hold different configs or versions"
         check_equal_on_ranks(described, topology.world, device, different)
-    if not topology.trivial or topology.expert.world_size > 1:
+    is_pipeline_module = getattr(model, "is_pipeline_module", False)  # whose layers are not there yet
+    if not is_pipeline_module and (not topology.trivial or topology.expert.world_size > 1):
         for name, parameter in model.named_parameters():
             check_has_memory(name, parameter)
-    if topology.pipe.world_size > 1 or getattr(model, "is_pipeline_module", False):
+    if topology.pipe.world_size > 1 or is_pipeline_module:
         from zerolite.pipe.prepare import prepare
 
         pipe_stage = prepare(model, config.pipeline, topology, device, loss_fn)
