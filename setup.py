@@ -103,6 +103,7 @@ setup(
         "hjson",
         "psutil",
         "ninja",
+        "py-cpuinfo",
         "tqdm",
     ],
     extras_require={

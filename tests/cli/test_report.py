@@ -46,7 +46,7 @@ def test_the_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> N
     assert values["zerolite"] == __version__ and values["torch"] == torch.__version__
     assert values["CUDA of torch"] == str(torch.version.cuda or "none")
     assert values["directory"] == str(tmp_path / "cache") and values["usable"] == "yes"
-    assert {"python", "C++ compiler", "nvcc", "NVRTC", "ninja"} <= set(values)
+    assert {"python", "C++ compiler", "nvcc", "NVRTC", "ninja", "name", "features"} <= set(values)
     assert {"op async_io", "op cpu_kernels", "op cuda_kernels", "op cuda_kernels_nvrtc"} <= set(lines)
     if not torch.cuda.is_available():
         assert values["kernels on CUDA"] == "none; torch's optimizers update"

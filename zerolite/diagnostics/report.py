@@ -1,12 +1,13 @@
-"""`zerolite report`: versions, CUDA devices, and the kernels that can be used on this machine.
+"""`zerolite report`: versions, devices, processor, and the kernels that can be used on this machine.
 
-It is meant for users and bug reports, so it works on broken installations too: even torch may fail to import. Of the
-machine itself ``python -m torch.utils.collect_env`` tells.
+It is meant for users and bug reports, so it works on broken installations too: even torch may fail to import. Of
+drivers and libraries ``python -m torch.utils.collect_env`` tells.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -18,9 +19,15 @@ from zerolite.utils.text import command_parser
 from zerolite.version import __version__
 
 DESCRIPTION = """\
-Print the versions and the CUDA devices that zerolite finds here, and for each library of
-kernels whether it can be used, why not, and where it is. For the processor, drivers and
-libraries of this machine: python -m torch.utils.collect_env"""
+Print the versions, the CUDA devices and the processor that zerolite finds here, and for each
+library of kernels whether it can be used, why not, and where it is. For drivers and libraries
+of this machine: python -m torch.utils.collect_env"""
+
+# Features of a processor that matter for the speed of a step; it has hundreds.
+FEATURES = (
+    *("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_fp16"),
+    *("amx_bf16", "asimd", "asimdhp", "sve", "sve2", "bf16"),
+)
 
 Section = dict[str, str]
 
@@ -52,6 +59,7 @@ def collect(build: bool) -> dict[str, Any]:
             **op_builder.describe_tools(),
         },
         "devices": {**devices(torch), "kernels on CUDA": cuda_kernels(ops)},
+        "processor": processor(),
         "cache": {"directory": cache, "usable": "yes" if not cache_problem else f"no: {cache_problem}"},
         "ops": ops,
     }
@@ -67,6 +75,22 @@ def devices(torch: ModuleType | None) -> Section:
         gib = about.total_memory / 2**30
         by_name[f"cuda:{index}"] = f"{about.name}, {gib:.1f} GiB, compute capability {about.major}.{about.minor}"
     return by_name
+
+
+def processor() -> Section:
+    """Describe the name, cores and features of the processor."""
+    try:
+        from cpuinfo import get_cpu_info
+
+        about = get_cpu_info()
+    except Exception as error:  # it parses the output of several programs, which may have any form
+        about = {"brand_raw": f"unknown ({type(error).__name__}: {error})"}
+    has = set(about.get("flags", ()))
+    return {
+        "name": about.get("brand_raw", "unknown"),
+        "cores": f"{os.cpu_count()}",
+        "features": " ".join(name for name in FEATURES if name in has),
+    }
 
 
 def cuda_kernels(ops: list[dict[str, object]]) -> str:
