@@ -40,6 +40,7 @@ THIRD_PARTY = {
     "zerolite.launcher.processes": {"psutil"},
     "zerolite.sequence_parallel.huggingface": {"transformers"},
     "zerolite.utils.network": {"psutil"},
+    "zerolite.diagnostics.report": {"cpuinfo"},
     "zerolite.monitor.memory_report": {"psutil"},
     "zerolite.offload.from_config": {"psutil"},
     "zerolite.planning.result": {"pydantic"},
