@@ -23,8 +23,9 @@ from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raised, raises, run_steps, snapshot
 from zerolite.comm import record
+from zerolite.zero.inner_tensors import flattened
 
-QUANTIZED = ("block.weight", "whole", "packed")
+QUANTIZED = ("block.weight", "block.scale", "whole", "packed", "_wrapped_qdata", "_wrapped_scale")
 
 
 def streamed(engine: Any, **options: Any) -> dict[str, torch.Tensor]:
@@ -102,10 +103,12 @@ def test_the_values_of_experts_that_ranks_spread(stage: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_quantized_weights_keep_their_bits(stage: int) -> None:
     torch.manual_seed(1)
-    wanted = {name: value.detach().clone() for name, value in Quantized().state_dict().items()}
+    wanted = {name: value.detach().clone() for name, value in flattened(Quantized().state_dict()).items()}
     torch.manual_seed(1)
     engine = zerolite.initialize(Quantized(), at(stage, "bf16", optimizer=ADAMW))
-    for name, value in streamed(engine, dtype=torch.float16).items():
+    found = streamed(engine, dtype=torch.float16)
+    assert set(found) == set(wanted)
+    for name, value in found.items():
         assert value.dtype == (wanted[name].dtype if name in QUANTIZED else torch.float16), name
         if name in QUANTIZED:
             assert torch.equal(value.view(torch.uint8), wanted[name].view(torch.uint8)), name
