@@ -43,10 +43,9 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "mixture-671b": ("DeepseekV3", {}),
 }  # fmt: skip
-OVERLAP = {"overlap_comm": True}
 FEW_BITS = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "1": {"stage": 1}, "1-overlap": {"stage": 1, **OVERLAP}, "3": {"stage": 3}, "replicas": {"stage": 3},
+    "1": {"stage": 1}, "3": {"stage": 3}, "replicas": {"stage": 3},
     "hierarchical": {"stage": 3}, "compressed": {"stage": 3, **FEW_BITS}, "experts-8": {"stage": 3},
     "experts-64": {"stage": 3},
 }  # fmt: skip

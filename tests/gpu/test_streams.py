@@ -46,7 +46,7 @@ RELEASED = {**MOVING, "stage3_max_reuse_distance": 0}
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "0": (0, {}),
     "1": (1, {}),
-    "1, gathers in flight": (1, {"overlap_comm": True}),
+    "1, gathers end with the step": (1, {"overlap_comm": False}),
     "2": (2, {}),
     "3": (3, {}),
     "3 kept": (3, MOVING),

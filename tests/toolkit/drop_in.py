@@ -197,10 +197,9 @@ class Run:
         self.module, self.optimizer = self.engine.module, self.engine.optimizer
 
     def zero(self, more: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The zero_optimization section of this run's setting. At stage 1 updated values are on their way between
-        steps, and at stage 2 they have come."""
-        settings = {1: {"overlap_comm": True}, 3: PARTITIONED.get(self.setting, {})}
-        return settings.get(self.stage or 0, {}) | (more or {})
+        """The zero_optimization section of this run's setting. At stages 1 and 2 updated values are on their way
+        between steps."""
+        return (PARTITIONED.get(self.setting, {}) if self.stage == 3 else {}) | (more or {})
 
     def _start_plain(self, model: nn.Module, optimizer: tuple[str, dict[str, Any]], ddp: dict[str, Any] | None) -> None:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -66,11 +66,10 @@ class ZeroConfig(Block):
     """Elements that one all-gather gathers. Both collectives use the same buckets, so the smaller of the two sizes
     counts. null or `"auto"`: `reduce_bucket_size`."""
     overlap_comm: Bool | None = None
-    """true: (1) buckets are reduced while backward still runs; (2) at stages 1 and 2 a module of the next forward waits
-    only for its own updated parameters, and what reads a parameter earlier waits for it, with few exceptions (see
-    [drop-in](drop-in.md#values-of-parameters-at-stages-1-and-2)). null: only (1); at stage 3 also what an update sends
-    between the sets of `zero_hpz_partition_size` hides behind the next forward. false: none of these. The results are
-    the same."""
+    """null or true: (1) buckets are reduced while backward still runs; (2) at stages 1 and 2 a module of the next
+    forward waits only for its own updated parameters, and what reads a parameter earlier waits for it (see
+    [drop-in](drop-in.md#values-of-parameters-at-stages-1-and-2)); (3) at stage 3 what an update sends between the sets
+    of `zero_hpz_partition_size` hides behind the next forward. false: none of these. The results are the same."""
     contiguous_gradients: Bool = True
     """Move each gradient into its bucket as soon as it is ready."""
     reduce_scatter: Bool = True

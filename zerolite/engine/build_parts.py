@@ -285,11 +285,7 @@ class PartsBuilder:
         return optimizer
 
     def _make_gatherer(self) -> ParamGatherer:
-        overlaps = self.config.zero_optimization.overlap_comm
-        if overlaps is None:
-            # At stage 3 reads of parameters gather, and gathers wait. Below it gathers in flight are not proven at the
-            # end of a job (docs/internals.md), so users ask for them.
-            overlaps = self.policy.shard_parameters
+        overlaps = self.config.zero_optimization.overlap_comm is not False
         return ParamGatherer(self._buffer, overlaps, self._observers)
 
     def _make_pipeline(
