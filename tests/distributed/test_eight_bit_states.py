@@ -126,6 +126,54 @@ def test_offloaded_states_have_the_bits_of_others(place: str, tmp_path: Path) ->
     assert_same_bits(found[1], found[0], place)
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_bucket_on_disk_has_codes_and_states_in_fp32(tmp_path: Path) -> None:
+    """Embedding, biases and norm are in one bucket with the matrices."""
+    found: list[Any] = []
+    for zero in ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}):
+        engine = make_engine(settings(2, "bf16", zero=zero))
+        run_steps(engine, 3, model="OddModel")
+        zerolite.set_full_optimizer_state(engine.module.up.weight, "exp_avg", torch.ones(9, 5))
+        run_steps(engine, 1, 3, model="OddModel")
+        engine.save_checkpoint(tmp_path / "saved", tag=str(len(found)))
+        run_steps(engine, 2, 4, model="OddModel")
+        engine.load_checkpoint(tmp_path / "saved", tag=str(len(found)))
+        run_steps(engine, 1, 4, model="OddModel")
+        found.append(held_of_odd(engine))
+    assert_same_bits(found[1], found[0], "on disk and in memory")
+
+
+def held_of_odd(engine: Any) -> dict[str, Any]:
+    """Weights, and states of the parameters that have some."""
+    moments = {
+        f"{key} of {name}": zerolite.get_full_optimizer_state(parameter, key)
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    return {**engine.full_state_dict(), **{name: value for name, value in moments.items() if value is not None}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_an_instance_that_has_states_goes_on_with_them(stage: int) -> None:
+    model: Any = models.build(models.Chain, depth=DEPTH, width=WIDTH)
+    optimizer = AdamW8bit(model.parameters(), lr=0.01)
+    model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wanted = {name: optimizer.in_fp32(p, optimizer.state[p]) for name, p in model.named_parameters()}
+    engine = zerolite.initialize(model, without_optimizer(stage), optimizer=optimizer)
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = wanted[name][key]
+            assert bool(moment.any()) and torch.equal(zerolite.get_full_optimizer_state(parameter, key), moment)
+    steps(engine, 1)
+    assert zerolite.get_full_optimizer_state(parameter, "step") == 2
+
+
 @pytest.mark.parametrize("given", ["class", "function", "instance"])
 @on_ranks(1)
 def test_embeddings_are_in_fp32_however_the_class_is_given(given: str) -> None:
@@ -189,3 +237,26 @@ def test_states_are_read_and_written_by_parameter(stage: int) -> None:
 def states_here(engine: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     names = {id(p): name for name, p in engine.module.named_parameters()}
     return ((names[id(p)], state) for p, state in engine.optimizer.state.items() if MAXIMA[0] in state)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_state_dict_of_this_rank_and_parameters_that_are_unfrozen() -> None:
+    """Also after a step that was skipped."""
+    model: Any = models.build(models.Chain, depth=DEPTH, width=WIDTH)
+    model.layers[0].requires_grad_(False)
+    engine = zerolite.initialize(model, settings(2))
+    steps(engine, 1)
+    model.layers[0].requires_grad_(True)
+    steps(engine, 1, 1)
+    saved, weights = engine.optimizer.state_dict(), engine.full_state_dict()
+    saved = {**saved, "masters": {index: value.clone() for index, value in saved["masters"].items()}}
+    steps(engine, 1, 2)
+    wanted = held(engine)
+    engine.load_full_state_dict(weights)
+    engine.optimizer.load_state_dict(saved)
+    engine.backward(engine(torch.full((4, WIDTH), torch.inf)).square().mean())
+    engine.step()
+    assert engine.skipped_steps == 1
+    steps(engine, 1, 2)
+    assert_same_bits(held(engine), wanted, "after going back")

@@ -5,6 +5,7 @@ They are compared with plain PyTorch in test_drop_in.py.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, Optimizer, at
+from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import backward, raised, snapshot
+from tests.toolkit.training import backward, raised, run_steps, snapshot
 
 STEPS = 7
 UNFREEZES, FREEZES, UNFREEZES_AGAIN = 2, 4, 5  # steps
@@ -80,3 +82,23 @@ def test_what_cannot_be_is_said(stage: str) -> None:
     ):
         said = raised(lambda p=parameter: engine.optimizer.add_param_group({"params": [p]}))
         assert words in said
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_checkpoint_with_states_of_what_is_frozen_here(tmp_path: Path) -> None:
+    """They are left, and rank 0 says so; those of a parameter that is unfrozen before it is loaded are taken."""
+    engine = zerolite.initialize(models.build(models.Frozen), settings("2", ADAMW))
+    engine.module.scale.requires_grad_(True)
+    run_steps(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    for frozen in (True, False):
+        engine = zerolite.initialize(models.build(models.Frozen), settings("2", ADAMW))
+        engine.module.scale.requires_grad_(not frozen)
+        with Warnings() as warnings:
+            engine.load_checkpoint(tmp_path)
+        told = [text for text in warnings.messages if "optimizer states" in text]
+        assert len(told) == (frozen and engine.rank == 0)
+        assert all("1 parameters are frozen here" in text and "(scale)" in text for text in told)
+        if not frozen:
+            assert zerolite.get_full_optimizer_state(engine.module.scale, "step") == 2

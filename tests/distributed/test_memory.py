@@ -101,6 +101,7 @@ BUCKETS = [32 + 39, 169, 13, 91]  # last.bias and last.weight, middle, first.bia
 UNITS = [[91, 13], [169], [39, 3]]  # at stage 3: by module; a rank's part of each is a multiple of 16 elements
 FROZEN = [169, 13]
 BUFFERS = 3 * 4 + 8 + 2 * 8
+REGION = 4096  # the least that is shared between processes: a page, three times per process and communicator
 PRECISIONS = {"fp32": (4, 0), "bf16": (2, 4), "fp16": (2, 4)}  # bytes of a compute parameter, of a separate master
 CHANGING = ("gradients", "communication_buckets")
 
@@ -200,6 +201,55 @@ def test_every_stage_and_precision_to_the_byte(stage: int) -> None:
             assert found["after"]["gradients"] == (gradient if stage == 0 else 0), (precision, micros)
             full = PRECISIONS[precision][0] * whole(world) if stage == 3 and world > 1 else 0
             assert without(found["gathered"], *CHANGING) == {**expected, "gathered_parameters": full}
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_sums_in_the_middle_of_a_window() -> None:
+    found = [moments(settings(stage, "bf16", 3)) for stage in range(4)]
+    # Nothing is reduced before the last micro-batch at stages 0 and 1: whole sums, in fp32.
+    for stage, micro in ((0, 0), (1, 0), (1, 1)):
+        assert found[stage][f"backward {micro}"]["gradients"] == 4 * flat(2)
+    # The others reduce each; what is still on its way is no gradient yet: the last two buckets at stage 2.
+    assert found[2]["backward 0"]["gradients"] == 4 * (flat(2) - sum(up(b, 64) for b in BUCKETS[-2:])) // 2
+    assert found[2]["backward 1"]["gradients"] == 4 * flat(2) // 2
+    assert found[3]["backward 1"]["gradients"] == 4 * rows(2)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_what_stays_whole_and_what_a_communicator_keeps() -> None:
+    found = {
+        "persistent": moments(settings("3 defaults")),
+        "in zero.Init": moments(settings(3), init=True),
+        "moving": moments(settings(3)),
+        "stage 2": moments(settings(2)),
+        "stage 0": moments(settings(0)),
+    }
+    persistent = found["persistent"]
+    assert persistent["after"]["persistent_parameters"] == 4 * whole(2)
+    assert persistent["after"]["gathered_parameters"] == persistent["gathered"]["gathered_parameters"] == 0
+    assert found["in zero.Init"] == found["moving"]
+    # Every process maps the regions of both; gathers have a communicator of their own. Sums of fewer than 4096
+    # elements, such as the statistics and all of stage 0's here, have regions of their own.
+    buckets = [one["after"]["communication_buckets"] // (2 * 2 * REGION) for one in found.values()]
+    assert buckets == [3, 3, 3, 2, 1]
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_states_of_torchs_own_optimizers_and_masters_in_16_bits() -> None:
+    # Of the pieces alone, without padding: bucket by bucket the first half is rank 0's. Two moments, and two numbers of
+    # four bytes for each piece.
+    pieces = [[3, 32, 96, 13, 64], [7, 73, 27]][dist.get_rank()]
+    nadam = moments(settings(1), "NAdam")["after"]["optimizer_states"]
+    assert nadam == 2 * 4 * sum(pieces) + 2 * 4 * len(pieces)
+    rprop = moments(settings(0), "Rprop")["after"]["optimizer_states"]
+    assert rprop == 2 * 4 * sum(sum(UNITS, [])) + 4 * 5
+    low = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    low_bits = moments(settings(2, "bf16", bf16=low))["after"]
+    assert low_bits["master_weights"] == 0  # they are the compute parameters
+    assert low_bits["optimizer_states"] == 2 * 2 * flat(2) // 2
 
 
 @on_ranks(2)

@@ -18,13 +18,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerolite
 from tests.checkpoint.recipes import BF16, FUSED, MIXTURE, RECIPES, Recipe, float_batch, share, token_batch
 from tests.checkpoint.runs import differences, facts, make_engine, own_seeds
 from tests.toolkit import models
-from tests.toolkit.configs import SGD
+from tests.toolkit.configs import SGD, at
 from tests.toolkit.memory import two_memories
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import plain_calls
@@ -272,6 +273,25 @@ def test_without_kernels(tmp_path: Path) -> None:
     with mock.patch.dict(os.environ, {"ZEROLITE_KERNELS": "0"}):
         for stage, name in ((3, "sums in bf16"), (1, "not a number"), (3, "wide, Lion")):
             assert_same_offloaded(tmp_path, name, stage, "cpu, a third", "nvme, odd")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_values_that_were_written_into_unused_parameters_stay(stage: int, tmp_path: Path) -> None:
+    """NAdam is torch's: it updates staged copies, and none of the layer that has no gradient."""
+    zero = {**offload("nvme", tmp_path), "reduce_bucket_size": 40}  # a bucket has parameters of one layer
+    config = at(stage, "bf16", 1, 0.0, NADAM, zero=zero)
+    engine = zerolite.initialize(models.build(models.TwoBranches), config)
+    for step, branch in enumerate(("left", "right", "left", "left")):
+        if step == 2:
+            with whole(engine), torch.no_grad():
+                engine.module.right.weight.fill_(0.5)
+        x, y = models.float_batch(step, 0, engine.rank)
+        engine.backward(F.mse_loss(engine(x, branch).float(), y))
+        engine.step()
+    with whole(engine):
+        assert bool((engine.module.right.weight == 0.5).all())
 
 
 # -------------------------------------------------------------------- memory

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import zerolite
 from tests.distributed.test_stage3_gathered import Lends
@@ -23,6 +25,8 @@ from tests.toolkit.memory import tagged, two_memories
 from tests.toolkit.partitioned import whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import KINDS, raises, run_steps, snapshot
+from zerolite.offload.placement import Transfer
+from zerolite.offload.swap_file import SwapFile
 from zerolite.utils.memory_tags import COMPUTE, GATHERED, HOST, STAGING
 from zerolite.zero import GatheredParameters, ZeroParamStatus
 from zerolite.zero.layout import shard_numel
@@ -199,6 +203,32 @@ def test_a_model_built_partitioned_rests_at_its_tier_from_the_start(tmp_path: Pa
             else:
                 assert_same_bits(expected[key], value, f"{name}: {key}")
         del model, copied, handles
+
+
+class Failed(Transfer):
+    def wait(self) -> None:
+        raise OSError(5, "read 17 bytes of the swap file")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_disk_that_cannot_be_read_is_an_error_after_which_training_goes_on(tmp_path: Path) -> None:
+    """Reads fail for a while, on all ranks, in a forward: in gathers on demand, and in those read ahead."""
+    settings = placements(tmp_path, "moving", disk={"buffer_size": ELEMENTS, "buffer_count": 4})["disk"]
+    engine, losses, reads_disk = chain(settings), [], SwapFile.read
+    for fail_at in (0, 3):
+        losses += train_chain(engine, 3 if fail_at else 1)
+        reads = itertools.count()
+
+        def read(file: Any, offloaded: Tensor, into: Tensor, at: int = fail_at, count: Any = reads) -> Any:
+            return Failed() if next(count) == at else reads_disk(file, offloaded, into)
+
+        with mock.patch.object(SwapFile, "read", read), pytest.raises(OSError, match="17 bytes"):
+            train_chain(engine, 1)
+        assert_nothing_is_whole(engine)
+    del engine
+    undisturbed = chain(settings)
+    assert losses == train_chain(undisturbed, 1) + train_chain(undisturbed, 3)
 
 
 # -------------------------------------------------------------------- what is where

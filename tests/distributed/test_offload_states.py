@@ -3,6 +3,7 @@ disk that are damaged."""
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,12 @@ from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import backward, make_engine, raised, run_steps
+from tests.toolkit.training import backward, make_engine, raised, run_steps, snapshot
 from zerolite.comm import create
 from zerolite.engine import state_offload
+from zerolite.offload import swap_file
+from zerolite.offload.swap_file import SwapFile
+from zerolite.ops.async_io import AsyncIO
 
 
 def settings(stage: int, precision: str, accumulation: int = 2) -> dict[str, Any]:
@@ -114,6 +118,19 @@ def test_states_go_and_come_back(stage: int, precision: str) -> None:
         assert_same_bits(plain["values"], found["values"], str(offload))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(1)
+def test_an_engine_that_goes_gives_back_what_is_the_models(stage: int) -> None:
+    engine = mixed_engine(settings(stage, "fp32"))
+    model, before = engine.module, engine.full_state_dict()
+    engine.offload_states()
+    del engine
+    gc.collect()
+    with zerolite.zero.GatheredParameters(model):
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in before)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_a_host_without_memory_changes_nothing(stage: int) -> None:
@@ -160,3 +177,44 @@ def on_disk(directory: Path | None, **zero: Any) -> dict[str, Any]:
     offload = {"offload_param": {"device": "nvme", "nvme_path": str(directory), "max_in_cpu": 0}} if directory else {}
     zero = {"stage3_param_persistence_threshold": 10, **zero, **offload}
     return config(3, optimizer=ADAMW, zero=zero)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_masters_that_are_set_are_not_hidden_by_shards_read_ahead(tmp_path: Path) -> None:
+    """A forward that no backward follows has read shards ahead; then masters are set."""
+    losses = []
+    for directory in (None, tmp_path):
+        more = {"stage3_max_live_parameters": 100, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+        engine = make_engine(on_disk(directory, **more), "PrimeMlp")
+        run_steps(engine, 4)
+        models.square_loss(engine, models.float_batch(5, 0, engine.rank))
+        assert directory is None or engine._parts.coordinator.context.reader._ahead
+        for parameter in engine.module.parameters():
+            zerolite.set_full_master(parameter, torch.full(tuple(parameter.ds_shape), 0.01))
+        with torch.no_grad():
+            losses.append(float(models.square_loss(engine, models.float_batch(6, 0, engine.rank))))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_states_that_are_replaced_are_not_taken_for_lost_ones(tmp_path: Path) -> None:
+    found = []
+    for zero in ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}):
+        engine = make_engine(config(2, optimizer=ADAMW, zero=zero), "PrimeMlp")
+        run_steps(engine, 2)
+        for state in engine.optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].clone() * 0.5
+        run_steps(engine, 1, 2)
+        found.append(snapshot(engine))
+    assert_same_bits(found[1], found[0], "on disk and in memory")
+
+
+def test_room_at_the_end_of_a_file_without_holes_is_zero_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with AsyncIO() as io:
+        file = SwapFile(tmp_path, io, 0, "key")
+        monkeypatch.setattr(swap_file._libc(), "fallocate", lambda *args: -1)
+        first = file.zeros(8192).fill_(7)
+        del first
+        assert not file.zeros(8192).any()

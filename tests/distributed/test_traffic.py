@@ -18,7 +18,7 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
-from tests.toolkit.traffic import Adapted, Tied, Tower, plain_calls
+from tests.toolkit.traffic import Adapted, Checkpointed, Conditioned, Tied, Tower, plain_calls
 from tests.toolkit.training import engine_window, loss_of, make_engine, snapshot
 from zerolite.comm import use_communicator
 
@@ -225,6 +225,34 @@ def test_stage_3_what_is_kept_is_not_gathered_again() -> None:
         assert gathers(windows[-1]) == units + units[::-1][kept:]
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_stage_3_what_stays_whole_is_gathered_once_per_step() -> None:
+    # Biases stay whole: 13, 11, 5 and 3 elements.
+    weights = [whole(a * b, 2) for a, b in LAYERS]
+    biases = sum(whole(b, 2) for b in SIZES[1:])
+    # Their gradients are reduced with those of the layer that backward leaves last. The last two weights are small.
+    first, second, *last = [[a * b] for a, b in LAYERS]
+    expected = [bucket(sum(last, []), 2), bucket(second, 2), bucket([*first, *SIZES[1:]], 2)]
+    for window in stage3({**SHORT, "stage3_param_persistence_threshold": 13}, accumulation=3):
+        assert gathers(window) == [*(weights + weights[::-1]) * 3, biases]
+        assert [call[5] for call in window if call[4] == "parameters"][-1] == 1, "they lie side by side"
+        assert reductions(window) == expected * 3
+    # Everything stays whole: the parameters move when they change, and never else; a bucket has at most 100 elements.
+    for window in stage3({"stage3_param_persistence_threshold": 1000}, accumulation=3):
+        assert gathers(window) == [bucket([11, 55, 5, 15, 3], 2) + bucket([91, 13, 143], 2)]
+        assert len(reductions(window)) % 3 == 0
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_stage_3_small_subtrees_are_one_launch() -> None:
+    for window in stage3({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}):
+        assert gathers(window) == [sum(tower_units(2))] * 2
+        assert [call[5] for call in window if call[4] == "parameters"] == [8, 8]
+        assert reductions(window) == [sum(tower_buckets(2))]
+
+
 @on_ranks(2)
 def test_stage_3_evaluation_gathers_once() -> None:
     for zero in (SHORT, MOVING):
@@ -260,3 +288,29 @@ def test_stage_3_tied_weights_are_one(functional: bool) -> None:
     forward = [weight, middle] if functional else [weight, middle, weight]
     expected = forward * 2 if functional else [*forward, weight, middle]
     assert gathers(stage3(SHORT, model=Tied, functional=functional)[-1]) == expected
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+def test_stage_3_recomputation_gathers_as_planned(reentrant: bool) -> None:
+    units = tower_units(2)
+    first, rest = units[0], units[1:]
+    case: dict[str, Any] = {"model": Checkpointed, "reentrant": reentrant}
+    # Reentrant: the recomputation is a use, the backward another. Otherwise it runs inside the backward's use.
+    again = [numel for numel in rest[::-1] for _ in range(2 if reentrant else 1)]
+    for window in stage3(SHORT, **case):
+        assert gathers(window) == [*units, *again, first]
+        assert reductions(window) == tower_buckets(2)[::-1]
+    last = stage3({**MOVING, "stage3_max_reuse_distance": 1}, **case)[-1]
+    assert gathers(last) == [*units, *rest[-2::-1], first]
+    assert gathers(stage3(MOVING, **case)[-1]) == units
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_stage_3_a_forward_without_a_graph_delays_no_reduction_but_in_the_first_step() -> None:
+    for step, window in enumerate(stage3(SHORT, model=Conditioned)):
+        assert reductions(window) == tower_buckets(2)[::-1]
+        moved = [call[0] for call in window if call[4] in ("parameters", "gradients")]
+        assert ("reduce_scatter" in moved[: -len(LAYERS)]) == (step > 0), moved

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.toolkit import models
 
@@ -75,3 +76,26 @@ class Tied(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = torch.tanh(self.middle(self.embed(tokens)))
         return F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+
+
+class Checkpointed(Tower):
+    """A tower in which each layer but the first is recomputed in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Conditioned(Tower):
+    """A tower that conditions its input on a first prediction of its layers, which has no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first = super().forward(x)
+        return super().forward(x + first.mean())

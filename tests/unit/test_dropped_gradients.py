@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +82,30 @@ def test_after_a_later_backward_has_failed(how: str, stage: int, fails: int, dro
     optimizer.step()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_reduced_gradient_that_is_dropped_before_a_backward_past_the_engine_does_not_count(stage: int) -> None:
+    """The next backward begins with that parameter's hook: the loss does not come from the engine's outputs."""
+    model = nn.Linear(3, 1, bias=False)
+    plain = copy.deepcopy(model)
+    engine = engine_at(stage, model)
+    for one, forward in ((model, engine), (plain, plain)):
+        forward(torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
+        one.weight.grad = None
+        (one.weight.sum() * 10).backward()
+    engine.step()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    torch.testing.assert_close(model.weight, plain.weight, rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_assigned_after_the_step_is_not_in_a_checkpoint(tmp_path: Path) -> None:
+    engine = engine_at(2, nn.Linear(3, 1))
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    values = [p.detach().clone() for p in engine.module.parameters()]
+    engine.module.weight.grad = torch.ones(1, 3)
+    engine.save_checkpoint(tmp_path)
+    engine.zero_grad()
+    engine.load_checkpoint(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(values, engine.module.parameters(), strict=True))

@@ -4,6 +4,7 @@ torch. A pointer to its memory is refused."""
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.toolkit.refused_reads import refuse_reads
 from tests.unit.test_launches import stack, train
@@ -236,6 +238,29 @@ def test_whoever_reads_weights_after_a_step_waits_for_them(read: str) -> None:
     assert all(comm.of("wait").count(bucket) >= 2 for bucket in range(8))  # more, where the read leaves a view
 
 
+def test_an_alias_that_code_past_functions_of_torch_has_made_gets_the_values() -> None:
+    model = stack()
+    _, engine = in_flight(model)
+    weight = model[2].weight
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # as a C++ extension
+        alias, row = weight.data, weight.data[1]
+        alias.add_(1.0)
+    assert engine.module is not None and weight.isfinite().all()
+    assert torch.equal(alias, weight) and torch.equal(row, weight[1]) and alias.data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.slow
+def test_an_alias_outlives_the_engine_without_values() -> None:
+    model = stack()
+    _, engine = in_flight(model)
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = model[2].weight.data
+    del engine, model, _
+    gc.collect()
+    with pytest.raises(RuntimeError, match="whose engine has ended: keep the engine"):
+        alias.sum()
+
+
 @pytest.mark.parametrize("refuses", [False, True], ids=["torch for CPUs", "torch built with CUDA"])
 def test_a_pointer_to_a_weight_in_flight_is_refused(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_reads(monkeypatch, refuses)
@@ -255,4 +280,59 @@ def test_a_pointer_to_a_weight_in_flight_is_refused(refuses: bool, monkeypatch: 
     assert engine.module[2].weight.data_ptr()
 
 
+@pytest.mark.parametrize("read", ["vmap", "a scripted function", "tensor(p)"])
+def test_inside_a_dispatch_mode_what_goes_past_functions_of_torch_raises(read: str) -> None:
+    """Torch does not find the operators' fallback there."""
+    model = stack()
+    _, engine = in_flight(model)
+    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="INTERNAL ASSERT"):
+        PAST[read](model)
+    with FlopCounterMode(display=False):
+        assert model[2](X).isfinite().all() and engine.module is not None
+        assert all(value.isfinite().all() for value in PAST[read](model))
+
+
 # ---------------------------------------------------------------- TorchScript
+
+
+def loaded(scripted: Any) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    file.seek(0)
+    return list(torch.jit.load(file).parameters())
+
+
+OF_SCRIPTED: dict[str, Callable[[Any], list[Tensor]]] = {
+    "call": lambda scripted: [scripted(X)],
+    "save": loaded,
+    "freeze": lambda scripted: [torch.jit.freeze(scripted.eval())(X)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", OF_SCRIPTED)
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, X)], ids=["script", "trace"])
+def test_scripted_models_have_the_values_and_end_gathers_with_the_step(make: Any, use: str) -> None:
+    model = stack()
+    comm, engine = in_flight(model)
+    scripted = make(model)
+    assert sorted(comm.of("wait")) == sorted(comm.of("launch"))
+    for _ in range(2):
+        assert all(found.isfinite().all() for found in OF_SCRIPTED[use](scripted))
+        train(engine)
+        assert sorted(comm.of("wait")) == sorted(comm.of("launch"))
+
+
+def test_models_scripted_before_the_engine_is_made_end_gathers_too() -> None:
+    model = stack()
+    scripted = torch.jit.script(model)
+    comm, engine = overlapping(model)
+    train(engine, 2)
+    assert comm.of("wait") == comm.of("launch") and all(found.isfinite().all() for found in loaded(scripted))
+
+
+def test_scripted_modules_without_trainable_parameters_end_nothing() -> None:
+    torch.jit.script(nn.Sequential(nn.ReLU()))
+    comm, engine = overlapping(stack())
+    train(engine)
+    assert not comm.of("wait")

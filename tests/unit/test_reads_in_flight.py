@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -186,6 +187,23 @@ def test_the_engine_itself_keeps_no_view(stage: int, offload: Any, precision: An
         assert comm.of("launch") and not comm.of("wait")
 
 
+class OfAnExtension(nn.Linear):
+    """Its weight goes past functions of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ self.weight.t()
+
+
+@pytest.mark.slow
+def test_a_module_may_give_its_weight_to_an_extension() -> None:
+    model = nn.Sequential(*(OfAnExtension(8, 8, bias=False) for _ in range(4)))
+    comm, engine = overlapping(model)
+    train(engine, 2)
+    assert comm.of("wait") == comm.of("launch")[:4]
+    assert model(torch.ones(1, 8)).isfinite().all()
+
+
 class Weight(nn.Parameter):
     pass
 
@@ -205,6 +223,19 @@ def test_a_weight_of_a_class_of_the_users_or_that_other_processes_read_is_waited
     assert comm.of("wait") == ([1] if reason == "class" else [3, 2, 1, 0])
 
 
+def test_values_written_by_another_rank_are_waited_for_before_the_update() -> None:
+    """No forward has waited: the update uses gradients that were there before."""
+    comm, engine = overlapping(stack(4), bf16={"enabled": True})
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    engine.backward(engine(x).sum())
+    engine.step()
+    for parameter in engine._parts.model.parameters():
+        parameter.grad = torch.ones(8, 8, dtype=torch.bfloat16)
+    launched = len(comm.events)
+    engine.step()
+    assert [name for name, _ in comm.events[launched:]] == ["wait"] * 4 + ["launch"] * 4
+
+
 def test_after_torch_compile_gathers_end_with_the_step() -> None:
     model, x = stack(4), torch.ones(1, 8)
     comm, engine = overlapping(model)
@@ -222,6 +253,22 @@ def test_after_torch_compile_gathers_end_with_the_step() -> None:
         assert torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 8)).isfinite().all()
     finally:
         torch._dynamo.reset()
+
+
+def test_after_the_capture_of_a_graph_gathers_end_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, pool=None: calls.append("begins"))
+    monkeypatch.setattr(param_gatherer, "_is_read_unseen", False)
+    param_gatherer._watch_captures.__wrapped__()
+    model = stack(4)
+    comm, engine = overlapping(model)
+    train(engine)
+    assert not comm.of("wait")
+    torch.cuda.CUDAGraph.capture_begin(mock.Mock(), pool=None)
+    assert calls == ["begins"] and comm.of("wait") == comm.of("launch")
+    comm.events.clear()
+    train(engine, 2)
+    assert comm.of("wait") == comm.of("launch")
 
 
 def test_two_threads_read_weights_after_a_step() -> None:
@@ -418,3 +465,19 @@ def test_a_backward_that_needs_no_values_of_a_weight_in_flight() -> None:
     engine.backward(late)
     engine.step()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_the_model_outlives_its_engine() -> None:
+    model = stack()
+    comm, engine = overlapping(model)
+    train(engine)
+    alive = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert alive() is None and {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert all(p.isfinite().all() for p in model.parameters())
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from tests.toolkit.disks import small_disk
+from zerolite.offload.placement import SPAN_ALIGNMENT
 from zerolite.offload.swap_file import SwapFile
 from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
 from zerolite.utils.accelerator import host_memory
+from zerolite.zero.stage3.shard_reader import tensor_spans
 
 KEY = "zero_optimization.offload_optimizer.nvme_path"
 BLOCK = 4096
@@ -222,3 +224,43 @@ def test_a_file_that_somebody_cut(file: SwapFile) -> None:
         assert words in str(raised.value)
     file.write(offloaded, into.fill_(3)).wait()  # makes it whole
     assert offloaded.eq(3).all()
+
+
+def test_an_error_of_the_disk(file: SwapFile) -> None:
+    offloaded = file.zeros(2 * BLOCK)
+    fd = file._fd if file._direct is None else file._direct
+    kept = os.dup(fd)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), fd)
+    transfer = file.write(offloaded, staging(2 * BLOCK))
+    for _ in range(2):
+        with pytest.raises(OSError, match="writing 8192 bytes at byte 0 of the swap file of rank 3 in .* Bad file"):
+            transfer.wait()
+    os.dup2(kept, fd)
+    os.close(kept)
+    file.write(offloaded, staging(2 * BLOCK).fill_(1)).wait()
+    assert offloaded.eq(1).all()
+
+
+@pytest.mark.parametrize("alignment", [1, SPAN_ALIGNMENT])
+@pytest.mark.parametrize("seed", range(3))
+def test_spans_cover_every_tensor_once_and_little_else(seed: int, alignment: int) -> None:
+    rng = random.Random(seed)
+    tensors = []
+    for _ in range(3):
+        memory = torch.arange(60_000)
+        position = 0
+        while position < 40_000:
+            numel = rng.choice([0, 1, 8, 500, 6000])
+            tensors.append(memory.narrow(0, position, numel))
+            position += numel + rng.choice([0, 0, 5, SPAN_ALIGNMENT - 1, SPAN_ALIGNMENT, 9000])
+    rng.shuffle(tensors)
+    found = tensor_spans(tensors, alignment)
+    assert sorted(i for span in found for i in span.indices) == [i for i, t in enumerate(tensors) if t.numel()]
+    for span in found:
+        assert span.start % alignment == 0
+        copied = span.memory(tensors).clone()
+        assert len(copied) == span.numel
+        for index, view in span.views(tensors, copied).items():
+            assert torch.equal(view, tensors[index])
+        wanted = sum(tensors[index].numel() for index in span.indices)
+        assert span.numel < wanted + len(span.indices) * SPAN_ALIGNMENT
