@@ -79,6 +79,22 @@ def test_owners_keep_exact_masters_and_take_over_what_users_write(precision: str
     assert_same_on_ranks(snapshot(engine))
 
 
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_rank_with_nan_skips_the_step_of_all() -> None:
+    engine = make_engine(at("3 tight", "fp16", 1, CLIP, ADAMW, zero={**ROWS, **ALL}, fp16=dynamic_fp16()), "Mlp")
+    run_steps(engine, 1)
+    before = snapshot(engine)
+    x, y = models.float_batch(9, 0, engine.rank)
+    engine.backward(nn.functional.mse_loss(engine(x.half()), y.half()) * (torch.nan if engine.rank == 1 else 1.0))
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert_same_bits(snapshot(engine), before, "weights")
+    losses = run_steps(engine, 2, 2)
+    assert all(loss == loss for loss in losses)
+    assert_same_on_ranks(snapshot(engine))
+
+
 class Distance(nn.Module):
     """Half the squared distance of a vector of 512 from a target."""
 
@@ -151,6 +167,29 @@ def test_errors_follow_the_loss_scale(weighted: bool) -> None:
     assert_same_bits(*weights, "weights")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["2", "3 tight"])
+@on_ranks(4)
+def test_errors_have_one_unit_in_a_backward_and_in_a_read(stage: str) -> None:
+    """The sums of a read take over the errors of those in backwards, and leave them their own."""
+    weights = []
+    for reads in (False, True):
+        given = at(stage, "fp32", 2, 0.0, ("SGD", {"lr": 0.01}), zero={**PAIRS, **GRADIENTS, **LOCO})
+        engine = make_engine({**given, "gradient_predivide_factor": 0.125}, "Mlp")
+        for step in range(4):
+            read = reads and step % 2 == 1
+            engine.set_gradient_accumulation_boundary(not read)
+            x, y = models.float_batch(step, 0, engine.rank)
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            assert bool(engine._parts.groups.partial) == read
+            if read:
+                engine.module.first.weight.grad.sum()
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+        weights.append(snapshot(engine))
+    assert_same_bits(*weights, "weights")
+
+
 def save(directory: Path, steps: int) -> None:
     engine = make_engine(at("3 moving", "bf16", 1, CLIP, ADAMW, zero={**ROWS, **WEIGHTS}))
     run_steps(engine, steps, model="OddModel")
@@ -169,6 +208,22 @@ def load(directory: Path, steps: int) -> None:
 def test_a_job_that_goes_on_has_the_bits_of_one_that_went_through(pools: Pools, tmp_path: Path) -> None:
     for run in (save, load):
         pools(4).run(run, {"directory": tmp_path, "steps": 3})
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_load_begins_errors_of_gradients_anew(tmp_path: Path) -> None:
+    """So an engine that has trained goes on as one that was made for the load."""
+    made = at("3 tight", "bf16", 1, 0.0, ADAMW, zero={**ROWS, **GRADIENTS, **LOCO})
+    trained = make_engine(made, "Mlp")
+    run_steps(trained, 3)
+    trained.save_checkpoint(tmp_path)
+    weights = []
+    for engine in (trained, make_engine(made, "Mlp")):
+        engine.load_checkpoint(tmp_path)
+        run_steps(engine, 3, 3)
+        weights.append(snapshot(engine))
+    assert_same_bits(*weights, "weights")
 
 
 class Wide(nn.Module):

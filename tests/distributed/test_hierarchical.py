@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, at
+from tests.toolkit.configs import ADAMW, SGD, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import expect_words, make_engine, raised, run_steps, snapshot
 from zerolite.zero import GatheredParameters
@@ -78,6 +78,41 @@ def numbered(name: str, values: list[Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", ["3 tight", "3 defaults", "3 one unit"])
 def test_disturbed_steps(stage: str) -> None:
     both(lambda zero: disturbed(zero, stage))
+
+
+def unfrozen(zero: dict[str, Any]) -> dict[str, Any]:
+    model = models.build(models.TwoBranches)
+    model.right.requires_grad_(False)
+    engine = zerolite.initialize(model, at("3 moving", zero={"leaf_modules": ["TwoBranches"], **zero}))
+    found: dict[str, Any] = {}
+    for step in range(6):
+        if step in (2, 4):  # as in LISA: another layer each time
+            model.right.requires_grad_(step == 2)
+            model.left.requires_grad_(step == 4)
+        x, y = models.float_batch(step, 0, engine.rank)
+        engine.backward(nn.functional.mse_loss(engine(x, "right" if step % 2 and engine.rank else "left"), y))
+        engine.step()
+        found[f"norm {step}"] = engine.get_global_grad_norm()
+    return found | snapshot(engine)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_layers_that_are_unfrozen_and_unused() -> None:
+    both(unfrozen)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+@pytest.mark.parametrize("model", ["SharedCheckpointed", "EncoderDecoder", "MixtureOfExperts"])
+def test_late_gradients_tied_weights_and_experts(model: str) -> None:
+    def train(zero: dict[str, Any]) -> dict[str, Any]:
+        leaf = {"leaf_modules": ["MoeBlock"]} if model == "MixtureOfExperts" else {}
+        engine = make_engine(at("3 moving", "fp32", 2, CLIP, SGD, zero={**leaf, **zero}), model)
+        run_steps(engine, 3, model=model)
+        return snapshot(engine)
+
+    both(train)
 
 
 # -------------------------------------------------------------------- states elsewhere

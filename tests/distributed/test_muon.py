@@ -16,7 +16,7 @@ from tests.toolkit.compare import assert_same, assert_same_on_ranks
 from tests.toolkit.configs import at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import raises, snapshot
+from tests.toolkit.training import raised, raises, snapshot
 from tests.toolkit.transports import late, transport
 from zerolite.comm.recorder import record
 
@@ -190,6 +190,24 @@ def test_a_class_of_torch_gets_matrices(stage: int | str) -> None:
     assert_same(found[0], found[1])
     with raises(ValueError, "(3,)"):
         zerolite.initialize(nn.Linear(4, 3), settings, optimizer=torch.optim.Muon)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_ranks_with_other_numbers_are_told_before_the_step() -> None:
+    """Momentum and learning rate are compared, and a number that one rank lacks stops all."""
+    engine = engine_at("3 moving", consistency_check_interval=1)
+    odd = dist.get_rank()
+    train(engine, 1)
+    muon, adamw = sorted(engine.optimizer.param_groups, key=lambda group: not group["use_muon"])
+    for group, key, value in ((muon, "momentum", 0.9), (muon, "lr", 0.02), (adamw, "eps", 1e-8), (muon, "ns_steps", 5)):
+        assert group[key] == value
+        group[key] = value / 2 if odd else value
+        assert f" has {key} {value} on rank 0, but " in raised(train, engine, 1, 1)
+        group[key] = value
+    if odd:
+        del muon["momentum"]
+    assert "'momentum' as a value like" in raised(train, engine, 1, 1)
 
 
 def save(stage: int | str, directory: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ backwards of a step. Pairs of ranks divide everything, and two pairs hold the sa
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_on_ranks
-from tests.toolkit.configs import SGD, at
+from tests.toolkit.configs import SGD, at, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, run_steps, snapshot
 
@@ -150,6 +151,40 @@ def test_between_two_backwards(stage: str, name: str) -> None:
 @pytest.mark.slow
 @STAGES
 @on_ranks(4)
+def test_a_backward_that_closes_behind_dropped_gradients(stage: str) -> None:
+    """It has nothing to add to: the sums of the set alone were dropped too."""
+    runs = []
+    for zero in ({}, PAIRS):
+        engine = make(stage, zero)
+        backward(engine, 0, 0)
+        engine.zero_grad()
+        engine.set_gradient_accumulation_boundary(True)
+        run_steps(engine, 1)
+        runs.append(snapshot(engine))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@STAGES
+@on_ranks(4)
+def test_sums_behind_no_sync_are_in_fp32(stage: str) -> None:
+    """The config expects one backward a step, and the mean of several has more bits than a single gradient."""
+    means = []
+    for zero in ({}, PAIRS):
+        engine = make(stage, zero, "bf16", 1)
+        with engine.no_sync():
+            backward(engine, 0, 0)
+        backward(engine, 0, 1)
+        engine.reduce_gradients()
+        assert {bucket.reduced.dtype for bucket in engine._parts.buffer.buckets} == {torch.float32}
+        means.append({name: zerolite.get_full_grad(p).float() for name, p in engine.named_parameters()})
+        engine.zero_grad()
+    torch.testing.assert_close(means[1], means[0], rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.slow
+@STAGES
+@on_ranks(4)
 def test_steps_that_end_elsewhere_than_predicted(stage: str) -> None:
     """A step after fewer backwards than the config says, and one after more, in a plain loop."""
     runs = []
@@ -163,4 +198,43 @@ def test_steps_that_end_elsewhere_than_predicted(stage: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         runs.append(snapshot(engine))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [0, MICRO - 1])
+@STAGES
+@on_ranks(4)
+def test_a_nan_of_one_micro_batch_of_one_rank_skips_the_step(stage: str, micro: int) -> None:
+    engine = make(stage, PAIRS, "fp16", fp16=dynamic_fp16())
+    run_steps(engine, 1)
+    before = snapshot(engine)
+    for number in range(MICRO):
+        backward(engine, 5, number, torch.nan if engine.rank == 3 and number == micro else 1.0)
+        engine.step()
+    assert engine.skipped_steps == 1
+    torch.testing.assert_close(snapshot(engine), before, rtol=0.0, atol=0.0)
+    run_steps(engine, 2, 6)
+    assert engine.skipped_steps == 1
+    assert_same_on_ranks(snapshot(engine))
+
+
+@pytest.mark.slow
+@STAGES
+@on_ranks(4)
+def test_a_checkpoint_within_a_step(stage: str, tmp_path: Path) -> None:
+    """It is that of the step before, and what has been accumulated goes on."""
+    runs = []
+    for name, zero in (("plain", {}), ("pairs", PAIRS)):
+        engine = make(stage, zero)
+        run_steps(engine, 1)
+        backward(engine, 1, 0)
+        engine.save_checkpoint(str(tmp_path / name))
+        engine.step()
+        for micro in range(1, MICRO):
+            backward(engine, 1, micro)
+            engine.step()
+        loaded = make(stage, zero)
+        loaded.load_checkpoint(str(tmp_path / name))
+        runs.append({**snapshot(engine), **{f"loaded {key}": value for key, value in snapshot(loaded).items()}})
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-6, atol=1e-7)

@@ -12,7 +12,7 @@ import torch
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, states_of_all
-from tests.toolkit.configs import PARTITIONED, config
+from tests.toolkit.configs import PARTITIONED, at, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import BATCHES, LOSSES, make_engine, raised, raises, train_engine
@@ -106,6 +106,24 @@ def test_a_run_has_the_bits_of_stage_0(pools: Pools, name: str) -> None:
         assert max(rank["bytes"] for rank in found) < max(rank["bytes"] for rank in wanted)
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_clipping_agrees_with_stage_0() -> None:
+    for stage in (1, 2, 3):
+        for optimizer in (None, ADAFACTOR):
+            wanted, found = (train(s, "OddModel", optimizer, clip=0.05)["parameters"] for s in (0, stage))
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_sets_of_ranks_agree_with_stage_0() -> None:
+    """The ranks of both sets split the states."""
+    zero = {**PARTITIONED["moving"], "zero_hpz_partition_size": 2}
+    wanted, found = train(0, "OddModel")["parameters"], train(3, "OddModel", zero=zero)["parameters"]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def grow(stage: int) -> dict[str, Any]:
     """A run that unfreezes a layer, and goes back to this rank's state dict of the optimizer once."""
     model = models.build(models.Mlp)
@@ -127,6 +145,55 @@ def test_unfrozen_parameters_and_state_dicts() -> None:
     wanted = grow(0)
     for stage in (1, 2, 3):
         torch.testing.assert_close(grow(stage), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_state_dict_of_other_owners_is_refused() -> None:
+    """Parameters that are trained later have owners by what the ranks have then, in buckets of the same sizes."""
+    made = settings(2, None, zero={"reduce_bucket_size": 1})
+    model = models.build(models.Mlp)
+    model.first.requires_grad_(False)
+    later = zerolite.initialize(model, made, optimizer=TrustRatio, model_parameters=model.parameters())
+    train_engine(later, "Mlp", 1)
+    model.first.requires_grad_(True)
+    train_engine(later, "Mlp", 1)
+    engine = make(made, "Mlp")
+    train_engine(engine, "Mlp", 2)
+    saved = later.optimizer.state_dict()
+    assert saved["partition"]["buckets"] == engine.optimizer.state_dict()["partition"]["buckets"]
+    with raises(ValueError, "with {'owners': {'", "each rank loads the state that it has saved itself"):
+        engine.optimizer.load_state_dict(saved)
+
+
+class FromStart(TrustRatio):
+    """Its constructor keeps a number of the values, and its steps go back to it."""
+
+    zerolite_elementwise = False
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["at_start"] = p.detach().norm()
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(self.state[p]["at_start"] / p.data.norm())
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_constructor_may_read_the_values() -> None:
+    found = []
+    for stage in (0, 1, 3):
+        made = settings(stage, None, zero={} if stage < 3 else PARTITIONED["moving"])
+        engine = make_engine(made, "Mlp", optimizer=FromStart)
+        train_engine(engine, "Mlp", 2)
+        found.append(held(engine)["weights"])
+    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-6, atol=1e-6)
 
 
 def save(config: dict[str, Any], directory: str) -> dict[str, Any]:
@@ -166,6 +233,20 @@ def test_checkpoints_load_at_other_worlds_and_stages(
         torch.testing.assert_close(rank["after"], alone["after"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_model_that_zero_init_has_built() -> None:
+    made = settings(3, zero=PARTITIONED["moving"])
+    with zerolite.zero.Init(config_dict_or_path=made):
+        inside = zerolite.initialize(models.build(models.Mlp), made)
+    train_engine(inside, "Mlp", 2)
+    outside = make(made, "Mlp")
+    train_engine(outside, "Mlp", 2)
+    torch.testing.assert_close(held(inside), held(outside), rtol=0, atol=0)
+    said = raised(zerolite.get_full_optimizer_state, inside.module.first.weight, "row_var")
+    assert "no optimizer state 'row_var' of its elements" in said, "rows have a value each"
+
+
 @on_ranks(2)
 def test_a_rank_that_leaves_an_update_out_exchanges_what_the_others_do() -> None:
     """Clipping has collected statistics before this rank finds that it cannot update. The others get its masters."""
@@ -197,3 +278,50 @@ def test_states_on_disk_are_refused(tmp_path: Path) -> None:
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     with raises(ValueError, "Adafactor", 'got "nvme"', "Use another device"):
         zerolite.initialize(models.Mlp(), settings(1, zero=zero))
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, whose groups it shares and in which it counts steps (timm's Lookahead)."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {"count": 0})
+        self.base, self.param_groups = base, base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for group in self.base.param_groups:
+            group["count"] += 1
+            for parameter in group["params"] if group["count"] % 2 == 0 else ():
+                if parameter.grad is not None:
+                    parameter.mul_(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_an_optimizer_that_counts_in_groups_over_several_buckets(stage: int) -> None:
+    """Each update of a bucket is a call of it, and a step counts once, also on a rank without a part of a group."""
+    found = []
+    for plain in (True, False):
+        model = models.build(models.Mlp)
+        *parameters, last = model.parameters()
+        weights = [p for p in parameters if p.dim() > 1]
+        others = [p for p in parameters if p.dim() == 1]
+        groups = [{"params": weights}, {"params": others, "lr": 0.125}, {"params": [last]}]
+        own = Around(torch.optim.SGD(groups, lr=0.0625))
+        made = at(stage)
+        del made["optimizer"]
+        forward: Any = model
+        if not plain:
+            forward = engine = zerolite.initialize(
+                model, {**made, "zero_allow_untested_optimizer": True}, optimizer=own
+            )
+        for step in range(4):
+            models.square_loss(forward, models.float_batch(step, 0, 0)).backward()
+            own.step()
+            own.zero_grad()
+        assert [group["count"] for group in own.param_groups] == [4, 4, 4]
+        found.append(dict(model.named_parameters()) if plain else engine.full_state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value.detach(), rtol=1e-6, atol=1e-7)
