@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import zerolite
 from tests.toolkit import models, reference
-from tests.toolkit.compare import assert_same, assert_same_on_ranks
+from tests.toolkit.compare import assert_same, assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import SGD, at, config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
@@ -151,6 +151,19 @@ def test_every_way_to_write_a_step_gives_the_same_update(stage: str, precision: 
         torch.testing.assert_close(found[parameter].float(), value, rtol=tolerance, atol=tolerance / 8)
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_unmanaged_backwards_of_stage_1_are_reduced_by_the_step_alone() -> None:
+    engine = make_engine(config(1, managed_gradient_accumulation=False))
+    with zerolite.comm.record() as recorder:
+        for micro in range(3):
+            engine.backward(loss_of(engine, 0, micro, "OddModel"))
+            assert engine.is_gradient_accumulation_boundary()
+        assert not recorder.count("reduce_scatter")
+        assert engine.step()
+    assert recorder.count("reduce_scatter") == recorder.count("all_gather") > 0
+
+
 @pytest.mark.fast("2-3 moving")
 @pytest.mark.parametrize("stage", ["3 moving", "3 kept", "3 tight"])
 @on_ranks(2)
@@ -206,3 +219,23 @@ def test_an_outdated_graph_is_refused(stage: int) -> None:
     engine.optimizer.step()
     with pytest.raises(RuntimeError, match="inplace operation"):
         loss.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_step_that_raises_counts_no_micro_batch(stage: int) -> None:
+    """Nor does a flush leave the factor of the micro-batches that it had."""
+    flushed, plain = (make_engine(at(stage, "fp32", 4), "Mlp") for _ in range(2))
+    for engine in (flushed, plain):
+        for micro in range(4):
+            backward(engine, 0, micro)
+            if engine is flushed and micro == 0:
+                engine.offload_states()
+                for flush in (False, True):
+                    with pytest.raises(RuntimeError, match="offload_states"):
+                        engine.step(flush)
+                engine.reload_states()
+            engine.step()
+    assert flushed.global_steps == plain.global_steps == 1
+    assert_same_bits(snapshot(flushed), snapshot(plain), "after a step that has raised")

@@ -15,7 +15,7 @@ import zerolite
 from tests.distributed.test_agreement import FIRST, is_last
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.lockstep import skipping_on_device
 from tests.toolkit.ranks import on_ranks
@@ -97,6 +97,19 @@ def test_other_numbers_on_one_rank_are_named_on_all(stage: int, precision: str, 
             group.update(old)
         if change not in ("clip", "steps"):
             train(engine, 1, 5)  # training goes on when they agree again
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_other_gathers_of_one_rank_are_told() -> None:
+    """In the third step the last rank gathers another parameter than the rest, which a backend that compares nothing
+    lets pass."""
+    engine = make_engine(at(3, optimizer=ADAMW))
+    train(engine, 2)
+    if is_last():
+        engine._parts.coordinator.schedule.note_gather(1, 1)
+    said = raised(lambda: train(engine, 1, 2))
+    assert "what stage 3 has gathered has a hash" in said and "on ranks 0 and 1, but" in said and "leaf_modules" in said
 
 
 def _each(engine: Any, change: Callable[[torch.Tensor], Any]) -> None:

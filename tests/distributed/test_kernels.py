@@ -4,6 +4,7 @@ with states that are loaded, with kernels that are missing, and that are skipped
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import Optimizer, at, config
-from tests.toolkit.faults import Warnings
+from tests.toolkit.faults import Warnings, poison
+from tests.toolkit.lockstep import skipping_on_device
 from tests.toolkit.optimizers import (
     assert_same_facts,
     by_name,
@@ -28,7 +30,7 @@ from tests.toolkit.optimizers import (
     without_kernels,
 )
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine
+from tests.toolkit.training import make_engine, run_steps
 
 EXACT: dict[str, Optimizer] = {  # the kernels do torch's operations in torch's order
     "SGD": ("SGD", {"lr": 0.05}),
@@ -220,3 +222,18 @@ def test_a_step_is_one_norm_launch_and_one_update_launch(stage: int) -> None:
         buckets = len(engine._parts.buffer.buckets)
         for kind in ("update", "squares"):
             assert (len(calls[kind]), sum(calls[kind])) == (dtypes, buckets), (model, kind)
+
+
+@pytest.mark.slow
+@on_ranks(1)
+def test_states_are_there_after_a_first_step_that_the_device_has_skipped() -> None:
+    with skipping_on_device(True):
+        engine = make_engine(config(0, optimizer=ALL["AdamW"]), "Mlp")
+    handle = poison(engine, "second.weight", math.inf)
+    run_steps(engine, 1)
+    handle.remove()
+    assert not engine.optimizer.state and not engine.optimizer.state_dict()["state"]
+    run_steps(engine, 2)
+    states = engine.optimizer.state_dict()["state"]
+    assert [float(state["step"]) for state in states.values()] == [2.0] * len(list(engine.module.parameters()))
+    assert len(engine.optimizer.state) == len(states) and engine.skipped_steps == 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, SGD, at, config
@@ -197,6 +198,51 @@ def test_parts_of_layers_have_no_gradient_in_p_grad() -> None:
         with raises(RuntimeError, "'blocks.0.attention.project.weight' was replaced", "set_full_grad(p, value)"):
             use()
         engine.zero_grad()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (1, "fp32"), (2, "fp32"), (3, "fp16")])
+def test_what_gradients_were_multiplied_by_is_in_all_that_reads_them(stage: int, precision: str) -> None:
+    engine = make_engine(at(stage, precision), "Mlp")
+    parameters = list(engine.module.parameters())
+    backward(engine, 0)
+    before = zerolite.get_full_grad(parameters)
+    torch._foreach_mul_([p.grad for p in parameters], 0.5)
+    after = zerolite.get_full_grad(parameters)
+    dtype = torch.float32 if precision == "fp32" else torch.float16
+    for parameter, one, other in zip(parameters, before, after, strict=True):
+        assert torch.equal(one * 0.5, other)
+        shown = parameter.grad.sort(stable=True).values.float()
+        assert torch.equal(other.to(dtype).sort(stable=True).values.float(), shown)
+    total = torch.stack([gradient.double().square().sum() for gradient in after]).sum().sqrt()
+    assert engine.clip_gradients(1e9) == pytest.approx(float(total), rel=1e-6)
+    first, wanted = parameters[0], after[0].clone()
+    first.grad[0] = wanted[0] = 0.25
+    first.grad.add_(torch.ones_like(first.grad))
+    atol = 1e-7 if precision == "fp32" else 2e-3
+    torch.testing.assert_close(first.grad.clone().float(), wanted + 1, rtol=0, atol=atol)
+
+
+@pytest.mark.slow
+@on_ranks(2, 3)
+def test_norms_of_two_engines_at_once_are_those_of_each() -> None:
+    """Asked for at once and one by one; then one clips all of them."""
+    for stages in ((0, 2), (3, 1)):
+        engines = [make_engine(at(stage), "Mlp") for stage in stages]
+        for engine in engines:
+            backward(engine, 0)
+        gradients = [p.grad for engine in engines for p in engine.module.parameters()]
+        for order in (1.0, float("inf"), 0.0, 2.0):
+            each = [float(g.norm(order)) for g in gradients]
+            assert [float(n) for n in torch._foreach_norm(gradients, order)] == pytest.approx(each, rel=1e-5)
+        norm = float(nn.utils.clip_grad_norm_([p for e in engines for p in e.module.parameters()], 0.01))
+        wanted = [0.01 * n / (norm + 1e-6) for n in each]
+        assert [float(g.norm()) for g in gradients] == pytest.approx(wanted, rel=1e-5)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(1), torch.tensor(0.25))
+        assert [float(g.norm()) for g in gradients] == pytest.approx([0.25 * n for n in wanted], rel=1e-5)
+        for engine in engines:
+            engine.step()
 
 
 # ---------------------------------------------------------------- values

@@ -229,6 +229,22 @@ def test_parameters_that_are_trained_later(stage: int) -> None:
     assert not torch.equal(before["head.1.bias"], after["head.1.bias"])
 
 
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_travel_in_fp32_unless_all_are_asked_not_to(stage: int) -> None:
+    """The head's gradients are the only ones there are."""
+    safe = {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}
+    autocast = {"bf16": {"enabled": False}, "torch_autocast": safe}
+    for more, wanted in ((autocast, torch.float32), ({"communication_data_type": "bf16"}, torch.bfloat16)):
+        model = models.build(Headed)
+        model.trunk.requires_grad_(False)
+        engine = zerolite.initialize(model, corner(stage, **more))
+        with zerolite.comm.record() as calls:
+            run_steps(engine)
+        assert {call.dtype for call in calls.select(tag="gradients")} == {wanted}
+
+
 class Masked(nn.Module):
     """A table and a mask in fp32, whatever the parameters are; a batch norm."""
 

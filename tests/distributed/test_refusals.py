@@ -14,10 +14,13 @@ import torch.distributed as dist
 
 import zerolite
 from tests.distributed.test_agreement import is_last
-from tests.toolkit import models
+from tests.distributed.test_grid import DATA_TENSOR, PIPE, PIPE_TENSOR, run, settings
+from tests.toolkit import grids, models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, at, config, dynamic_fp16
+from tests.toolkit.grids import Grid
 from tests.toolkit.lockstep import skipping_on_device
+from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, counters, loss_of, make_engine, raised, run_steps, snapshot
 from zerolite.comm import record
@@ -149,6 +152,37 @@ def test_an_update_that_one_rank_refuses_is_made_on_none(stage: int, precision: 
         own = ("AdamW", {**ADAMW[1], "fused" if unread else "foreach": True})
         damages = TORCH | ({"unfused": (_unfused, UNFUSED)} if unread else {})
         check_refusals(at(stage, precision, optimizer=own, **more), unread, damages)
+
+
+def refuse_in_a_grid(made: dict[str, Any], unread: bool) -> None:
+    with skipping_on_device(unread):
+        engine, twin = grids.make_engine(made), grids.make_engine(made)
+    grids.train(engine, 1)
+    grids.train(twin, 1)
+    undo = _short(engine) if is_last() else None
+    said = [raised(grids.train, engine, 1, step) for step in (51, 52)][unread]
+    words = KERNELS["short"][1]
+    assert said.startswith(words if is_last() else "RuntimeError: zerolite: rank "), said
+    assert words in said
+    if undo is not None:
+        undo()
+    engine.zero_grad()
+    if not unread:
+        assert raised(grids.train, engine, 1, 53) == ""
+        grids.train(twin, 1, 53)
+    told = [grids.train(one, 2, 1) for one in (engine, twin)]
+    assert told[0] == told[1] and grids.held(engine) == grids.held(twin)
+    grids.assert_ranks_agree(engine, *told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("grid", "stage"), [(PIPE, 1), (DATA_TENSOR, 1), (DATA_TENSOR, 3), (PIPE_TENSOR, 1), ((2, 2, 1), 1)]
+)
+@pytest.mark.parametrize("unread", [False, True])
+def test_ranks_with_other_parts_of_the_model_are_told(pools: Pools, grid: Grid, stage: int, unread: bool) -> None:
+    made = settings(grid, stage, optimizer=ADAMW, consistency_check_interval=0)
+    run(pools, grid, refuse_in_a_grid, made=made, unread=unread)
 
 
 @pytest.mark.fast("2-1-False")

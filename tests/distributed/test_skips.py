@@ -10,6 +10,7 @@ import torch
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks, from_all_ranks
 from tests.toolkit.configs import ADAMW, Optimizer, at, config, dynamic_fp16
 from tests.toolkit.faults import Warnings, poison
+from tests.toolkit.lockstep import skipping_on_device
 from tests.toolkit.optimizers import assert_same_facts, facts
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, loss_of, make_engine, raises, run_steps, snapshot
@@ -110,6 +111,23 @@ def test_a_skipped_step_keeps_the_values_that_were_written_before_it(stage: int)
     engine.step()
     assert engine.skipped_steps == 1
     assert bool((snapshot(engine)["second.weight"] == 0.5).all())
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weights_of_one_rank_alone_change_no_parameter(stage: int) -> None:
+    """The device decides, as on CUDA, and numbers that are not finite are not looked for."""
+    unchecked = {"enabled": True, "check_grad_overflow": False}
+    with skipping_on_device(True):
+        engine = make_engine(at(stage, bf16=unchecked), "Mlp")
+    before = snapshot(engine)
+    backward(engine, 0, weight=3 if engine.rank == 0 else None)
+    engine.step()
+    assert_same_bits(snapshot(engine), before, "before and after the step")
+    backward(engine, 1)
+    with raises(RuntimeError, "some ranks gave a weight in this step and others did not"):
+        engine.step()
 
 
 @on_ranks(2)

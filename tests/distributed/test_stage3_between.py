@@ -3,8 +3,11 @@ before there is an engine, and their attributes."""
 
 from __future__ import annotations
 
+import gc
+import io
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +97,18 @@ def test_programs_give_the_bits_of_stage_1(precision: str) -> None:
     assert_program(aliases, ("moving", "kept", "one unit"), precision)
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_parameters_that_rest_elsewhere(tmp_path: Path) -> None:
+    """They are read and written alike."""
+    for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}):
+        wanted, side = Side(3), Side(3, more={"offload_param": place})
+        for one in (wanted, side):
+            aliases(one)
+        assert all(map(torch.equal, wanted.seen, side.seen))
+        assert all(map(torch.equal, _whole(wanted), _whole(side)))
+
+
 @pytest.mark.fast("2")
 @on_ranks(2, 3)
 def test_refused() -> None:
@@ -132,6 +147,49 @@ def test_refused() -> None:
         saved.backward()
     side.engine.zero_grad()
     side.train(2)
+
+
+@pytest.mark.slow
+@on_ranks(2, 3)
+def test_one_rank_alone() -> None:
+    """Run code on one rank that needs no values, or has them: it waits for no other rank."""
+    side = Side(3)
+    side.train(0)
+    data, state = side.module.first.weight.data, side.module.state_dict()
+    if dist.get_rank() == 0:
+        print(side.module.first.weight, side.module)
+        assert data.shape == (13, 7) and data.dtype is torch.float32 and data[2].is_contiguous()
+        assert "first.weight" in f"{data}" and "current values are not here" in repr(data)
+        torch.save(state, io.BytesIO())
+        assert float(state["first.weight"].norm()) > 0 and sum(p.numel() for p in side.weights()) == 146
+    side.train(1)
+
+
+class Named(nn.Parameter):
+    """A class of the user's."""
+
+
+@pytest.mark.slow
+@on_ranks(2, 3)
+def test_classes_of_the_user() -> None:
+    """Parameters of other classes than torch's, and ages that outlive the engine on one rank alone."""
+    module = nn.Linear(5, 3)
+    module.weight = Named(module.weight.detach().clone())
+    wanted = module.weight.detach().clone()
+    engine = zerolite.initialize(module, at(3))
+    weight = engine.module.weight
+    assert isinstance(weight, Named) and models.has_no_values(weight) and weight.shape == (3, 5)
+    assert torch.equal(weight.detach(), wanted) and torch.equal(engine.module.state_dict()["weight"], wanted)
+    with torch.no_grad():
+        weight.mul_(2)
+    engine.backward(engine(torch.ones(2, 5)).sum())
+    engine.step()
+    data, coordinator = weight.data, engine._parts.coordinator if dist.get_rank() else None
+    del engine
+    gc.collect()
+    assert data.norm() > wanted.norm() and (coordinator is not None) is (dist.get_rank() > 0)
+    with zerolite.zero.GatheredParameters(weight):
+        assert type(weight) is Named and torch.equal(weight, data)
 
 
 # -------------------------------------------------------------------- before there is an engine

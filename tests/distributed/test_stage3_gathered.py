@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.toolkit.partitioned import assert_partitioned, stage3, whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import loss_of, raises, run_steps
 from zerolite import zero
+from zerolite.zero.stage3 import gathered_parameters
 
 
 def odd_model(settings: str | None, precision: str = "fp32") -> tuple[Any, nn.Module]:
@@ -131,6 +133,36 @@ def test_changes_under_a_read_only_gather_are_refused(settings: str | None) -> N
         run_steps(engine, model="OddModel")
 
 
+@pytest.mark.slow
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", ["moving", "defaults"])
+def test_gathers_inside_each_other(settings: str) -> None:
+    engine = zerolite.initialize(models.build(models.Mlp), stage3(settings))
+    weight, bias = engine.module.first.weight, engine.module.first.bias
+    with zero.GatheredParameters(engine.module):
+        with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                weight.fill_(2.0)
+        assert weight.eq(2).all()
+        with zero.GatheredParameters([weight, bias]):
+            with zero.GatheredParameters(weight):
+                pass
+            assert weight.shape == (13, 7)
+        assert weight.shape == (13, 7)
+    assert whole(engine.module)["first.weight"].eq(2).all()
+    last = dist.get_world_size() - 1
+    with zero.GatheredParameters(engine.module, modifier_rank=last), torch.no_grad():
+        if dist.get_rank() == last:
+            weight.fill_(4.0)
+        with zero.GatheredParameters(weight):  # what has been changed before is no change
+            pass
+        if dist.get_rank() == last:
+            bias.fill_(5.0)
+    values = whole(engine.module)
+    assert values["first.weight"].eq(4).all() and values["first.bias"].eq(5).all()
+    run_steps(engine, 2)
+
+
 @pytest.mark.fast("moving-2")
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", ["moving", "defaults"])
@@ -216,6 +248,20 @@ def test_initialize_inside_a_gather() -> None:
             zerolite.initialize(model, config(stage))
         assert_same(whole(model), before)
         run_steps(zerolite.initialize(model, config(stage)), 2)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_gather_that_cannot_begin() -> None:
+    """There is no memory for what compares values: nothing stays gathered."""
+    engine = zerolite.initialize(models.build(models.Mlp), stage3("moving"))
+    run_steps(engine, 2)
+    no_memory = mock.patch.object(gathered_parameters, "content_hash", side_effect=MemoryError("full"))
+    with no_memory, raises(MemoryError, "full"), zero.GatheredParameters(engine.module):
+        raise AssertionError("the context has begun")
+    assert_partitioned(engine.module)
+    run_steps(engine, 2)
+    assert engine._parts.coordinator.schedule.following
 
 
 # -------------------------------------------------------------------- external parameters

@@ -169,6 +169,23 @@ def test_constructors_give_the_values_of_plain_construction() -> None:
     assert {name for name in names if names[name] != name} == {n for n in names if n.startswith("grown")}
 
 
+@pytest.mark.slow
+@on_ranks(1, 2)
+def test_parameters_that_change_inside_the_context() -> None:
+    """An engine takes them as they are then; one that is put in the place of another must have its shape."""
+    torch.manual_seed(4)
+    plain = Grown()
+    torch.manual_seed(4)
+    with zero.Init():
+        engine = zerolite.initialize(Grown(), config(3, optimizer=ADAMW))
+    assert_same(engine.full_state_dict(), whole(plain))
+    with raises(RuntimeError, "weight", "(3, 6)", "set .data"), zero.Init():
+        head = nn.Linear(6, 3)
+        head.weight = nn.Parameter(torch.ones(3, 6))
+        last = nn.Sequential(head)
+        last[0].weight.data = torch.empty(0)
+
+
 @pytest.mark.fast("0-2", "3 moving-2")
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", ["0", "2", "3 moving", "3 defaults"])
@@ -228,6 +245,20 @@ def test_many_kinds_of_init() -> None:
     zero.Init(module=model)
     assert_partitioned(model)
     assert_same(whole(model), seen)
+
+
+@pytest.mark.slow
+@on_ranks(1, 2)
+def test_exceptions_in_the_context() -> None:
+    with zero.Init():
+        kept = nn.Sequential(nn.Linear(3, 3))
+    before = whole(kept)
+    with raises(KeyError, "boom"), zero.Init():
+        nn.Sequential(nn.Linear(3, 3))
+        raise KeyError("boom")
+    assert_partitioned(kept)
+    assert_same(whole(kept), before)
+    assert_plain(nn.Linear(2, 2))  # no hook and no mode is left
 
 
 def assert_plain(model: nn.Module) -> None:

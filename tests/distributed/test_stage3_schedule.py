@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, PARTITIONED, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
@@ -144,6 +144,48 @@ def test_a_backward_that_departs_from_the_plan_may_bring_late_gradients() -> Non
     assert_same_bits(found["parameters"], plain["parameters"], "stage 3")
 
 
+class Borrowing(nn.Module):
+    """Two layers; ``borrow``: then a product with the first one's weight, read from outside of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, borrow: bool) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return x @ self.first.weight if borrow else x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("between", ["an evaluation", "a backward"])
+@on_ranks(2)
+def test_a_weight_that_is_read_while_it_is_kept_comes_back_for_the_readers_backward(between: str) -> None:
+    """A plan keeps it for the backward of its own module; what comes between ends the step, and releases it."""
+    found = []
+    for stage in ("2", "3 kept"):
+        engine = zerolite.initialize(models.build(Borrowing), at(stage))
+        for step in range(5):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + engine.rank))
+            loss = engine(x, step == 4).square().mean()
+            if step == 4 and between == "an evaluation":
+                with torch.no_grad():
+                    engine(x, False)
+            elif step == 4:
+                engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            assert step != 3 or engine._parts.coordinator is None or engine._parts.coordinator.schedule.following
+            engine.step()
+        found.append(snapshot(engine))
+    assert_same_bits(*found, "stages 2 and 3")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_evaluation_has_a_plan_of_its_own() -> None:
+    plain, found = (ways(*at, [["012"]] * 6, evaluate=True) for at in ((2, {}), (3, limited(60, 250, 0))))
+    assert found["following"][-2:] == [True, True] and found["losses"] == plain["losses"]
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_ranks_with_different_traces_train_without_a_plan(shared_memory: bool) -> None:
@@ -173,3 +215,23 @@ def test_ranks_that_differ_are_told_where_they_stand(after: int) -> None:
     assert f"rank {rank}: the ranks launched different collectives" in str(caught.value)
     if after == 0:
         assert f"layers.{1 + rank}.0" in str(caught.value).split("This rank was in")[1]
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_unused_parameters_hold_back_no_reduction() -> None:
+    model = models.build(Tower)
+    model.spare = nn.Linear(6, 13)
+    engine = zerolite.initialize(model, config(3, zero={**SHORT, "reduce_bucket_size": 1}))  # a bucket for each layer
+    buckets = {bucket.slots[0].name.split(".")[0]: bucket.index for bucket in engine._parts.buffer.layout.buckets}
+    for step in range(4):
+        early: list[int] = []
+        with zerolite.comm.record() as recorder:
+            first = engine.module.layers[0].weight
+            handle = first.register_hook(lambda _, e=early, r=recorder: e.append(r.count(tag="gradients")))
+            engine.backward(loss_of(engine, step))
+            handle.remove()
+            engine.step()
+        order = [call.key - 1 for call in recorder.select(tag="gradients")]
+        assert order[-1] == buckets["spare"] and len(set(order)) == len(order) == 5
+        assert max(early) == 3  # all but the unused layer's and that of the first, whose gradient is just coming

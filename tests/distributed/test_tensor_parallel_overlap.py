@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -82,6 +84,43 @@ def test_what_a_backward_sends_runs_beside_its_products(dim: int | None) -> None
         with Products(comm).written() as log:
             loss.backward()
         assert log == expected, (count, frozen, log)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_graph_keeps_this_ranks_part_of_a_sequence_alone() -> None:
+    comm = communicator()
+    layers = [ColumnParallelLinear(8, 4, comm=comm) for _ in range(3)]
+    for layer in layers:
+        layer.sequence_dim = 1
+    layers[1].requires_grad_(False)
+    made: list[weakref.ref[Tensor]] = []
+    launch = functions.launch_all_gather
+
+    def noted(*args: Any) -> Any:
+        wait = launch(*args)
+
+        def finish() -> Tensor:
+            full = wait()
+            made.append(weakref.ref(full))
+            return full
+
+        return finish
+
+    gc.disable()
+    try:
+        with mock.patch.object(functions, "launch_all_gather", noted):
+            x = torch.randn(2, 3, 8, requires_grad=True) * 1
+            loss = sum(layer(x).square().sum() for layer in layers)
+            assert made[0]() is not None  # the next layer that reads x uses it
+            del x
+            assert made[0]() is None
+            loss.backward(retain_graph=True)
+            assert [full() for full in made] == [None, None]
+            loss.backward()
+            assert [full() for full in made] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 class Conv1D(nn.Module):

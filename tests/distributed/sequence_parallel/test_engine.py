@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,24 @@ def make(model: str, size: int, stage: str = "2", double: bool = False, **more: 
 def parameters_of(engine: Any) -> dict[str, Tensor]:
     with GatheredParameters(engine.module, check=False):
         return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.slow
+@sequences.needs_transformers
+@on_ranks(2, timeout=60)
+def test_plain_attention_is_back_when_the_engine_ends() -> None:
+    before = F.scaled_dot_product_attention
+    model = sequences.build("llama", False)
+    twin = copy.deepcopy(model)
+    engine = zerolite.initialize(model, at("1", optimizer=OPTIMIZER, sequence_parallel={"size": 2}))
+    assert F.scaled_dot_product_attention is not before
+    batch = batch_of("llama", 0, 12)
+    # A call past the engine is the plain model's.
+    torch.testing.assert_close(engine.module(**batch).logits, twin(**batch).logits)
+    engine.backward(engine(**batch).loss)
+    engine.step()
+    engine.destroy()
+    assert F.scaled_dot_product_attention is before and model.config._attn_implementation == "sdpa"
 
 
 class Sequences(torch.utils.data.Dataset):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.toolkit.ranks import on_ranks
 from zerolite.comm import create_communicator, record
+from zerolite.sequence_parallel import blocks, ring
 from zerolite.sequence_parallel.ring import Ring, attend_over_ring
 from zerolite.sequence_parallel.visibility import Visibility
 
@@ -80,6 +81,19 @@ def test_blocks_are_merged_to_the_attention_of_the_whole(kind: str) -> None:
         compare(visible_of(kind, part * size), part, kv_heads, torch.float64, 1e-12)
     compare(visible_of(kind, 8 * size), 8, 2, torch.float32, 2e-6)
     compare(visible_of(kind, 8 * size), 8, 2, torch.bfloat16, 6e-2)
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_kernels_and_tiles_make_no_difference() -> None:
+    """Products written out, as for dropout and for masks on CUDA, and masks that are made a few queries at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "_MASK_NUMEL", 64)
+        compare(visible_of("packed", 21), 7, 2, torch.float64, 1e-12)
+        patch.setattr(blocks, "_OnCpu", blocks.Plain)
+        for kind in KINDS:
+            compare(visible_of(kind, 21), 7, 2, torch.float64, 1e-12)
+        compare(visible_of("causal", 21), 7, 2, torch.bfloat16, 6e-2)
 
 
 @on_ranks(2, 3, 4)
