@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import logging
 import os
 import random
 import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +24,7 @@ from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
 from zerolite.utils.accelerator import host_memory
 
 BLOCK = 4096
+GXX = shutil.which("g++") or shutil.which("c++")
 backends = pytest.mark.parametrize("backend", ["io_uring", "threads", "python"])
 
 
@@ -240,3 +245,76 @@ def test_python_takes_over_where_there_is_no_library(
     assert caplog.text.count("Python's threads do it instead: There is no compiler for the test.") == 1
     with pytest.raises(RuntimeError, match="Asynchronous I/O with threads is not available: There is no compiler"):
         AsyncIO(backend="threads")
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdarg.h>
+#include <stdlib.h>
+static int calls;
+long syscall(long number, ...) {
+  static long (*real)(long, ...);
+  if (!real) *(void**)&real = dlsym(RTLD_NEXT, "syscall");
+  va_list list;
+  long a[6];
+  va_start(list, number);
+  for (int i = 0; i < 6; i++) a[i] = va_arg(list, long);
+  va_end(list);
+  if (number == 425 && getenv("SHIM_NO_RING")) return errno = EPERM, -1;
+  if (number == 426 && getenv("SHIM_TROUBLE") && ++calls % 3) return errno = calls % 3 == 1 ? EINTR : EBUSY, -1;
+  return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+"""
+
+SHIMMED = """
+import json, os, sys, torch
+from zerolite.ops.async_io import AsyncIO
+from zerolite.utils.accelerator import host_memory
+options = json.loads(sys.argv[1])
+io = AsyncIO(block_size=4096, queue_depth=8, **options)
+fd = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+source, into = (host_memory(200 * 4096, False).view(torch.int64) for _ in range(2))
+source.random_()
+io.write(fd, source, 0).wait()
+io.read(fd, into, 0).wait()
+io.close()
+print(io.backend, torch.equal(source, into))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GXX is None, reason="no C++ compiler on the PATH")
+def test_trouble_with_io_uring(tmp_path: Path) -> None:
+    """A library stands between csrc/aio and the system calls of io_uring."""
+    make("io_uring").close()
+    (tmp_path / "shim.c").write_text(SHIM)
+    compiler = [str(GXX), "-x", "c", "-shared", "-fPIC", "shim.c", "-o", "shim.so", "-ldl"]
+    subprocess.run(compiler, cwd=tmp_path, check=True)
+
+    def run(options: dict[str, object], trouble: str) -> str:
+        command = [sys.executable, "-c", SHIMMED, json.dumps(options), str(tmp_path / "file")]
+        environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "shim.so"), trouble: "1"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        return result.stdout.strip() or result.stderr
+
+    assert run({}, "SHIM_NO_RING") == "threads True"
+    assert run({"thread_count": 3}, "SHIM_TROUBLE") == "io_uring True"
+    refused = run({"backend": "io_uring"}, "SHIM_NO_RING")
+    assert "cannot have io_uring: Operation not permitted. Containers often forbid" in refused
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_in_the_middle(tmp_path: Path) -> None:
+    """Requests that were begun are finished."""
+    code = f"""
+import os, sys, torch
+from zerolite.ops.async_io import AsyncIO
+io = AsyncIO(block_size=4096, queue_depth=2, backend=sys.argv[1])
+fd = os.open({str(tmp_path / "file")!r}, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+requests = [io.write(fd, torch.full((100_000,), 5, dtype=torch.uint8), 100_000 * i) for i in range(50)]
+"""
+    for backend in ("threads", "io_uring", "python"):
+        subprocess.run([sys.executable, "-c", code, backend], check=True, timeout=60)
+        assert (tmp_path / "file").read_bytes() == b"\5" * 5_000_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,16 @@ def test_squares_follow_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
         launch.run(sums, [values[0][:9], *values[1:]])
 
 
+def test_launches_keep_no_gradients() -> None:
+    """Their memory is free between two steps."""
+    arguments = _arguments("adamw")
+    launch, squares = _launch("adamw", arguments), SquaresLaunch(arguments["table"])
+    _run(launch, arguments)
+    squares.run(torch.zeros(2, dtype=torch.float64), arguments["grads"])
+    gradients = [weakref.ref(gradient) for gradient in arguments.pop("grads")]
+    assert [gradient() for gradient in gradients] == [None] * len(NUMELS)
+
+
 @UPDATES
 def test_fake_tensors_are_checked_and_not_computed(name: str) -> None:
     arguments = _arguments(name)
@@ -113,6 +124,22 @@ def test_autograd_notices_an_update() -> None:
     assert bool((weight != 1).all())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
+
+
+def test_a_kernel_that_fails_keeps_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, launch = _arguments("adamw"), _launch("adamw", _arguments("adamw"))
+    _run(launch, arguments)
+    assert launch._kernels is not None
+
+    def fail(call: UpdateCall) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(type(launch._kernels), "update", lambda self, call: fail(call))
+    gradients = [weakref.ref(grad) for grad in arguments["grads"]]
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        _run(launch, arguments)
+    arguments["grads"] = ()
+    assert [ref() for ref in gradients] == [None] * 3
 
 
 # ------------------------------------------------------------------- what they refuse

@@ -14,12 +14,17 @@ from torch import nn
 from benchmarks.shapes import SHAPES, Decoder
 from zerolite.comm.recorder import CollectiveCall
 from zerolite.planning import Machine, plan
+from zerolite.planning.clock import Compute, Event, Launch, Trace, Wait, step_time
 from zerolite.planning.command import parse_command_line
+from zerolite.planning.fake_backend import DryPlatform
 from zerolite.planning.report import render
-from zerolite.planning.result import Traffic
+from zerolite.planning.result import StepTime, Traffic
 from zerolite.planning.settings import compare
+from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import Grid
 from zerolite.planning.wire import Wires
+
+MB = 10**6
 
 MACHINE = Machine(tflops=1, intra_bandwidth=1, inter_bandwidth=1, latency=2000, memory_bandwidth=1)
 
@@ -59,7 +64,95 @@ def test_a_collective(
     assert cost == (pytest.approx(latency), pytest.approx(transfer), between)
 
 
+def test_a_tree_where_rings_are_long() -> None:
+    machine = MACHINE.model_copy(update={"latency": 10.0})
+    small, large = (
+        wires(128, machine=machine, data=1024).cost(call("all_reduce", size, ranks=1024)) for size in (1024, 10**10)
+    )
+    assert small.latency == pytest.approx(2 * (7 * 2.5e-6 + 7 * 10e-6))
+    assert large.latency == pytest.approx(2 * (895 * 2.5e-6 + 128 * 10e-6))
+    assert large.transfer == pytest.approx(2 * 10 * 1023 / 1024)
+
+
 # -------------------------------------------------------------------- events
+
+
+def play(*events: Event, messages: bool = False, **speeds: float) -> StepTime:
+    machine = MACHINE.model_copy(update=speeds)
+    return step_time([events], machine, wires(2, messages, machine))
+
+
+def second(flops: int = 10**12) -> Compute:
+    return Compute(flops, 0)
+
+
+GATHER, OTHER = call("all_gather", 4 * 10**9), call("all_gather", 4 * 10**9)
+REDUCTION = call("reduce_scatter", 4 * 10**9, "gradients")
+ALONE = 3 + 2 * 2e-3 + 2.5e-6
+
+
+def test_a_wait_is_exposed_communication() -> None:
+    made = play(second(), Launch(GATHER), second(), Wait(GATHER), second(), Compute(0, 10**9))
+    assert (made.products, made.passes) == (3, 1)
+    assert made.exposed == pytest.approx(ALONE - 1) and made.step == pytest.approx(4 + made.exposed)
+    assert play(Launch(GATHER), second(10**13), Wait(GATHER)).exposed == 0
+    assert play(Launch(GATHER), second()).exposed == 0  # it outlives the step
+
+
+def test_collectives_of_one_communicator_follow_each_other() -> None:
+    made = play(Launch(GATHER), Launch(OTHER), Wait(OTHER))
+    assert made.exposed == pytest.approx(2 * ALONE)
+    ahead = play(Launch(GATHER), Launch(OTHER), Wait(OTHER), messages=True)
+    assert ahead.exposed == pytest.approx(2 * 4 + 2e-3)  # messages follow without a gap
+
+
+def test_communicators_share_the_wire() -> None:
+    made = play(Launch(GATHER), Launch(REDUCTION), Wait(GATHER), Wait(REDUCTION))
+    assert made.exposed == pytest.approx(ALONE + 3)
+    within = call("all_gather", 4 * 10**9, dimension="shard", ranks=2)
+    assert play(Launch(REDUCTION), Launch(within), Wait(REDUCTION), Wait(within)).exposed == pytest.approx(ALONE)
+    late = play(Launch(GATHER), second(), Launch(REDUCTION), Wait(GATHER))
+    assert late.exposed == pytest.approx(ALONE - 1 + (ALONE - 1), abs=0.02)  # from then on at half the speed
+
+
+def test_ranks_of_a_node_copy_while_they_wait() -> None:
+    """On the CPU nothing hides what goes through the memory of a node, and what goes between nodes is hidden."""
+    within = call("all_gather", 4 * 10**9, dimension="shard", ranks=2)
+    made = play(Launch(within), second(), Wait(within), messages=True, intra_latency=1e6)
+    assert made.exposed == pytest.approx(1 + 2)
+    across = call("all_gather", 4 * 10**9, dimension="replicate", ranks=2)
+    assert play(Launch(across), second(4 * 10**12), Wait(across), messages=True).exposed == pytest.approx(2e-3)
+
+
+def test_a_second_hop_begins_when_the_first_has_ended() -> None:
+    """On a device a stream beside the model's waits for the first of two chained collectives and launches the other."""
+    first = call("reduce_scatter", 2 * 10**9, "gradients", "shard", 2)
+    hop = call("all_reduce", 10**9, "gradients", "replicate", 2)
+    platform = DryPlatform("cuda")
+    trace = Trace(MemoryTracker(), platform, overlaps=False)
+    trace.begin_step()
+    trace.on_launch(first)
+    with platform.side_stream(torch.device("cpu")):
+        trace.on_wait(first)
+        trace.on_launch(hop)
+    trace.on_update(10**9)
+    trace.on_wait(hop)
+    trace.end_step()
+    assert trace.steps[0] == [Launch(first), Launch(hop, first), Compute(0, 10**9), Wait(hop)]
+    made = step_time(trace.steps, MACHINE, wires(2))
+    assert made.exposed == pytest.approx(1 + 2 + 4e-3 - 1, abs=1e-4)
+
+
+def test_gathers_that_outlive_the_step() -> None:
+    trace = Trace(MemoryTracker(), DryPlatform("cuda"), overlaps=True)
+    for _ in range(2):
+        trace.begin_step()
+        trace.on_use(0)
+        trace.on_launch(GATHER)
+        trace.on_wait(GATHER)  # in a dry run
+    trace.end_step()
+    # Before it is gathered again, in place of a use.
+    assert trace.steps == [[Launch(GATHER)], [Wait(GATHER), Launch(GATHER)]]
 
 
 # -------------------------------------------------------------------- plans
@@ -127,6 +220,34 @@ def test_what_a_device_sends_between_nodes() -> None:
         ("reduce_scatter", "replicate", "gradients"): 4 * numel // 8,
         ("all_gather", "replicate", "parameters"): 2 * numel // 8,
     }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gather", "exposed"), [(0.5, 1.5), (2, 11)])
+def test_new_values_arrive_behind_the_forward(gather: float, exposed: float) -> None:
+    """Six layers of 1 s forward and 2 s backward, but 1 s the first one's; nothing takes long but what goes over nodes,
+    ``gather`` s for each layer.
+
+    Forward waits for the values of two layers, because the second one's gather within the node is launched before the
+    first layer. With 0.5 s all others arrive in time, and backward ends with one reduction: 0.5 + 0.5 + 0.5. With 2 s
+    the last values arrive after 12 s, before the fifth layer, and 2 layers follow: 14 - 6. Then backward ends at 25,
+    its last but one reduction at 26 and the last one at 28: 28 - 25.
+    """
+    numel, layers = 64 * 64, 6
+    zero = {
+        "stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0, "stage3_module_granularity_threshold": 0, "reduce_bucket_size": numel,
+        "stage3_prefetch_bucket_size": numel, "stage3_max_live_parameters": 3 * numel,
+    }  # fmt: skip
+    # Each of the two ranks of a node sends half of its half of 4 bytes, and has half of the wire.
+    machine = Machine(
+        tflops=2 * 64**3 / 1e12, intra_bandwidth=1e6, inter_bandwidth=2 * numel / gather / 1e9, latency=1e-3
+    )
+    model = lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers)))  # noqa: E731
+    config = {"optimizer": {"type": "Adam"}, "zero_optimization": zero, "train_micro_batch_size_per_gpu": 64}
+    made = plan(model, config, 4, nodes=2, machine=machine, batch=lambda: torch.ones(64, 64))
+    assert made.time is not None and made.time.products == 17
+    assert made.time.exposed == pytest.approx(exposed, abs=0.1)  # the statistics take 0.02 and 0.08 s
 
 
 def in_sets(nodes: int, replicas: bool) -> float:

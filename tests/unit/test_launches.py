@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from torch import nn
 
 from benchmarks.null_communicator import NullCommunicator
-from zerolite.comm import Communicator, Pending, create_topology, record, use_communicator
+from zerolite.comm import Communicator, Pending, communicator, create_topology, done, record, use_communicator
+from zerolite.comm.shared_memory import SharedMemoryCommunicator
+from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments
 from zerolite.engine.build import build_engine
@@ -221,6 +224,50 @@ def test_a_launch_that_raises_is_made_again_with_its_gradients(
     assert len(found[0]) == 8 and all(map(torch.equal, *found))
 
 
+def late_gradients(stage: int, fails: Callable[[], None] | None) -> tuple[list[Any], list[torch.Tensor]]:
+    """Train one backward in which the last layer gets a second gradient behind its launch. Return the launches, and
+    the mean gradients."""
+    torch.manual_seed(1)
+    comm, model = Simulated(0, 4), stack(3)
+
+    def bring_more(gradient: torch.Tensor) -> None:
+        with torch.enable_grad():
+            (model[2].weight * 0.37).sum().backward()
+
+    engine = make_engine(comm, model, stage, **BF16)
+    model[0].register_forward_hook(lambda module, args, output: output.register_hook(bring_more) and None)
+    with record() as recorder:
+        if fails is None:
+            engine.backward(engine(torch.ones(2, 8)).sum())
+        else:
+            fails()
+            cut_short(engine)
+        engine._parts.pipeline.wait_for_reductions()
+    assert recorder.count("all_reduce", "stats") == 1, "the ranks agree once"
+    return comm.launched(), mean_gradients(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("name", "at"), [("finish", 2), ("complete", 3), ("finish", 3)])
+def test_late_reductions_go_on_where_they_have_raised(
+    stage: int, name: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the wait before the ranks agree on late gradients, in the second launch, and in the wait for that."""
+    launched, expected = late_gradients(stage, None)
+    assert launched == [0, 1, 2, 0]
+    found = late_gradients(stage, lambda: no_memory(monkeypatch, LocalSum, name, at))
+    assert found[0] == launched and all(map(torch.equal, found[1], expected))
+    assert {gradient.dtype for gradient in found[1]} == {torch.bfloat16}
+
+
+class Mapped(DryTransport):
+    """Its memory of every rank is that of this one."""
+
+    def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.zeros(nbytes, dtype=torch.uint8)] * self.world_size
+
+
 class Queues(Platform):
     """A device that queues collectives, as CUDA does."""
 
@@ -291,6 +338,40 @@ def test_an_error_is_fed_back_once_by_a_sum_that_raises(name: str, at: int, monk
             found.append(compression.reduce_scatter(values.clone(), "gradients").wait())
         results.append([*found, *compression.memory()])
     assert len(results[0]) == 4 and all(map(torch.equal, *results))
+
+
+def test_nothing_overwrites_what_a_wait_that_raised_has_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of shared memory are used again by every other collective."""
+    comm = SharedMemoryCommunicator(Mapped(0, 2))
+    pending = comm.all_to_all(torch.full((8192,), 0.0), "values")
+    with monkeypatch.context() as patch:
+        no_memory(patch, torch, "cat")
+        with pytest.raises(torch.OutOfMemoryError):
+            pending.wait()
+    for number in (1.0, 2.0):
+        comm.all_to_all(torch.full((8192,), number), "values")
+    assert not pending.wait().any()
+
+
+def test_a_launch_that_raises_in_its_copy_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks have had no such launch, so the next one is in the same place as theirs."""
+    comm = SharedMemoryCommunicator(Mapped(0, 2))
+    comm.all_to_all(torch.full((8192,), 0.0), "values").wait()
+    before = comm._large.count, comm._launched
+    with monkeypatch.context() as patch:
+        no_memory(patch, torch.Tensor, "copy_")
+        with pytest.raises(torch.OutOfMemoryError):
+            comm.all_to_all(torch.full((8192,), 1.0), "values")
+    assert (comm._large.count, comm._launched) == before
+
+
+def test_a_mean_that_raises_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_memory(monkeypatch, communicator, "empty")
+    total = torch.full((4,), 6.0)
+    pending = Pending((), (), lambda: communicator.divide(total, 3.0, torch.bfloat16))
+    with pytest.raises(torch.OutOfMemoryError):
+        pending.wait()
+    assert pending.wait().tolist() == [2.0] * 4 and done(total).wait().tolist() == [2.0] * 4
 
 
 def test_a_compressed_sum_that_raised_halfway_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

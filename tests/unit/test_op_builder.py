@@ -210,6 +210,17 @@ def test_a_lock_is_not_waited_for_forever(tmp_path: Path) -> None:
         holder.kill()
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_those_who_waited_for_a_failure_fail_with_it(place: Place) -> None:
+    (place.csrc / "cpu" / "dispatch.cpp").write_text("#error not like this\n")
+    (place.here / "hang").write_text("1")
+    processes = [place.start() for _ in range(4)]
+    errors = [finish(process)["error"] for process in processes]
+    assert all("not like this" in error for error in errors)
+    assert len(place.calls("dispatch.cpp")) == 1
+
+
 @pytest.mark.fast("writable by the group", "no home")
 @needs_compiler
 @pytest.mark.parametrize(
@@ -249,6 +260,20 @@ def test_a_compile_error_quotes_the_compiler_and_keeps_the_log(place: Place) -> 
     assert len(place.calls("dispatch.cpp")) == attempts, "a failure is final for the process"
     (place.csrc / "cpu" / "dispatch.cpp").write_text(DISPATCH)
     assert place.elsewhere()["answer"] == 42 and place.work() == []
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_build_that_takes_too_long_is_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place.here / "hang").write_text("30")
+    monkeypatch.setattr(build, "BUILD_S", 0.5)
+    start = time.monotonic()
+    with pytest.raises(OpUnavailable, match=r"longer than 0\.5 s"):
+        load_function("cpu_kernels")
+    assert time.monotonic() - start < 10
+    for pid in (place.here / "pids").read_text().split():
+        wait_until(lambda pid=pid: not Path("/proc", pid).exists())  # type: ignore[misc]
+    assert place.work() == []
 
 
 def check_unavailable(*parts: str) -> None:
@@ -332,6 +357,21 @@ def test_a_library_built_ahead_needs_neither_compiler_nor_cache(place: Place, mo
     assert place.calls() == calls
     (place.csrc / "cpu" / "answer.h").write_text("#define ANSWER 43\n")
     check_unavailable("no-such-compiler")
+
+
+def test_cuda_of_another_major_version(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = place.here / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 11.8, V11.8.1\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(place.here / "cuda"))
+    status = op_builder.status("cuda_kernels", capability=(9, 0), torch_cuda="12.6")
+    assert not status.compatible
+    assert "is of CUDA 11.8, and torch was built with CUDA 12.6" in status.reason and "CUDA_HOME" in status.reason
+    with pytest.raises(OpUnavailable, match=r"CUDA 11\.8"):
+        load_function("cuda_kernels", capability=(9, 0), torch_cuda="12.6")
+    if GXX is not None:
+        assert op_builder.status("cuda_kernels", capability=(9, 0), torch_cuda="11.1").compatible
 
 
 def test_no_nvcc_and_no_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

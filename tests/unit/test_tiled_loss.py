@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolite.nn import tiled_cross_entropy
+import zerolite
+from zerolite.nn import DeferredLogits, tiled_cross_entropy
 from zerolite.nn.deferred_logits import LossTiling
 from zerolite.nn.heads import find_heads, tile_losses
 
@@ -100,6 +102,21 @@ def test_other_arguments() -> None:
         for reduction in ("mean", "none"):
             made = tiled(leaves, labels, tile=5, reduction=reduction)
             assert distance(results(made, leaves), results(plain(leaves, labels, reduction=reduction), leaves)) < 1e-12
+
+
+def test_nothing_and_backwards_of_one_graph() -> None:
+    leaves, labels = inputs(torch.float32, tokens=0)
+    loss = tiled(leaves, labels)
+    assert loss.isnan() and not any(gradient.any() for gradient in torch.autograd.grad(loss, leaves))
+    assert tiled(leaves, labels, reduction="sum") == 0 and tiled(leaves, labels, reduction="none").shape == (0,)
+    leaves, labels = inputs(torch.float32)
+    loss = tiled(leaves, labels, tile=5)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(3 * loss, leaves)
+    assert all(torch.allclose(3 * a, b) for a, b in zip(first, second, strict=True))
+    (again,) = torch.autograd.grad(tiled(leaves, labels, tile=5), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError):
+        again.sum().backward()
 
 
 def test_16_bits_are_no_worse_than_whole_logits() -> None:
@@ -222,6 +239,26 @@ def test_what_is_done_with_logits(name: str) -> None:
     assert (largest.numel < 24 * V) == (name in TILED and name != "one token")
 
 
+def test_what_leaves_the_model() -> None:
+    """Logits are ordinary unless a loss was computed from them; few tokens are not deferred."""
+    model = Model()
+    plain_model = copy.deepcopy(model)
+    handles = tile_losses(model, 5, LossTiling(always=False, logs=False))
+    made = model(X, lambda logits: logits)
+    assert type(made) is Tensor and torch.equal(made, plain_model(X, lambda logits: logits))
+    assert model(X[:1, :5], lambda logits: (type(logits), 0))[0] is Tensor
+    loss, logits = model(X, lambda logits: (F.cross_entropy(logits.flatten(0, 1), Y), logits))
+    assert isinstance(logits, DeferredLogits) and "shape=[3, 8, 29]" in repr(logits)
+    assert torch.equal(logits + 0, plain_model(X, lambda logits: logits)) and loss.requires_grad
+    copied = copy.deepcopy(model)
+    assert type(copied(X, lambda logits: logits.flatten(0, 1).view(3, 8, V))) is Tensor
+    model.head.register_forward_hook(lambda module, args, logits: logits + 1)  # it needs logits
+    assert torch.equal(model(X, lambda logits: logits), plain_model(X, lambda logits: logits) + 1)
+    for handle in handles:
+        handle.remove()
+    assert "_call_impl" not in vars(model.head)
+
+
 def test_heads_are_found_by_structure() -> None:
     model = Model()
     assert list(find_heads(model)) == [model.head]
@@ -229,3 +266,27 @@ def test_heads_are_found_by_structure() -> None:
     assert list(find_heads(model)) == [model.head]
     assert tile_losses(model, "auto", LossTiling(always=False, logs=False)) == []  # a small vocabulary
     assert tile_losses(model, False, LossTiling(always=False, logs=False)) == []
+
+
+class Long(nn.Module):
+    """A model whose vocabulary is large enough for "auto"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16_384, 8), nn.Linear(8, 16_384)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.embedding(tokens))
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.slow
+def test_the_plan_has_no_logits_either() -> None:
+    tokens, tile = 2 * 16_384, 4096
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "bf16": {"enabled": True},
+        "tiled_loss": "auto",
+    }  # fmt: skip
+    made = zerolite.plan(Long, config, 1, device="cpu", batch=lambda: torch.zeros(2, tokens // 2, dtype=torch.long))
+    logits = tile * 16_384
+    assert 6 * logits < made.peak.bytes < 6.2 * logits  # a tile in bf16 and in fp32

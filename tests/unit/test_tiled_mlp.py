@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from zerolite.nn.tiled_mlp import find_mlps, tile_mlps
+from zerolite.nn.tiled_mlp import find_mlps, find_norms, tile_mlps
 
 WIDTH, WIDE, TILE = 6, 17, 8
 
@@ -64,6 +64,17 @@ class GatedRMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class ChannelsRMSNorm(nn.Module):
+    """Norm over the second dimension, of one channel: its weight says nothing about tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)
+
+
 class Largest(TorchDispatchMode):
     """Largest result of an operation that has the wide dimension, or that squares, in elements."""
 
@@ -103,6 +114,21 @@ def test_numbers(kind: Any) -> None:
                 for one, other in zip(made, expected, strict=True):
                     assert (one - other).norm() <= limit * other.norm()
                     assert one.shape == other.shape
+
+
+def test_frozen_weights_and_no_gradients() -> None:
+    model = Gated()
+    model.up_proj.requires_grad_(False)
+    x = torch.randn(9, WIDTH)
+    expected = run(model, x)
+    with torch.no_grad():
+        plain = model(x)
+    tiled(model)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(run(model, x), expected, strict=True))
+    with torch.no_grad(), Largest() as largest:
+        assert torch.allclose(model(x), plain, atol=1e-6) and largest.numel == TILE * WIDE
+    (of_bias,) = torch.autograd.grad(model(x).sum(), [model.down_proj.bias])  # the input needs none
+    assert torch.equal(of_bias, torch.full((WIDTH,), 9.0))
 
 
 def test_16_bits_are_no_worse() -> None:
@@ -146,3 +172,42 @@ def test_which_modules_are_tiled() -> None:
     assert largest.numel == TILE * WIDE
     handles[0].remove()
     assert "_call_impl" not in vars(dropping)
+
+
+def test_a_norm_over_another_dimension_is_whole() -> None:
+    x = torch.randn(3, 7, WIDTH)
+    expected = run(norm := ChannelsRMSNorm(), x)
+    for one, other in zip(run(tiled(norm), x), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_models_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    from tests.toolkit.models import hugging_face_gpt2, hugging_face_llama
+
+    for build, norms in ((hugging_face_gpt2, 0), (hugging_face_llama, 5)):
+        assert (len(list(find_mlps(build()))), len(list(find_norms(build())))) == (2, norms)
+
+
+class DropsOut(Plain):
+    """Calls dropout as a function, as Starcoder2's and Seed-OSS's MLPs do."""
+
+    residual_dropout: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), self.residual_dropout, self.training)
+
+
+def test_an_mlp_that_calls_dropout_is_whole_in_training() -> None:
+    plain, model = DropsOut(), DropsOut()
+    model.load_state_dict(plain.state_dict())
+    gradients = []
+    tile_mlps(nn.ModuleList([model]), TILE, is_divided=lambda mlp: False)
+    for mlp in (plain, model):
+        mlp.residual_dropout = 0.5
+        torch.manual_seed(0)
+        x = torch.ones(5 * TILE, WIDTH, requires_grad=True)
+        mlp(x).square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
