@@ -18,6 +18,7 @@ from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
+from zerolite.comm import HostGroup, create_communicator
 
 Arguments = dict[str, Any]
 PYTHON_VERSION = platform.python_version_tuple
@@ -209,6 +210,23 @@ def test_unfreezing_different_parameters_is_named(stage: int) -> None:
 
 
 # -------------------------------------------------------------------- objects and messages
+
+
+@on_ranks(1, 3)
+def test_objects_travel_without_numpy() -> None:
+    """The objects have several lengths, and come from each rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    host = HostGroup(create_communicator(torch.device("cpu")), "objects")
+    wanted = [{"rank": number, "text": "x" * (1000 * number)} for number in range(world)]
+
+    def no_numpy(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Numpy is not available")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "numpy", no_numpy)
+        found = [host.gather(wanted[rank]), [host.broadcast(wanted[rank], source) for source in range(world)]]
+        to_first = host.gather_to_first(wanted[rank])
+    assert found == [wanted] * 2 and to_first == (wanted if rank == 0 else [])
 
 
 # -------------------------------------------------------------------- optimizer states

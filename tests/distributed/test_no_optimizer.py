@@ -20,7 +20,7 @@ from tests.toolkit.training import make_engine, raises, run_steps
 from zerolite.config import ConfigError
 from zerolite.utils.memory_tags import GRADIENTS, MASTERS, STATES
 
-TRAINS = "step update publish reduce_gradients clip_gradients train_batch".split()
+TRAINS = "step reduce_gradients clip_gradients train_batch".split()
 
 
 def settings(stage: int, precision: str = "fp32") -> dict[str, Any]:

@@ -22,6 +22,11 @@ plain_checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
 reentrant_checkpoint = partial(checkpointing.checkpoint, use_reentrant=True)
 
 
+def checkpoint_to_the_end(call: Callable[..., Any], *args: Any) -> Any:
+    with checkpointing.set_checkpoint_early_stop(False):
+        return plain_checkpoint(call, *args)
+
+
 def checkpoint_selectively(call: Callable[..., Any], *args: Any) -> Any:
     """Matrix products are saved, the rest is recomputed."""
 
@@ -68,6 +73,7 @@ class Frozen(Stack):
 
 
 @CASES.variants(plain=plain_checkpoint, reentrant=reentrant_checkpoint, selectively=checkpoint_selectively)
+@CASES.variants(to_the_end=checkpoint_to_the_end)
 class Checkpointed(Stack):
     """Every block."""
 

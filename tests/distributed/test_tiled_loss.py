@@ -62,6 +62,11 @@ def _shifted(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(rows, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.1) / 7
 
 
+def _with_penalty(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = model.head(hidden)
+    return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1)) + logits.logsumexp(-1).square().mean()
+
+
 def _written(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
     logits = model.head(hidden)
     before = 2.0 * logits
@@ -76,6 +81,11 @@ def _recomputed(model: Reader, hidden: Tensor, labels: Tensor, reentrant: bool =
 
 def _recomputed_reentrant(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
     return _recomputed(model, hidden, labels, True)
+
+
+def _head_recomputed_reentrant(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = checkpoint(lambda x: model.head(torch.tanh(x)), hidden, use_reentrant=True)
+    return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -114,9 +124,11 @@ def _function_of_ours(model: Reader, hidden: Tensor, labels: Tensor) -> Tensor:
 LOSSES: dict[str, Loss] = {
     "mean": _mean,
     "shifted": _shifted,
+    "with penalty": _with_penalty,
     "written": _written,
     "recomputed": _recomputed,
     "recomputed reentrant": _recomputed_reentrant,
+    "head recomputed reentrant": _head_recomputed_reentrant,
     "chunked": _chunked,
     "ours": _function_of_ours,
 }

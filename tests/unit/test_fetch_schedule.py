@@ -5,10 +5,13 @@ Parameters of the worked examples have 10 elements each; an event is written u f
 
 import dataclasses
 import random
+from unittest import mock
 
 import pytest
+import torch
 
 from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, plan_step
+from zerolite.zero.step_observers import ScheduleAgreement
 
 INFINITE = 10**9
 NO_REUSE = FetchLimits(INFINITE, INFINITE, 0)
@@ -280,6 +283,23 @@ def test_hash_tells_orders_kinds_and_groups_apart():
     others.add(hash_of(order, groups=((0,), (0, 1))))
     assert len(others) == 4 and hash_of(order) not in others
     assert hash_of(order) == 842206, "the same number in every process"
+
+
+def test_an_order_is_adopted_only_if_it_is_the_one_that_was_compared():
+    """The hash travels with statistics that a call before the update collects; then another order waits."""
+    schedule = mock.Mock(gathers=0, candidate_hash=7)
+    agreement = ScheduleAgreement(schedule, 0, 1, logs=False)
+    numbers = torch.zeros(3)
+    agreement.read_slice(agreement.write_slice(numbers), numbers)  # of a step before
+    written = agreement.write_slice(numbers)  # this step's statistics
+    schedule.candidate_hash = 9
+    agreement.before_update()
+    agreement.read_slice(written, numbers)
+    agreement.before_update()
+    assert schedule.adopt.call_count == 0
+    agreement.read_slice(agreement.write_slice(numbers), numbers)
+    agreement.before_update()
+    assert schedule.adopt.call_count == 1 and schedule.reject.call_count == 0
 
 
 # ------------------------------------------------------------------------------------ reads from disk, ahead of gathers

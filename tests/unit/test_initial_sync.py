@@ -18,6 +18,16 @@ def test_one_changed_element_changes_the_hash(dtype, numel):
         assert not torch.equal(content_hash(changed), reference)
 
 
+def test_another_order_has_another_hash():
+    values = torch.randn(1000)
+    assert not torch.equal(content_hash(values), content_hash(values.flip(0)))
+    assert not torch.equal(content_hash(torch.tensor([1.0, 2.0])), content_hash(torch.tensor([2.0, 1.0])))
+    rows = torch.zeros(4, 1 << 14)
+    turned = rows.clone()
+    rows[1, 2] = turned[2, 1] = 1.0
+    assert not torch.equal(content_hash(rows), content_hash(turned))
+
+
 def test_strides_do_not_matter_and_signs_do():
     image = torch.randn(2, 3, 4, 5)
     assert torch.equal(content_hash(image), content_hash(image.to(memory_format=torch.channels_last)))

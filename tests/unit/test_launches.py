@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.null_communicator import NullCommunicator
 from zerolite.comm import Communicator, Pending, communicator, create_topology, done, record, use_communicator
+from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.shared_memory import SharedMemoryCommunicator
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
@@ -132,6 +133,31 @@ def test_a_bucket_that_is_under_way_is_reduced_again_only_when_it_has_arrived() 
     engine = make_engine(comm, stack(1), 2, gradient_accumulation_steps=3)
     train(engine, 3)
     assert comm.log == [("launch", 0), ("wait", 0)] * 3
+
+
+class Numbered(DryTransport):
+    """Notes the tags of the messages that are sent."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 4)
+        self.numbers: list[int] = []
+
+    def send(self, tensor: torch.Tensor, target: int, number: int) -> Any:
+        self.numbers.append(number)
+        return super().send(tensor, target, number)
+
+
+def test_messages_do_not_depend_on_when_a_rank_waits_for_its_all_reduces() -> None:
+    early, late = Numbered(), Numbered()
+    comm = GlooCommunicator(early)
+    for _ in range(3):
+        comm.all_reduce(torch.ones(8), "gradients").wait()
+    comm = GlooCommunicator(late)
+    pending = [comm.all_reduce(torch.ones(8), "gradients") for _ in range(3)]
+    assert len(late.numbers) == 5 * 3, "a gather follows when the next all-reduce is launched"
+    for one in reversed(pending):
+        one.wait()
+    assert late.numbers == early.numbers and len(set(early.numbers)) == 6
 
 
 class Unordered(nn.Module):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zerolite.precision.loss_scaler import LossScaler
+from zerolite.precision.loss_scaler import MAX_SCALE, LossScaler
 
 G, O = False, True  # noqa: E741 - a good step, an overflow
 
@@ -57,6 +57,11 @@ def test_follows_deepspeed_but_for_one_step_of_the_first_window() -> None:
     assert scales(LossScaler(16.0, window=2, hysteresis=2, min_scale=1.0), steps) == expected
 
 
+def test_growth_stops_where_fp32_ends() -> None:
+    scaler = LossScaler(MAX_SCALE / 2, window=1)
+    assert scales(scaler, [G, G, G, O, O]) == [MAX_SCALE] * 4 + [MAX_SCALE / 2]
+
+
 @pytest.mark.parametrize("cut", [1, 4, 7])
 def test_state_continues_a_run(cut: int) -> None:
     options = {"window": 2, "hysteresis": 2}
@@ -65,6 +70,18 @@ def test_state_continues_a_run(cut: int) -> None:
     before = scales(first, steps[:cut])
     second.load_state_dict(first.state_dict())
     assert before + scales(second, steps[cut:]) == [16, 8, 8, 16, 16, 16, 8, 8, 4]
+
+
+def test_configuration_wins_over_a_loaded_state() -> None:
+    state = {"scale": 0.25, "good_steps": 7, "hysteresis_left": 5}
+    scaler = LossScaler(16.0, window=3, hysteresis=2, min_scale=1.0)
+    scaler.load_state_dict(state)
+    assert scales(scaler, [G, O, O]) == [2.0, 2.0, 1.0]
+    scaler.load_state_dict({**state, "scale": 8.0})
+    assert scales(scaler, [O, O]) == [8.0, 4.0]
+    static = LossScaler(16.0, dynamic=False)
+    static.load_state_dict(state)
+    assert static.scale == 16.0
 
 
 @pytest.mark.parametrize(
@@ -82,3 +99,16 @@ def test_refuses_a_broken_state_and_keeps_its_own(changes: dict, word: str) -> N
     assert scaler.state_dict() == before
     with pytest.raises(ValueError, match="keys"):
         scaler.load_state_dict({"scale": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"scale": 0.0}, "scale must be"), ({"scale": -1.0, "dynamic": False}, "scale must be"),
+     ({"scale": math.inf}, "scale must be"), ({"scale": 2.0**127}, "up to 2\\*\\*126"),
+     ({"scale": 2.0, "min_scale": 4.0}, "below min_scale"), ({"window": 0}, "window"), ({"window": 1.5}, "window"),
+     ({"hysteresis": 0}, "hysteresis"), ({"min_scale": 0.0}, "min_scale"),
+     ({"window": 0, "hysteresis": 0}, "window.*hysteresis")],
+)  # fmt: skip
+def test_refuses_settings_without_sense(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LossScaler(**options)

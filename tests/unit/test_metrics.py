@@ -57,12 +57,27 @@ def test_nested_structures_keep_their_types() -> None:
         assert math.isnan(reduce(math.nan, op, 3))
 
 
+@pytest.mark.parametrize("value", [None, {}, [], {"a": None}])
+def test_nothing_is_reduced_to_nothing(value: Any) -> None:
+    assert reduce(value, "sum") == value and gather(value) == value
+
+
+def test_keys_are_matched_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = [{"a": 1, "b": 2.0}, {"b": 20.0, "a": 10}]
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(metrics, "_all_gather", lambda tensor, comm: sent.append(tensor) or torch.stack([tensor] * 2))
+    for value in orders:
+        assert reduce(value, "sum") == {key: 2 * number for key, number in value.items()}
+    assert torch.equal(sent[0], sent[2]), "both send the same call"
+
+
 @pytest.mark.parametrize(
     ("value", "op", "words"),
     [
         (1, "average", r"expected op to be one of mean, sum, max, min, got 'average'"),
         ({"a": [1, object()]}, "sum", r"expected numbers and tensors, got object at \['a'\]\[1\]"),
         (10**400, "sum", "int too large"),
+        (torch.tensor([2**63], dtype=torch.uint64), "max", "expected numbers that fit in int64, got torch.uint64"),
         (torch.tensor(1j), "max", "expected real numbers, got torch.complex64"),
         (torch.eye(2).to_sparse(), "sum", "expected a dense tensor.*torch.sparse_coo"),
         (torch.empty(2, device="meta"), "sum", "expected a dense tensor.*meta"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ from zerolite.comm import dry_communicator
 from zerolite.tensor_parallel import RowParallelLinear, TensorPlanError, parallelize_module
 from zerolite.tensor_parallel.plan import Style, matches, parse_style, resolve
 from zerolite.tensor_parallel.regions import LocalShapeTensor
-from zerolite.tensor_parallel.shard_spec import is_partial, set_names, shard_spec_of
+from zerolite.tensor_parallel.shard_spec import ShardSpec, is_partial, set_names, shard_spec_of
 
 MLP = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
@@ -82,6 +84,15 @@ def test_styles_that_are_refused(given: Any, expected: str) -> None:
         parse_style("x", given)
 
 
+@pytest.mark.parametrize("size, rows", [(2, [4, 3]), (4, [2, 2, 2, 1]), (8, [1] * 7 + [0]), (5, [2, 2, 2, 1, 0])])
+def test_a_vocabulary_is_padded(size: int, rows: list[int]) -> None:
+    specs = [ShardSpec.of_rows((7, 2), 0, dry_communicator("gloo", rank, size)) for rank in range(size)]
+    assert [sum(length for _, _, length in spec.ranges) for spec in specs] == rows
+    assert len({spec.length for spec in specs}) == 1
+    full = torch.randn(7, 2)
+    assert torch.equal(torch.cat([spec.of(full)[:own] for spec, own in zip(specs, rows, strict=True)]), full)
+
+
 # ------------------------------------------------------------------------------------------------------- what is cut
 
 
@@ -107,6 +118,42 @@ def test_modules_parameters_and_hooks_stay_the_same_objects() -> None:
     assert model.head.weight is model.embed.weight and shard_spec_of(model.head.weight) is not None
     model(torch.tensor([[1, 2]]))
     assert calls == [1] and isinstance(model.blocks[0].up, nn.Linear)
+
+
+FUSED: list[tuple[Callable[[], nn.Module], str, tuple[int, ...]]] = [
+    (Nano, "c_attn", (16, 16, 16)),
+    (lambda: Shapes("fused"), "qkv", (16, 8, 8)),
+    (lambda: Shapes("fused"), "gate_up", (48, 48)),
+    (lambda: Shapes("separate"), "k", (8,)),
+]
+
+
+@pytest.mark.parametrize("make, name, lengths", FUSED)
+def test_what_is_fused_is_cut_in_parts(
+    make: Callable[[], nn.Module], name: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Stack([make()])
+    layers = [child for child, layer in model.blocks[0].named_children() if isinstance(layer, nn.Linear)]
+    plan = {f"blocks.*.{child}": "row" if child in ("o", "down", "c_proj") else "column" for child in layers}
+    with caplog.at_level(logging.INFO, "zerolite"):
+        cut(model, plan)
+    found = shard_spec_of(getattr(model.blocks[0], name).weight)
+    assert found is not None and tuple(length for _, _, length in found.ranges) == lengths
+    assert (f"blocks.0.{name} is sharded in" in caplog.text) == (len(lengths) > 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "names"),
+    [
+        ("norms", {}, {f"{norm}_norm.{key}" for norm in "qk" for key in ("weight", "bias")}),
+        ("separate", {"sequence_parallel": True}, {"norm.weight", "norm.bias", "o.bias", "down.bias"}),
+    ],
+)
+def test_gradients_that_are_parts(kind: str, settings: dict[str, Any], names: set[str]) -> None:
+    """Norms of heads have them; with sequence parallelism all whole parameters in blocks do."""
+    model = cut(Stack([Shapes(kind)]), **settings)
+    partial = {name for name, parameter in model.named_parameters() if is_partial(parameter)}
+    assert partial == {f"blocks.0.{name}" for name in names}
 
 
 def test_a_stage_of_a_pipeline() -> None:
@@ -268,6 +315,21 @@ def test_parts_that_contradict_what_is_known(case: str) -> None:
         cut(nn.Sequential(make()), plan)
 
 
+def test_key_and_value_beside_a_query() -> None:
+    """Cross-attention of GPT-2: not query, key and value, though the name says so."""
+
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_attn, self.c_attn, self.c_proj = nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(32, 32)
+            self.num_heads, self.head_dim = 4, 8
+
+    cross = _of_library("gpt2", Cross)
+    cut(nn.Sequential(cross), {"*.?_attn": "column", "*.c_proj": "row"})
+    found = shard_spec_of(cross.c_attn.weight)
+    assert found is not None and found.ranges == ((0, 0, 16), (16, 32, 16))
+
+
 def test_styles_beside_auto_count() -> None:
     """A refusal says what to write."""
     with pytest.raises(TensorPlanError, match=r'write "plan": \{"\*": "auto", "blocks\.\*": "whole"\}'):
@@ -280,6 +342,29 @@ def test_styles_beside_auto_count() -> None:
         cut(_with_parameter(), {"*": "auto", "blocks.*.upp": "whole"})
     with pytest.raises(TensorPlanError, match="Sequential, which brings none"):
         cut(nn.Sequential(Plain()), {"*": "auto", "0.up": "column", "0.down": "row"})
+
+
+def test_key_and_value_with_fewer_heads_than_ranks_stay_whole() -> None:
+    """Each rank computes the head that its queries read."""
+    for rank in range(4):
+        block: Any = cut(Stack([Shapes("fused")]), size=4, rank=rank).blocks[0]
+        assert (block.heads, block.kv_heads) == (1, 1) and is_partial(block.qkv.weight)
+        head = rank // 2 * 8
+        assert block.qkv.runs == [(8 * rank, 8), (32 + head, 8), (48 + head, 8)]
+        assert block.qkv.weight.shape == (64, 32) and shard_spec_of(block.o.weight) is not None
+
+
+def test_biases_of_heads_are_cut_with_them() -> None:
+    class Biased(Shapes):
+        def __init__(self) -> None:
+            super().__init__("separate")
+            self.relative_attention_bias = nn.Embedding(5, self.heads)
+
+    model = cut(Stack([Biased()]), rank=1)
+    bias = model.blocks[0].relative_attention_bias
+    assert bias.weight.shape == (5, 2) and shard_spec_of(bias.weight).ranges == ((0, 2, 2),)
+    assert bias(torch.tensor([1])).shape == (1, 2)
+    assert shard_spec_of(copy.deepcopy(model).blocks[0].relative_attention_bias.weight) == shard_spec_of(bias.weight)
 
 
 def test_the_first_forward_says_that_layers_are_cut() -> None:
@@ -328,6 +413,21 @@ def test_attributes_that_are_named() -> None:
         cut(Stack([Named()]), plan, divide=["blocks.*.n"])
     with pytest.raises(TensorPlanError, match=r"'nh' of 'blocks\.0' to be a multiple of tensor_parallel\.size 8"):
         cut(Stack([Named()]), plan, size=8, divide=["blocks.*.nh"])
+
+
+@pytest.mark.slow
+def test_a_weight_that_a_function_uses() -> None:
+    from zerolite.pipe import PipelineModule, TiedLayerSpec
+
+    specs = [
+        TiedLayerSpec("embed", nn.Embedding, 9, 32),
+        Nano(),
+        TiedLayerSpec("embed", nn.Embedding, 9, 32, forward_fn=lambda embed, x: x @ embed.weight.t()),
+    ]
+    model = PipelineModule(specs)
+    model.build(range(3))
+    with pytest.raises(TensorPlanError, match=r"got 'layers\.0', which the forward_fn of a TiedLayerSpec uses"):
+        cut(model, {"layers.0": "vocab", "layers.*.c_attn": "column", "layers.*.c_proj": "row"})
 
 
 def _sines(x: torch.Tensor) -> torch.Tensor:

@@ -130,9 +130,10 @@ class FullState:
             )
         self._check_readable()
         self._parts.param_gatherer.wait_all()
-        if self._stream_plan is None or not self._stream_plan.fits(options):
-            self._stream_plan = StreamPlan(self._full_model(), self._parts.model, options)
         stream_plan, planned = self._stream_plan, list[list[Piece]]()
+        if stream_plan is None or not stream_plan.fits(options):
+            stream_plan = StreamPlan(self._full_model(), self._parts.model, options)
+            self._stream_plan = stream_plan if stream_plan.full.in_place else None  # others have copies of tensors
 
         def plan() -> int:
             planned.extend(plan_buckets(stream_plan, options))

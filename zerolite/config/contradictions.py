@@ -89,10 +89,11 @@ def _accumulation(config: ZeroliteConfig) -> Found:
 def _other_names(config: ZeroliteConfig) -> Found:
     """Compare settings that have two names."""
     zero, tensor, expert = config.zero_optimization, config.tensor_parallel, config.expert_parallel
+    autotp = tensor.autotp_size if tensor.autotp_size > 1 else None
     for path, value, name, other in (
         ("aio.thread_count", config.aio.thread_count, "intra_op_parallelism", config.aio.intra_op_parallelism),
         (f"{_ZERO}.shard_size", zero.shard_size, "mics_shard_size", max(zero.mics_shard_size, 0)),
-        ("tensor_parallel.size", tensor.size if tensor.size > 1 else None, "autotp_size", tensor.autotp_size),
+        ("tensor_parallel.size", tensor.size if tensor.size > 1 else None, "autotp_size", autotp),
         ("expert_parallel.size", expert.size if expert.size > 1 else None, "autoep_size", expert.autoep_size),
     ):
         if value and other and value != other:

@@ -37,6 +37,8 @@ def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> 
         tensor = _tensor(path, item)
         if tensor.is_complex():
             raise ValueError(f"expected real numbers, got {tensor.dtype} at {path}; use torch.view_as_real")
+        if tensor.dtype == torch.uint64:
+            raise ValueError(f"expected numbers that fit in int64, got torch.uint64 at {path}; convert it")
         return tensor.unsqueeze(0)
 
     def combined(item: Any, rows: list[torch.Tensor]) -> object:
@@ -45,7 +47,9 @@ def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> 
         result = OPS[op](wide, 0)
         if not isinstance(item, torch.Tensor):
             number = float(result)
-            return int(number) if isinstance(item, int) and op != "mean" and number.is_integer() else number
+            return (
+                int(number) if isinstance(item, numbers.Integral) and op != "mean" and number.is_integer() else number
+            )
         return result.to(dtype if dtype.itemsize > 2 else torch.float32) if dtype.is_floating_point else result
 
     return _over_ranks(f"engine.reduce, op={op}", value, row, combined, comm, device)
@@ -75,9 +79,14 @@ def gather(
         return tensor if tensor.dim() else tensor.reshape(1)
 
     def joined(item: Any, parts: list[torch.Tensor]) -> torch.Tensor:
-        is_scalar = not isinstance(item, torch.Tensor) or not item.dim()
-        if samples is None or (is_scalar and samples.per_rank != 1):
+        rows = {len(part) for part in parts}  # all ranks decide by the same numbers
+        if samples is None or rows == {1} != {samples.per_rank}:
             return torch.cat(parts)
+        if rows != {samples.per_rank}:
+            raise RuntimeError(
+                f"engine.gather_for_metrics: expected on all ranks either a row for each of the {samples.per_rank} "
+                f"samples of a rank, or one value, got {' and '.join(map(str, sorted(rows)))} rows"
+            )
         return torch.stack(parts, 1).flatten(0, 1)[: samples.samples]
 
     name = "engine.gather" if loaders is None else "engine.gather_for_metrics"
@@ -116,9 +125,10 @@ def _over_ranks(
         RuntimeError: on all ranks, if their calls differ.
     """
     leaves, structure = tree_flatten_with_path(value)
+    places = sorted(range(len(leaves)), key=lambda place: keystr(leaves[place][0]))  # keys of a dict in any order
     looks, sent, error = [call], [], None
     try:
-        for key, item in leaves:
+        for key, item in map(leaves.__getitem__, places):
             path = keystr(key) or "the value"
             tensor = None if item is None else prepare(path, item)
             looks.append(f"{path}: {None if tensor is None else f'{tensor.dtype} [rows, {list(tensor.shape[1:])}]'}")
@@ -132,13 +142,18 @@ def _over_ranks(
     heads = HostRead(_all_gather(torch.tensor(head, dtype=torch.int64, device=device), comm)).get().tolist()
     if any(failed or crc != heads[0][1] for failed, crc, _ in heads):
         _raise_difference(comm, looks, error)
-    padded = packed.new_zeros(-(-max(nbytes for _, _, nbytes in heads) // 8) * 8)  # 8: the rows are read as int64
+    words = -(-max(nbytes for _, _, nbytes in heads) // 8)
+    padded = packed.new_zeros(max(words, 1) * 8)  # the rows are read as int64, also where nothing is sent
     padded[: packed.numel()] = packed
     ranks = _all_gather(padded, comm)
     rows = HostRead(ranks[:, : 8 * len(sent)].view(torch.int64)).get().tolist()
     parts = [_unpacked(memory[8 * len(sent) :], sent, numbers) for memory, numbers in zip(ranks, rows, strict=True)]
     of_item = zip(*parts, strict=True)
-    results = [None if item is None else _back(finish(item, list(next(of_item))), item) for _, item in leaves]
+    results: list[object] = [None] * len(leaves)
+    for place in places:
+        item = leaves[place][1]
+        if item is not None:
+            results[place] = _back(finish(item, list(next(of_item))), item)
     return tree_unflatten(results, structure)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,37 @@ def test_others_may_replace_attention_before_and_after_an_engine() -> None:
 
 @sequences.needs_transformers
 @on_ranks(2)
+def test_attention_finds_its_own_name_in_the_config_and_nothing_is_written_there() -> None:
+    """Flash attention chooses its kernel by that name."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    names: list[tuple[str, str, int]] = []
+
+    def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = module.config._attn_implementation
+        names.append((chosen, model.config._attn_implementation, module.config.num_attention_heads))
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("named", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("named", sdpa_mask)
+    model = sequences.build("llama", False)
+    model.config._attn_implementation_internal = "named"
+    engine = zerolite.initialize(model, at("1", **TWO))
+    batch = batch_of("llama", 0, 16)
+    with torch.no_grad():
+        engine(**batch)  # whose trial calls the model undivided, too
+        assert set(names) == {("named", "sequence_parallel_named", 12)}
+        names.clear()
+        engine.module(**batch)  # past the engine
+    assert set(names) == {("named", "sequence_parallel_named", 12)}
+    engine.destroy()
+    assert model.config._attn_implementation == "named"
+
+
+@sequences.needs_transformers
+@on_ranks(2)
 def test_no_cache_is_kept_of_divided_sequences() -> None:
     model = sequences.build("llama", False)
     assert model.config.use_cache
@@ -69,6 +101,18 @@ def test_no_cache_is_kept_of_divided_sequences() -> None:
     with torch.no_grad():
         assert engine(**batch).past_key_values is None
         assert engine.module(**batch).past_key_values is not None
+
+
+@sequences.needs_transformers
+@on_ranks(2)
+def test_two_engines_may_not_share_a_config() -> None:
+    first = sequences.build("llama", False)
+    second, third = type(first)(first.config), type(first)(copy.deepcopy(first.config))
+    engine = zerolite.initialize(first, at("1", **TWO))
+    expect_words(raised(lambda: zerolite.initialize(second, at("1", **TWO))), "copy.deepcopy(config)", "destroy")
+    engine.destroy()
+    for model in (second, third):
+        zerolite.initialize(model, at("1", **TWO)).destroy()
 
 
 @sequences.needs_transformers
