@@ -45,7 +45,7 @@ def test_a_name_for_loopback_is_no_address_for_others(monkeypatch: pytest.Monkey
 
 
 def test_the_launchers_store_listens_where_the_first_node_is() -> None:
-    store = open_store(NodeJob(["train.py"], job_id="job"), 0)
+    store = open_store(NodeJob(["train.py"], job_id="job", master_port=0))
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
 
