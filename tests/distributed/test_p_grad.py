@@ -222,6 +222,13 @@ def test_what_gradients_were_multiplied_by_is_in_all_that_reads_them(stage: int,
     first.grad.add_(torch.ones_like(first.grad))
     atol = 1e-7 if precision == "fp32" else 2e-3
     torch.testing.assert_close(first.grad.clone().float(), wanted + 1, rtol=0, atol=atol)
+    shown = first.grad.clone()
+    torch.mul(first.grad, 3.0, out=first.grad)
+    first.grad.lerp_(torch.ones_like(first.grad), 0.5)
+    torch.testing.assert_close(first.grad.clone().float(), (shown.float() * 3 + 1) / 2, rtol=0, atol=4 * atol)
+    norm, factor = engine.clip_gradients(1e9), torch.tensor(1e-4, dtype=torch.float16)
+    torch._foreach_mul_([p.grad for p in parameters], factor)
+    assert engine.clip_gradients(1e9) == pytest.approx(norm * float(factor), rel=1e-6)
 
 
 @pytest.mark.slow

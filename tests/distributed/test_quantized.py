@@ -141,6 +141,8 @@ def test_quantized_parameters_keep_their_bits(precision: str, stage: int, init: 
     assert_quantized(engine.module.state_dict(), half, classes=False)
     assert_quantized(dict(copied.named_parameters()) | {"wrapped": copied.wrapped}, half, classes=stage == 3)
     copied.wrapped.qdata.data.zero_()
+    with raises(RuntimeError, "load_state_dict", "assign=True", "engine.load_full_state_dict"):
+        copy.deepcopy(model).load_state_dict(state, assign=True)
     for load in (copied.load_state_dict, engine.load_full_state_dict, engine.module.load_state_dict):
         load(state)
     assert_quantized(copied.state_dict(), half, classes=False)

@@ -89,7 +89,8 @@ class Gradients:
         slot, reason = gradient.slot, self._step.unreadable_reason()
         if not reason and self._shown.expected[slot.index] is not gradient.window.gradients[slot.index]:
             reason = (
-                "a step has used it, or it was dropped; take p.grad after the next backward, and clone it to keep it"
+                "a step has used it, or it was dropped, or put into p.grad of another parameter; take p.grad after the "
+                "next backward, and clone it to keep it"
             )
         if reason:
             raise RuntimeError(f"the gradient of parameter '{slot.name}' cannot be used here: {reason}")

@@ -183,9 +183,15 @@ def join_all(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def split(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def split(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: object) -> None:
     """Put the inner tensors of the weights of ``module`` into a state dict that is loaded, in the places of these."""
     for name, _wrapper in _wrappers_of(module):
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict: expected values for the quantized weight '{prefix}{name}' to be copied, got "
+                "assign=True, after which the layer would go on with its old tensors; leave it out, or call "
+                "engine.load_full_state_dict(state)"
+            )
         if consists_of_tensors(state.get(prefix + name)):
             state.update(flattened({prefix + name: state.pop(prefix + name)}))
 

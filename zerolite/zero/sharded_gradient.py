@@ -202,11 +202,20 @@ def _fits(value: object, gradient: ShardedGradient) -> bool:
     return value.dim() <= gradient.dim() and all(length in (1, size) for length, size in ends)
 
 
-def _part(gradient: ShardedGradient, value: Any) -> Any:
-    """Return this rank's part of an argument of an operation on ``gradient``."""
+def _part(gradient: ShardedGradient, value: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return this rank's part of an argument of an operation on ``gradient``.
+
+    Args:
+        dtype: of the part that is changed, which a loss scale keeps wider than ``p.grad``. Tensors of the dtype of
+            ``p.grad`` get it, because some operations (``lerp_``) do not promote.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
     if isinstance(value, ShardedGradient):
-        return value.source.read(value.slot.index)
-    return gradient.source.shard_of(gradient, value) if isinstance(value, torch.Tensor) else value
+        part = value.source.read(value.slot.index)
+    else:
+        part = gradient.source.shard_of(gradient, value)
+    return part.to(dtype) if dtype is not None and part.dtype == gradient.dtype else part
 
 
 def _change(function: OpOverload, target: Any, *args: Any, **kwargs: Any) -> object:
@@ -214,11 +223,12 @@ def _change(function: OpOverload, target: Any, *args: Any, **kwargs: Any) -> obj
     written, others = written_arguments(function, (target, *args), kwargs), find_tensors((args, kwargs))
     if not (isinstance(target, ShardedGradient) and written and all(tensor is target for tensor in written)):
         return NotImplemented
-    if not all(_fits(tensor, target) for tensor in others):
-        return NotImplemented
-    source, index, part = target.source, target.slot.index, functools.partial(_part, target)
+    if not all(_fits(tensor, target) for tensor in others) or any(value is target for value in kwargs.values()):
+        return NotImplemented  # with ``out=p.grad`` the result would go into a copy of the part
+    source, index = target.source, target.slot.index
     source.note_change(_name(function), _numbers(args, kwargs))
     values = source.open(index)
+    part = functools.partial(_part, target, dtype=values.dtype)
     function(values, *map_tensors(part, args), **map_tensors(part, kwargs))
     source.close(index, values)
     return target

@@ -171,6 +171,8 @@ class StatsVector:
     def rescale(self, factor: float | torch.Tensor, indices: Collection[int]) -> None:
         """Correct the squares after the gradients of ``indices`` were multiplied by ``factor``."""
         some = len(indices) < len(self._squares)
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(torch.float64)  # the square of 1e-4 is 0 in fp16
         for squares in [self._squares[index] for index in indices] if some else [self._squares]:
             squares.mul_(factor * factor)
         self._changed()
