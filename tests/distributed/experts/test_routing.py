@@ -201,15 +201,17 @@ class ByHand(experts.Mixture):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.fast("3 moving-2-2")
+@pytest.mark.fast("3 moving-2-1-2")
 @on_ranks(2, 4, timeout=120)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "tensor"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3 moving"])
-def test_given_choices_train_as_a_model_written_by_hand(stage: str, size: int) -> None:
+def test_given_choices_train_as_a_model_written_by_hand(stage: str, size: int, tensor: int) -> None:
     """With blocks that are recomputed behind the context, accumulation, and other choices in each micro-batch."""
     how: dict[str, Any] = {"activation_checkpointing": {"modules": ["blocks.*"]}, "accumulation": 2, "clip": 0.3}
+    if tensor > 1:
+        how["tensor_parallel"] = {"size": tensor, "plan": {"*.shared.up": "column", "*.shared.down": "row"}}
     engine = experts.make("Mixture", size, stage, True, **how)
-    plain, ranks, rank = ByHand(), dist.get_world_size(), dist.get_rank()
+    plain, ranks, rank = ByHand(), engine.data_parallel_world_size, engine.data_parallel_rank
     plain.load_state_dict(experts.build("Mixture", True).state_dict())
     plain.double()
     kind, settings = experts.optimizer_of(True)
