@@ -82,8 +82,12 @@ def _accumulation(config: ZeroliteConfig) -> Found:
         remedy = "leave it out and divide the losses yourself"
         yield f"gradient_accumulation_steps {path}", expected, accumulation, remedy
     if not config.managed_gradient_accumulation and config.pipeline.stages > 1:
-        expected = "true with a pipeline, whose train_batch runs whole steps"
+        expected = f"true with a pipeline ({_stages(config)}), whose train_batch runs whole steps"
         yield f"{path} pipeline.stages", expected, "false", "leave it out"
+
+
+def _stages(config: ZeroliteConfig) -> str:
+    return f"pipeline.stages = {config.pipeline.stages}"
 
 
 def _other_names(config: ZeroliteConfig) -> Found:
@@ -159,7 +163,7 @@ def _replicas(config: ZeroliteConfig) -> Found:
 def _parallelism(config: ZeroliteConfig) -> Found:
     size = config.sequence_parallel.size
     if size > 1 and config.pipeline.stages > 1:
-        yield "sequence_parallel.size pipeline.stages", "1 with a pipeline", size, _ONE_OUT
+        yield "sequence_parallel.size pipeline.stages", f"1 with a pipeline ({_stages(config)})", size, _ONE_OUT
     if size > 1 and config.tensor_parallel.sequence_parallel and config.tensor_parallel.ranks > 1:
         expected = "1 with tensor_parallel.sequence_parallel, which divides each part of a sequence again"
         yield "sequence_parallel.size tensor_parallel.sequence_parallel", expected, size, _ONE_OUT
@@ -190,7 +194,7 @@ def _pipeline(config: ZeroliteConfig) -> Found:
     if stage in (2, 3):
         what = "reduce-scatter all gradients" if stage == 2 else "gather all parameters and reduce-scatter gradients"
         got = f"{stage}: stage {stage} would {what} once for every micro-batch, where stage 1 does it once a step"
-        yield f"{_ZERO}.stage pipeline.stages", "0 or 1 with a pipeline", got, "use stage 1"
+        yield f"{_ZERO}.stage pipeline.stages", f"0 or 1 with a pipeline ({_stages(config)})", got, "use stage 1"
     chunks, one, two = block.chunks, block.schedule in ONE_CHUNK, block.schedule in TWO_CHUNKS
     fits = chunks == 1 if one else chunks == 2 if two else chunks != 1 or block.schedule == "zero_bubble"
     if chunks is not None and not fits:
