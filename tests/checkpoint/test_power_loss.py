@@ -122,7 +122,7 @@ def test_power_loss_leaves_a_whole_checkpoint(ram: Path, scenario: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["overwrite", "pruning", "after crashes"])
+@pytest.mark.parametrize("scenario", ["overwrite", "after crashes"])
 def test_power_loss_in_all_states(ram: Path, scenario: str) -> None:
     """Power is lost a second time in the next save."""
     assert crash_scenario(ram, scenario, most=10**6, saves=1, deep=True) >= 30
@@ -231,7 +231,7 @@ ONCE = [(name, errno.EIO, False) for name in SCENARIOS]
 
 @pytest.mark.fast("first-*")
 @pytest.mark.parametrize(
-    ("scenario", "kind", "always"), [*ONCE, ("overwrite", errno.EIO, True), ("pruning", errno.ENOSPC, True)]
+    ("scenario", "kind", "always"), [*ONCE, ("overwrite", errno.EIO, True), ("overwrite", errno.ENOSPC, True)]
 )
 def test_a_system_call_that_fails_leaves_a_whole_checkpoint(ram: Path, scenario: str, kind: int, always: bool) -> None:
     assert check_errors(ram, scenario, kind, always) >= 20
