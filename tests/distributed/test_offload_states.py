@@ -29,7 +29,7 @@ from zerolite.ops.async_io import AsyncIO
 
 
 def settings(stage: int, precision: str, accumulation: int = 2) -> dict[str, Any]:
-    zero = {"stage3_param_persistence_threshold": 50} if stage == 3 else None
+    zero = {"stage3_param_persistence_threshold": 50} if stage == 3 else {"overlap_comm": False}  # copies are counted
     return config(stage, precision, accumulation, optimizer=ADAMW, zero=zero)
 
 

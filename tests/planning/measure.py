@@ -83,7 +83,7 @@ def measure(
         meter.begin_step()
         with collector_off(), record() as recorder, largest.listening():
             train_one_step(engine, micro_batch, loss, largest.on_phase)
-            engine.module  # noqa: B018  # waits for values that other ranks still send, which a plan does not know of
+            parts_of(engine).param_gatherer.wait_all()
         rest, peak = meter.end_step()
         largest.update()
         held = engine.memory_report().items
@@ -108,7 +108,7 @@ def _warm_up(engine: Engine, micro_batch: MakeBatch, loss: Callable[..., torch.T
         train_one_step(engine, micro_batch, loss)
         if step + 1 >= WARM_UP and engine.skipped_steps == skipped:
             break
-    engine.module  # noqa: B018  # waits for values that other ranks still send
+    parts_of(engine).param_gatherer.wait_all()
     gc.collect()
 
 

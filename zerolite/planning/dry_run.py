@@ -227,6 +227,7 @@ class DryRun:
             with record(self.recorder):
                 self._step(engine)
             trace.end_step()
+        parts.param_gatherer.wait_all()  # memory at rest is that of a job whose parameters have arrived
         self.events = trace.steps
         self._note_parameters(model, parts)
         self._note_memory([*peaks, tracker.peak], {name: type(m).__name__ for name, m in model.named_modules()})
