@@ -106,6 +106,7 @@ COMPETITORS = by_name(
         _deepspeed("-small", 3, small_buckets=True),
         *(_zerolite("", stage) for stage in range(4)),
         _zerolite("-reshard", 3, **RESHARD),
+        *(_zerolite("-wait", stage, extra=True, overlap_comm=False) for stage in (1, 2)),  # gathers end with the step
         *_offloading(),
         *TENSOR_PARALLEL,
         *PIPELINES,
