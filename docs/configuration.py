@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from zerolite.config.known_keys import ALIASES, RENAMED, UNSUPPORTED
+from zerolite.config.known_keys import OTHER_NAMES, RENAMED, UNSUPPORTED
 from zerolite.config.models import ZeroliteConfig
 from zerolite.config.values import Block, block_model, describe_type, join_path
 
@@ -23,12 +23,13 @@ FILE = Path(__file__).with_suffix(".md")
 
 def render(text: str) -> str:
     """Return the page with new text between each `<!-- generated: NAME -->` and its `<!-- end -->`."""
-    aliases = "\n".join(f"- `{alias}` is accepted as another spelling of `{name}`." for alias, name in ALIASES.items())
+    others = [f"| `{other}` | `{name}` |" for other, name in OTHER_NAMES.items()]
     renamed = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     parts = {
         "keys": "\n".join([_table("", ZeroliteConfig), *_blocks("", ZeroliteConfig)]),
         "unsupported": _rows("key | accepted | note", _unsupported_rows()),
-        "deprecated": f"{_rows('key | today', renamed)}\n{aliases}\n",
+        "deprecated": _rows("key | today", renamed),
+        "others": _rows("another name | of", others),
     }
     for name, part in parts.items():
         begin, end = f"<!-- generated: {name} -->", "<!-- end -->"

@@ -67,8 +67,7 @@ void work_alone(Queue& queue) {
 // A thread with a ring. It sleeps in the kernel until a block is done or another thread calls wake().
 class RingWorker {
  public:
-  RingWorker(Queue& queue, const zl_aio_options& options, int depth)
-      : queue_(queue), single_(options.single_submit), overlap_(options.overlap_events), slots_((size_t)depth) {
+  RingWorker(Queue& queue, int depth) : queue_(queue), slots_((size_t)depth) {
     for (int slot = 0; slot < depth; slot++) free_.push_back(slot);
   }
   ~RingWorker() {
@@ -91,7 +90,7 @@ class RingWorker {
   void run() {
     ring_.poll_readable(bell_, BELL);
     for (;;) {
-      if (overlap_ || in_flight() == 0) fill();
+      fill();
       if (in_flight() == 0 && queue_.drained()) return;
       enter(1);
       ring_.reap([this](uint64_t tag, int32_t result) { ended(tag, result); });
@@ -120,7 +119,6 @@ class RingWorker {
     Slot& s = slots_[(size_t)slot];
     s.piece = {s.block.memory + s.block.done, (size_t)(s.block.bytes - s.block.done)};
     ring_.transfer(s.block.request->write, s.block.request->fd, &s.piece, s.block.offset + s.block.done, (uint64_t)slot);
-    if (single_) enter(0);
   }
 
   // The kernel may be short of memory, or its completion queue full: then first take completions from it.
@@ -149,7 +147,6 @@ class RingWorker {
   }
 
   Queue& queue_;
-  const bool single_, overlap_;
   std::vector<Slot> slots_;
   std::vector<int> free_;
   zl_aio_detail::Ring ring_;
@@ -218,7 +215,7 @@ struct zl_aio {
     const int count = options_.threads < options_.queue_depth ? options_.threads : options_.queue_depth;
     for (int i = 0; i < count; i++) {
       const int depth = options_.queue_depth / count + (i < options_.queue_depth % count);
-      auto ring = std::make_unique<RingWorker>(queue, options_, depth);
+      auto ring = std::make_unique<RingWorker>(queue, depth);
       const int error = ring->open();
       if (error) {
         rings_.clear();

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#define ZL_AIO_ABI 1  // raised with every change of the interface; the Python side compares it
+#define ZL_AIO_ABI 2  // raised with every change of the interface; the Python side compares it
 
 enum zl_aio_backend { ZL_AIO_AUTO = 0, ZL_AIO_IO_URING = 1, ZL_AIO_THREADS = 2 };
 
@@ -15,14 +15,10 @@ typedef struct zl_aio zl_aio;
 
 // block_size: most bytes that are handed to the kernel at once. queue_depth: most blocks that it has at once. threads:
 // with io_uring, how many threads drive a ring; they share the depth. The thread pool has a thread per block in flight.
-// single_submit: a system call for each block. overlap_events: a block that is done makes room for the next one at
-// once; otherwise a batch of `queue_depth` ends before the next one begins.
 typedef struct {
   int64_t block_size;
   int32_t queue_depth;
   int32_t threads;
-  int32_t single_submit;
-  int32_t overlap_events;
   int32_t backend;
 } zl_aio_options;
 

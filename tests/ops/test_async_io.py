@@ -49,10 +49,8 @@ def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
 @backends
 @pytest.mark.parametrize("depth, threads", [(1, 1), (3, 2)])
 def test_any_lengths_and_positions(backend: str, depth: int, threads: int, file: int) -> None:
-    flags = itertools.cycle(itertools.product((False, True), repeat=2))
     for nbytes, offset in itertools.product((0, 1, 4095, 4096, 4097, 3 * 4096, 50_003), (0, 1, 4096, 9999)):
-        single, overlap = next(flags)
-        with make(backend, queue_depth=depth, thread_count=threads, single_submit=single, overlap_events=overlap) as io:
+        with make(backend, queue_depth=depth, thread_count=threads) as io:
             source, into = numbers(nbytes, offset), torch.empty(nbytes, dtype=torch.uint8)
             io.write(file, source, offset).wait()
             assert os.pread(file, nbytes, offset) == bytes(source.tolist())

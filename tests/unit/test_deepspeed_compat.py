@@ -77,7 +77,7 @@ def test_what_changes_no_numbers_is_left_out(given: dict[str, object], caplog: p
 
 def test_the_shard_size_of_mics_is_used() -> None:
     config = read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 4}})
-    assert load_config(config.zerolite).zero_optimization.mics_shard_size == 4
+    assert load_config(config.zerolite).zero_optimization.shard_size == 4
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
-from zerolite.config.known_keys import RENAMED, UNSUPPORTED
+from zerolite.config.known_keys import OTHER_NAMES, RENAMED, UNSUPPORTED
 from zerolite.config.load import supported_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def test_the_page_of_the_config_is_up_to_date() -> None:
 
 
 def test_every_key_is_in_it() -> None:
-    for path in (*supported_keys(), *UNSUPPORTED, *RENAMED):
+    for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *OTHER_NAMES):
         assert f"\n| `{path}` | " in CONFIGURATION, path
     for path in ("fp16", "zero_optimization", "zero_optimization.leaf_module"):
         assert f"# `{path}`\n" in CONFIGURATION and f"](#{path.replace('.', '')})" in CONFIGURATION

@@ -29,7 +29,7 @@ def find_contradictions(config: ZeroliteConfig) -> list[Contradiction]:
     """Return all contradictions in the configuration, in a fixed order."""
     return [
         Contradiction(paths.split(), f"expected {expected}, got {got}; {remedy}")
-        for check in (_precision, _accumulation, _other_names, _offload, _replicas, _parallelism, _experts, _pipeline)
+        for check in (_precision, _accumulation, _offload, _replicas, _parallelism, _experts, _pipeline)
         for paths, expected, got, remedy in check(config)
     ]
 
@@ -90,21 +90,6 @@ def _stages(config: ZeroliteConfig) -> str:
     return f"pipeline.stages = {config.pipeline.stages}"
 
 
-def _other_names(config: ZeroliteConfig) -> Found:
-    """Compare settings that have two names."""
-    zero, tensor, expert = config.zero_optimization, config.tensor_parallel, config.expert_parallel
-    autotp = tensor.autotp_size if tensor.autotp_size > 1 else None
-    for path, value, name, other in (
-        ("aio.thread_count", config.aio.thread_count, "intra_op_parallelism", config.aio.intra_op_parallelism),
-        (f"{_ZERO}.shard_size", zero.shard_size, "mics_shard_size", max(zero.mics_shard_size, 0)),
-        ("tensor_parallel.size", tensor.size if tensor.size > 1 else None, "autotp_size", autotp),
-        ("expert_parallel.size", expert.size if expert.size > 1 else None, "autoep_size", expert.autoep_size),
-    ):
-        if value and other and value != other:
-            block = path.rpartition(".")[0]
-            yield f"{block}.{name} {path}", f"the value of its other name, {path} = {value}", other, _ONE_OUT
-
-
 def _offload(config: ZeroliteConfig) -> Found:
     zero = config.zero_optimization
     for name, fewest in (("offload_optimizer", 1), ("offload_param", 3)):
@@ -150,10 +135,9 @@ def _replicas(config: ZeroliteConfig) -> Found:
     if not zero.is_hierarchical:
         return
     key, size = f"{_ZERO}.zero_hpz_partition_size", zero.zero_hpz_partition_size
-    for name in ("shard_size", "mics_shard_size"):
-        if (getattr(zero, name) or 0) > 0:
-            expected = f"1 beside {_ZERO}.{name}, with which each set of ranks has all states"
-            yield f"{key} {_ZERO}.{name}", expected, size, _ONE_OUT
+    if zero.shard_size is not None:
+        expected = f"1 beside {_ZERO}.shard_size, with which each set of ranks has all states"
+        yield f"{key} {_ZERO}.shard_size", expected, size, _ONE_OUT
     if zero.offload_param.enabled:
         expected = f"1 with {_ZERO}.offload_param, because updates send parameters from device to device"
         remedy = f"{_ONE_OUT} ({_ZERO}.offload_optimizer goes with both)"
@@ -164,7 +148,7 @@ def _parallelism(config: ZeroliteConfig) -> Found:
     size = config.sequence_parallel.size
     if size > 1 and config.pipeline.stages > 1:
         yield "sequence_parallel.size pipeline.stages", f"1 with a pipeline ({_stages(config)})", size, _ONE_OUT
-    if size > 1 and config.tensor_parallel.sequence_parallel and config.tensor_parallel.ranks > 1:
+    if size > 1 and config.tensor_parallel.sequence_parallel and config.tensor_parallel.size > 1:
         expected = "1 with tensor_parallel.sequence_parallel, which divides each part of a sequence again"
         yield "sequence_parallel.size tensor_parallel.sequence_parallel", expected, size, _ONE_OUT
 

@@ -16,7 +16,6 @@ class Key(NamedTuple):
         accepted: accepted values, besides null and "auto".
         reason: remark for the error, in parentheses.
         switch: for a block, the key in it that must have an accepted value; its other keys do not matter then.
-        on_by_default: for a block, a missing switch means on.
         free: every value is accepted, because the key only tunes a feature that does not run.
         ignored: reason why other values change nothing. They are accepted with a warning that gives the reason, unless
             their block is switched off.
@@ -26,7 +25,6 @@ class Key(NamedTuple):
     accepted: tuple[object, ...] = (False,)
     reason: str = ""
     switch: str = ""
-    on_by_default: bool = False
     free: bool = False
     ignored: str = ""
     stage3: bool = False
@@ -68,21 +66,10 @@ UNSUPPORTED: dict[str, Key] = {
     "check_collectives": Key(reason="set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch compares the ranks' collectives"),
     "jsonl_monitor": Key(reason="use csv_monitor, which needs no package either", switch="enabled"),
     "memory_check": Key(("off",), ignored="`zerolite plan` says beforehand if a job fits"),
-    "weight_quantization": Key(switch="enabled", on_by_default=True),
+    "weight_quantization": Key((False, {})),
     "amp": Key(reason="use fp16, bf16 or torch_autocast", switch="enabled"),
-    **_keys(
-        REMOVED_BLOCK,
-        "curriculum_learning progressive_layer_drop eigenvalue quantize_training nebula "
-        "compression_training.layer_reduction",
-    ),
-    **{
-        f"compression_training.{method}.{key}": entry
-        for method in (
-            "weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
-        ).split()
-        for key, entry in (("shared_parameters", REMOVED_BLOCK), ("different_groups", FREE))
-    },
-    "sparse_attention": Key((False, {}), REMOVED),
+    **_keys(REMOVED_BLOCK, "curriculum_learning progressive_layer_drop eigenvalue quantize_training nebula"),
+    **_keys(Key((False, {}), REMOVED), "compression_training sparse_attention"),
     "datastates_ckpt": OFF,
     **_keys(Key(reason=REMOVED), "sparse_gradients graph_harvesting"),
     **_keys(OFF, "use_data_before_expert_parallelism disable_python_gc optimizer.legacy_fusion pipeline.use_reentrant"),
@@ -120,6 +107,14 @@ UNSUPPORTED: dict[str, Key] = {
         ignored="gathers stay among the ranks of shard_size, and NCCL knows which of them share a host"
     ),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": FREE,
+    "zero_optimization.offload_optimizer.fast_init": Key((True, False), "initial zeros are never written to disk"),
+    **_keys(
+        Key((True, False), "reads and writes always overlap the update"),
+        "pipeline_read pipeline_write pipeline",
+        "zero_optimization.offload_optimizer.",
+    ),
+    "fp16.auto_cast": Key((True, False), "floating inputs are always cast to float16"),
+    "bf16.immediate_grad_update": Key((True,), "gradients always accumulate as they arrive"),
     "activation_checkpointing.partition_activations": Key(
         ignored="every rank saves its own inputs; tensor_parallel.sequence_parallel divides activations among "
         "tensor-parallel ranks"
@@ -131,6 +126,8 @@ UNSUPPORTED: dict[str, Key] = {
         "synchronize_checkpoint_boundary profile",
         "activation_checkpointing.",
     ),
+    "aio.single_submit": Key(ignored="all waiting requests are submitted at once"),
+    "aio.overlap_events": Key((True,), ignored="completed requests are taken while more are submitted"),
     "aio.use_gds": Key(reason="GPUDirect Storage; what is on disk passes through the host"),
     "checkpoint.tag_validation": Key(
         tuple(spell(word) for word in ("Ignore", "Warn", "Fail") for spell in (str, str.lower, str.upper)),
@@ -159,8 +156,14 @@ UNSUPPORTED: dict[str, Key] = {
 GROUPS = frozenset(path[:dot] for path in UNSUPPORTED for dot, sign in enumerate(path) if sign == ".")
 """Paths of the blocks that hold keys of UNSUPPORTED."""
 
-ALIASES = {"bfloat16": "bf16"}
-"""Accepted other names of top-level blocks."""
+OTHER_NAMES = {
+    "bfloat16": "bf16",
+    "aio.intra_op_parallelism": "aio.thread_count",
+    "expert_parallel.autoep_size": "expert_parallel.size",
+    "tensor_parallel.autotp_size": "tensor_parallel.size",
+    "zero_optimization.mics_shard_size": "zero_optimization.shard_size",
+}
+"""Accepted other names of keys and blocks. In them 0 and -1 mean that the name is not used."""
 
 RENAMED: dict[str, str] = {
     "allgather_size": "zero_optimization.allgather_bucket_size",

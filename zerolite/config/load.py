@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 from .batch import MICRO, TRAIN
 from .contradictions import find_contradictions
 from .errors import ConfigError
-from .known_keys import ALIASES, GROUPS, RENAMED, UNSUPPORTED, Key
+from .known_keys import GROUPS, OTHER_NAMES, RENAMED, UNSUPPORTED, Key
 from .models import ZeroliteConfig
 from .source import read_source
 from .values import Block, as_number, block_model, describe_error, join_path, show
@@ -24,17 +23,9 @@ from .without_effect import drop_ineffective, needs_stage_3
 _MOST_HINTS = 20
 """Number of unknown keys that get a suggestion: each search takes milliseconds."""
 
-_LONGEST_HINT = 100
-"""Characters of the longest key that gets a suggestion: no known key is similar to a longer one."""
-
-_NEAR = 0.6
-"""Smallest similarity of two keys, from 0 to 1, at which one is suggested for the other."""
-
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 _PARAMS = ("optimizer.params", "scheduler.params")
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def load_config(source: Mapping[str, object] | str | os.PathLike[str] | ZeroliteConfig) -> ZeroliteConfig:
@@ -56,9 +47,11 @@ def load_config(source: Mapping[str, object] | str | os.PathLike[str] | Zerolite
         raise ConfigError([("", "expected a configuration, got values nested too deeply to be one")]) from None
     if raw.duplicates or loader.errors or config is None:
         raise ConfigError(
-            raw.duplicates + [(loader.with_alias(path), text) for path, text in loader.errors], raw.origin
+            raw.duplicates + [(loader.as_written(path), text) for path, text in loader.errors], raw.origin
         )
-    return drop_ineffective(config, loader.without_effect)
+    config = drop_ineffective(config, loader.without_effect)
+    config.note_without_effect([(loader.as_written(path), text) for path, text in config.without_effect])
+    return config
 
 
 class _Loader:
@@ -68,7 +61,7 @@ class _Loader:
         self.errors: list[tuple[str, str]] = []
         self.without_effect: list[tuple[str, str]] = []
         self.hints = _MOST_HINTS
-        self.alias_of: dict[str, str] = {}  # the user's names of blocks, by today's
+        self.written: dict[str, str] = {}  # the other name that the user has written, by the first one
         zero = values.get("zero_optimization")
         stage = as_number(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
         known = isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3
@@ -92,24 +85,23 @@ class _Loader:
             return config
         return None
 
-    def with_alias(self, path: str) -> str:
-        """Return the path with the name that the user has given to the block."""
-        head, dot, rest = path.partition(".")
-        return self.alias_of.get(head, head) + dot + rest
+    def as_written(self, path: str) -> str:
+        """Return the path with the name that the user has written, if it has two."""
+        for name, other in self.written.items():
+            if path == name or path.startswith(f"{name}."):
+                return other + path.removeprefix(name)
+        return path
 
     # ---------------------------------------------------------------- the walk over the raw values
 
     def _check_values(self, values: Mapping[object, object], path: str) -> dict[str, object]:
         """Check unsupported keys and unusable values of a block, and return the rest for pydantic."""
         clean: dict[str, Any] = {}
-        for key, value in values.items():
-            name = key if path else self._resolve_alias(key, values)
+        for name, value in self._without_other_names(values, path).items():
             key_path = join_path(path, name)
             known = isinstance(name, str) and "." not in name
             if not isinstance(name, str):
                 self.errors.append((key_path, f"expected a string as the key, got {show(name)}; write it in quotes"))
-            elif unusable := _unusable_text(name):
-                self.errors.append((key_path, unusable))
             elif known and key_path in RENAMED:
                 self._check_renamed(key_path, value)
             elif known and key_path in UNSUPPORTED:
@@ -119,19 +111,29 @@ class _Loader:
                 self._check_group(value, key_path)
             elif isinstance(value, Mapping):
                 clean[name] = self._check_values(value, key_path)
-            elif problems := list(_unusable_values(value, key_path, in_params=key_path.startswith(_PARAMS))):
+            elif key_path.startswith(_PARAMS) and (problems := list(_unusable_numbers(value, key_path))):
                 self.errors += problems
             elif not (path in _PARAMS and _is_auto(value)):  # the constructor's default stands
                 clean[name] = value
         return clean
 
-    def _resolve_alias(self, key: Any, values: Mapping[object, object]) -> object:
-        name = ALIASES.get(key, key) if isinstance(key, str) else key
-        if name != key and name in values:
-            self.errors.append((key, f"expected one spelling, got {name} and {key}, the same block; keep {name}"))
-        elif name != key:
-            self.alias_of[name] = key
-        return name
+    def _without_other_names(self, values: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+        """Return the values of a block by the first names of their keys."""
+        result = dict(values)
+        for other, name in OTHER_NAMES.items():
+            block, _, other_key = other.rpartition(".")
+            if block != path or other_key not in result:
+                continue
+            value, key = result.pop(other_key), name.rpartition(".")[2]
+            first = result.get(key)
+            if as_number(value) in (None, 0, -1, "auto"):
+                continue
+            if first is None or _is_auto(first) or as_number(first) == as_number(value):
+                result[key], self.written[name] = value, other
+            else:
+                sentence = f"expected the value of its other name, {name} = {show(first)}, got {show(value)}; "
+                self.errors.append((other, f"{sentence}leave one of the two out"))
+        return result
 
     def _check_group(self, value: object, block_path: str) -> None:
         """Check each key of a block that exists in UNSUPPORTED only."""
@@ -153,7 +155,7 @@ class _Loader:
         """Check a key of UNSUPPORTED. is_off: its block is switched off."""
         asked = value
         if entry.switch and isinstance(value, Mapping):
-            asked = value.get(entry.switch, entry.on_by_default)
+            asked = value.get(entry.switch, False)
         if asked is None or entry.free or _is_one_of(entry.accepted, asked):
             return
         if entry.stage3 and self.stage is not None and self.stage < 3:
@@ -210,27 +212,20 @@ class _Loader:
         if block and key in supported:
             return f"{sentence}; did you mean {key}? It belongs to the top level: move it out of {block}"
         self.hints -= 1
-        near = nearest_keys(block, key) if self.hints >= 0 and len(key) < _LONGEST_HINT else []
+        near = nearest_keys(block, key) if self.hints >= 0 else []
         return f"{sentence}; did you mean {' or '.join(near)}?" if near else f"{sentence}; remove it"
 
 
 def nearest_keys(block: str, key: str) -> list[str]:
-    """Return the full paths of the known keys closest to `key` in `block` ("" is the top level), at most three.
-
-    Keys of the same block come before those of another one, and supported keys before unsupported ones. More than one
-    is returned only if they are equally close.
-    """
-    matcher = SequenceMatcher(b=key.lower(), autojunk=False)
-    ratios: dict[str, float] = {}
-    scores: dict[str, float] = {}
-    for path in dict.fromkeys((*supported_keys(), *UNSUPPORTED, *GROUPS)):
-        home, _, name = path.rpartition(".")
-        if name not in ratios:
-            matcher.set_seq1(name.lower())
-            ratios[name] = matcher.ratio() if matcher.quick_ratio() >= _NEAR else 0.0
-        scores[path] = ratios[name] - 0.1 * (home != block) - 0.05 * (path not in supported_keys())
-    best = max(scores.values())
-    return [path for path, score in scores.items() if score >= _NEAR and score > best - 1e-9][:3]
+    """Return the full paths of the known keys closest to `key`: one that is very close in `block` ("" is the top
+    level), or else up to three of one name in any block, the supported ones first."""
+    known = dict.fromkeys((*supported_keys(), *OTHER_NAMES, *UNSUPPORTED, *sorted(GROUPS)))
+    in_block = [path for path in known if path.rpartition(".")[0] == block]
+    for paths, similarity in ((in_block, 0.8), (list(known), 0.6)):
+        names = [path.rpartition(".")[2] for path in paths]
+        if near := get_close_matches(key.lower(), names, 1, similarity):
+            return [path for path, name in zip(paths, names, strict=True) if name == near[0]][:3]
+    return []
 
 
 @lru_cache(maxsize=1)
@@ -267,35 +262,18 @@ def _not_an_object(path: str, value: object) -> str:
     return f"expected an object, got {show(value)}; write {{...}} or leave the key out"
 
 
-def _unusable_values(value: object, path: str, in_params: bool) -> Iterator[tuple[str, str]]:
-    """Yield (path, sentence) of every unusable key and value inside of a JSON value."""
-    if isinstance(value, (list, tuple)):
-        for index, element in enumerate(value):
-            yield from _unusable_values(element, f"{path}[{index}]", in_params)
-    elif isinstance(value, Mapping):
-        for key, element in value.items():
-            yield from _unusable_values(key, join_path(path, key), in_params)
-            yield from _unusable_values(element, join_path(path, key), in_params)
-    elif sentence := _unusable_text(value) or (_unusable_number(value) if in_params else None):
-        yield path, sentence
-
-
-def _unusable_number(leaf: object) -> str | None:
-    """Return a sentence for a number that no constructor argument can be: infinite, NaN, or beyond float32.
+def _unusable_numbers(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (path, sentence) of every number that no constructor argument can be: infinite, NaN, or beyond float32.
 
     torch's updates would fail later with an unclear error.
     """
-    if isinstance(leaf, float) and not math.isfinite(leaf):
-        return f"expected a finite number, got {show(leaf)}; write one"
-    if isinstance(leaf, (int, float)) and abs(leaf) > _LARGEST_FLOAT32:
-        return f"expected a number that float32 can hold, at most 3.4e38, got {show(leaf)}; write a smaller one"
-    return None
-
-
-def _unusable_text(leaf: object) -> str | None:
-    """Return a sentence for text that no name or path can be: with a zero character or half a character."""
-    if isinstance(leaf, str) and "\0" in leaf:
-        return f"expected text without zero characters, got {show(leaf)}; remove them"
-    if isinstance(leaf, str) and not leaf.isascii() and _SURROGATE.search(leaf):
-        return f"expected text that UTF-8 can hold, got {show(leaf)}; write the character itself"
-    return None
+    if isinstance(value, (list, tuple)):
+        for index, element in enumerate(value):
+            yield from _unusable_numbers(element, f"{path}[{index}]")
+    elif isinstance(value, Mapping):
+        for key, element in value.items():
+            yield from _unusable_numbers(element, join_path(path, key))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield path, f"expected a finite number, got {show(value)}; write one"
+    elif isinstance(value, (int, float)) and abs(value) > _LARGEST_FLOAT32:
+        yield path, f"expected a number that float32 can hold, at most 3.4e38, got {show(value)}; write a smaller one"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from . import batch
 from .errors import ConfigError
@@ -33,22 +33,12 @@ from .values import (
 )
 from .zero import ZeroConfig
 
-
-def _no_fraction(value: float) -> float:
-    if 0 < value < 1:
-        raise ValueError(f"expected a finite number of at least 1, or 0, got {value:g}; write 0 to turn it off")
-    return value
-
-
 BatchSize = Annotated[Count, Field(le=MAX_BATCH)] | None
 Interval = Annotated[
     Count | None,
     # Infinity, which accelerate writes for "never", is text when hjson reads it.
     BeforeValidator(lambda value: None if value in (math.inf, "Infinity") else value),
 ]
-Seconds = Annotated[NotNegative, AfterValidator(_no_fraction), Field(title="a finite number of at least 1, or 0")]
-
-
 Tiles = Annotated[
     Literal["auto"] | Bool | Count,
     Field(title='tokens of a tile, at least 1, or true, false or "auto"', description="write one of these"),
@@ -172,7 +162,7 @@ class ZeroliteConfig(Block):
     """Steps between two comparisons, by hash, of the weights that all ranks hold; every save compares them too. If they
     differ, all ranks raise an error that names the parameters and ranks. Numbers of the param groups, such as learning
     rates and betas, are compared in every step. 0 = compare nothing. (zerolite's own key.)"""
-    desync_timeout_s: Seconds = 300.0
+    desync_timeout_s: NotNegative = 300.0
     """Seconds that a rank may wait for the others, within a step or between two. After them all ranks print where each
     of them is, and the job is ended. 0 = never. Choose it longer than any time that one rank works alone while others
     wait. (zerolite's own key.)"""

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, StrictStr
+from pydantic import Field, StrictStr
 
-from .values import Block, Bool, Natural, NotNegative, Positive, Text, show
-
-
-def _stays_inside(name: str) -> str:
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(
-            f"expected the name of a folder in output_path, got {show(name)}, which leads out of it; write a name "
-            "without .. and without a / in front, and the rest of the path into output_path"
-        )
-    return name
-
-
-FolderName = Annotated[Text, AfterValidator(_stays_inside)]
+from .values import Block, Bool, Natural, NotNegative, Positive, Text
 
 
 class _FileMonitor(Block):
@@ -30,7 +16,7 @@ class _FileMonitor(Block):
         StrictStr, Field(title="a path", description='write one in quotes, or "" for the working folder')
     ] = ""
     """Folder that holds the folder of the job; "" = the working folder of the job."""
-    job_name: FolderName = "DeepSpeedJobName"
+    job_name: Text = "DeepSpeedJobName"
     """Name of the folder of the job in `output_path`. Files that are there are continued."""
 
 

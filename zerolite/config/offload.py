@@ -10,7 +10,6 @@ from .values import NULL_IS_DEFAULT, Block, Bool, Count, Integer, Natural, NotNe
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Device = Annotated[OffloadDevice, NULL_IS_DEFAULT, Field(title='"none" or "cpu" or "nvme" or null')]
-Threads = Annotated[Count, Field(le=1024)]
 
 DISK_BLOCK = 4096
 """Bytes. Direct reads and writes of a disk begin and end at multiples."""
@@ -43,14 +42,6 @@ class OffloadOptimizerConfig(_Offload):
     """Sub-groups (`sub_group_size`) that are copied or updated at the same time."""
     ratio: Annotated[NotNegative, Field(le=1)] = 1.0
     """Share of the elements on `"cpu"`; the device keeps and updates the rest. With `"nvme"` only 1."""
-    fast_init: Bool = False
-    """Accepted, without effect: initial zeros are never written to disk."""
-    pipeline_read: Bool = False
-    """Accepted, without effect: reads and writes always overlap the update."""
-    pipeline_write: Bool = False
-    """Accepted, without effect: reads and writes always overlap the update."""
-    pipeline: Bool = False
-    """Accepted, without effect: reads and writes always overlap the update."""
 
 
 class OffloadParamConfig(_Offload):
@@ -72,19 +63,8 @@ class AioConfig(Block):
     """Bytes in one request to the disk; larger reads and writes are divided."""
     queue_depth: Annotated[Count, Field(le=4096)] = 8
     """Requests of a rank in flight at the same time."""
-    thread_count: Threads | None = None
-    """Threads of each rank that read and write. null: `intra_op_parallelism`, or 1 if that is null."""
-    intra_op_parallelism: Threads | None = None
-    """Another name of `thread_count`. If both are given they must be equal."""
-    single_submit: Bool = False
-    """Submit requests to the kernel one by one. false: all waiting ones at once."""
-    overlap_events: Bool = True
-    """Take completed requests while more are submitted. false: only afterwards."""
-
-    @property
-    def threads(self) -> int:
-        """Threads of one rank, from ``thread_count`` or ``intra_op_parallelism``."""
-        return self.thread_count or self.intra_op_parallelism or 1
+    thread_count: Annotated[Count, NULL_IS_DEFAULT, Field(le=1024, title="an integer from 1 to 1024 or null")] = 1
+    """Threads of each rank that read and write."""
 
 
 class ActivationCheckpointingConfig(Block):

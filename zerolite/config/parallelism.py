@@ -54,8 +54,6 @@ class TensorParallelConfig(Block):
 
     size: Count = 1
     """Ranks that share each layer; a divisor of the number of ranks. 1 = off."""
-    autotp_size: Natural = 0
-    """DeepSpeed's name of `size`; 0 = not used."""
     plan: Plan | Literal["auto"] = "auto"
     """Layers to shard and how: patterns of module names with `"column"`, `"row"` or `"vocab"`, as in
     `{"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}`; Hugging Face's words are understood. `"auto"`: the plan
@@ -67,11 +65,6 @@ class TensorParallelConfig(Block):
     divide: Texts | Literal["auto"] = "auto"
     """Numbers in modules that must be divided by `size`, such as the number of heads: patterns of `module.attribute`.
     `"auto"`: known names in modules with sharded layers."""
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that share each layer, from ``size`` or ``autotp_size``."""
-        return max(self.size, self.autotp_size)
 
 
 class SequenceParallelConfig(Block):
@@ -94,8 +87,6 @@ class ExpertParallelConfig(Block):
     size: Count = 1
     """Ranks that have all experts together: a divisor of the number of data-parallel ranks (times
     `tensor_parallel.size`, of which it is a multiple) and of the number of experts. 1 = off. (zerolite's own key.)"""
-    autoep_size: Natural = 0
-    """DeepSpeed's name of `size`; 0 = not used."""
     enabled: Bool = True
     """DeepSpeed's switch. false: each rank has all experts, whatever the size."""
     capacity: Natural = 0
@@ -107,8 +98,8 @@ class ExpertParallelConfig(Block):
 
     @property
     def ranks(self) -> int:
-        """Ranks that have all experts together, from ``size`` or ``autoep_size``."""
-        return max(self.size, self.autoep_size) if self.enabled else 1
+        """Ranks that have all experts together."""
+        return self.size if self.enabled else 1
 
 
 class PipelineConfig(Block):

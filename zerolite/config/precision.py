@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from .values import DTYPE, Block, Bool, Count, Natural, NotNegative, Texts
-
-
-def _only_true(value: bool) -> bool:
-    if not value:
-        raise ValueError(
-            "expected true, got false; gradients always accumulate as they arrive, so leave the key out or write true"
-        )
-    return value
 
 
 class Fp16Config(Block):
@@ -22,8 +14,6 @@ class Fp16Config(Block):
 
     enabled: Bool = False
     """Compute in float16."""
-    auto_cast: Bool = False
-    """Accepted, without effect: the engine always casts floating inputs to float16."""
     loss_scale: NotNegative = 0.0
     """Static factor by which the loss is multiplied before backward; 0 = dynamic."""
     initial_scale_power: Annotated[Natural, Field(le=127)] = 16
@@ -49,8 +39,6 @@ class Bf16Config(Block):
 
     enabled: Bool = False
     """Compute in bfloat16."""
-    immediate_grad_update: Annotated[Bool, AfterValidator(_only_true), Field(title="true")] = True
-    """Accumulate gradients as they arrive. Only true is possible."""
     check_grad_overflow: Bool = True
     """Skip the step, on all ranks, when a gradient is not finite."""
     bf16_master_weights_and_grads: Bool = False

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from .errors import ConfigError
 from .values import join_path, shorten, show
 
-_MOST_DIGITS = 1000
-
 _PATH_SUFFIXES = (".json", ".hjson", ".json5", ".jsonc", ".yaml", ".yml", ".txt")
 
 
@@ -89,28 +87,19 @@ def _parse(text: str, origin: str | None) -> RawConfig:
 
 def _parse_json_or_hjson(text: str, origin: str | None) -> object:
     try:
-        return json.loads(text, object_pairs_hook=_Pairs, parse_int=_integer)
+        return json.loads(text, object_pairs_hook=_Pairs)
     except ValueError as error:
         json_problem = _syntax_problem(error)
     import hjson
 
     try:
-        return hjson.loads(text, object_pairs_hook=_Pairs, parse_int=_integer)
+        return hjson.loads(text, object_pairs_hook=_Pairs)
     except IndexError:  # hjson reads past the end of text that ends inside a token
         hjson_problem = "the text ends within a comment, or within a text that begins with '''"
     except ValueError as error:
         hjson_problem = _syntax_problem(error)
     sentence = f"expected JSON or hjson; as JSON: {json_problem}; as hjson: {hjson_problem}"
     raise ConfigError([("", sentence)], origin) from None
-
-
-def _integer(digits: str) -> int | float:
-    """Convert digits to a number, and too many of them to infinity.
-
-    Python refuses to convert too many digits, which would look like an error of syntax. Infinity becomes an error at
-    its key.
-    """
-    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def _syntax_problem(error: ValueError) -> str:

@@ -11,7 +11,6 @@ import math
 import numbers
 import os
 import re
-import sys
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal, NoReturn, get_args
@@ -78,8 +77,6 @@ def show(value: object, limit: int = 60) -> str:
     """Return a value as JSON, shortened, with the name of its type if the text alone does not show it."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
-        return "an integer of more than 308 digits"
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
@@ -98,10 +95,7 @@ def shorten(text: str, limit: int = 100) -> str:
 
 def join_path(path: str, key: object) -> str:
     """Return the full path of a key in the block at `path`."""
-    try:
-        name = shorten(str(key)) or '""'
-    except ValueError:  # an integer with more digits than Python converts to text
-        name = show(key)
+    name = shorten(str(key)) or '""'
     return f"{path}.{name}" if path else name
 
 

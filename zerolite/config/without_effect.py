@@ -59,10 +59,9 @@ def _find(zero: ZeroConfig) -> Iterator[_Found]:
     if stage < 3 and zero.offload_param.enabled:
         sentence = needs_stage_3(stage, zero.offload_param.device)
         yield "offload_param.device", sentence, {"offload_param": OffloadParamConfig()}
-    if stage == 0 and zero.ranks_of_shards is not None:
-        name = "shard_size" if zero.shard_size else "mics_shard_size"
-        sentence = f"got {zero.ranks_of_shards}, and at stage 0 every rank keeps all states"
-        yield name, sentence, {"shard_size": None, "mics_shard_size": -1}
+    if stage == 0 and zero.shard_size is not None:
+        sentence = f"got {zero.shard_size}, and at stage 0 every rank keeps all states"
+        yield "shard_size", sentence, {"shard_size": None}
     if zero.zero_quantized_weights and not zero.is_hierarchical:
         sentence = "got true, and no updated values travel between sets of ranks without zero_hpz_partition_size"
         yield "zero_quantized_weights", sentence, {"zero_quantized_weights": False}

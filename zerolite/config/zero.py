@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, field_validator
 
 from .offload import SUB_GROUP_SIZE, OffloadOptimizerConfig, OffloadParamConfig
-from .values import NULL_IS_DEFAULT, Block, Bool, Count, Integer, Natural, NotNegative, Texts
+from .values import NULL_IS_DEFAULT, Block, Bool, Count, Natural, NotNegative, Texts
 
 AUTO_GRANULARITY = 1_048_576
 """Elements up to which a module is gathered as one unit if the configuration leaves the choice to zerolite."""
@@ -45,8 +45,6 @@ class ZeroConfig(Block):
     set of ranks holds the same shards: gathers stay in a set, and reduced gradients are then summed over the sets. A
     divisor of the number of data-parallel ranks. null: all of them. (zerolite's own key; see
     [many nodes](many-nodes.md).)"""
-    mics_shard_size: Annotated[Integer, Field(ge=-1)] = -1
-    """DeepSpeed's name of `shard_size`; -1 or 0 = all ranks."""
     zero_hpz_partition_size: Natural = 1
     """Stage 3: data-parallel ranks that divide the parameters among them, such as those of a node, so that gathers stay
     among them. All ranks divide gradients, masters and optimizer states, and exchange updated values once a step. A
@@ -127,10 +125,8 @@ class ZeroConfig(Block):
 
     @property
     def ranks_of_shards(self) -> int | None:
-        """Ranks of a set that has all shards, from ``shard_size``, ``mics_shard_size`` or ``zero_hpz_partition_size``;
-        None for all ranks."""
-        hierarchical = self.zero_hpz_partition_size if self.is_hierarchical else None
-        return self.shard_size or max(0, self.mics_shard_size) or hierarchical
+        """Ranks of a set that has all shards; None for all ranks."""
+        return self.shard_size or (self.zero_hpz_partition_size if self.is_hierarchical else None)
 
     @property
     def feeds_errors_back(self) -> bool:

@@ -131,7 +131,7 @@ def _start_process() -> torch.device:
 
 def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.device) -> Topology:
     """Make the grid of the config. Raises on all ranks if their configs have different grids."""
-    pipe, tensor, shard = config.pipeline.stages, config.tensor_parallel.ranks, config.zero_optimization.ranks_of_shards
+    pipe, tensor, shard = config.pipeline.stages, config.tensor_parallel.size, config.zero_optimization.ranks_of_shards
     key, sequence = config.zero_optimization.key_of_sets, config.sequence_parallel.size
     experts = config.expert_parallel.ranks
     sizes = ((_PIPE, pipe), (_TENSOR, tensor), (_SEQUENCE, sequence), (_EXPERTS, experts), (key, shard))
@@ -153,7 +153,7 @@ def form_grid(config: ZeroliteConfig, world: Communicator, device: torch.device,
     Args:
         host: ranks on each host; None if unknown.
     """
-    pipe, tensor, zero = config.pipeline.stages, config.tensor_parallel.ranks, config.zero_optimization
+    pipe, tensor, zero = config.pipeline.stages, config.tensor_parallel.size, config.zero_optimization
     key = _PIPE if pipe > 1 else _TENSOR
     try:
         topology = create_topology(world, device, pipe, tensor, host)

@@ -98,7 +98,7 @@ def _file_opener(aio: AioConfig, rank: int) -> Callable[[str, str], SwapFile]:
 
     @functools.cache
     def async_io() -> AsyncIO:
-        return AsyncIO(aio.block_size, aio.queue_depth, aio.threads, aio.single_submit, aio.overlap_events)
+        return AsyncIO(aio.block_size, aio.queue_depth, aio.thread_count)
 
     def open_file(directory: str, key: str) -> SwapFile:
         _warn_of_memory_disk(directory, key)

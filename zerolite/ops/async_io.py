@@ -126,8 +126,6 @@ class AsyncIO:
         queue_depth: largest number of blocks in flight, over all requests.
         thread_count: threads that submit blocks to io_uring and collect them, each with a ring and a part of the depth.
             Without io_uring every block in flight has a thread.
-        single_submit: submit each block to io_uring by a call of its own; False submits all waiting blocks at once.
-        overlap_events: replace each completed block at once; False completes a batch before the next one begins.
         backend: one of :data:`BACKENDS`; "auto" is the first of the others that is available.
 
     Raises:
@@ -136,13 +134,7 @@ class AsyncIO:
     """
 
     def __init__(
-        self,
-        block_size: int = 1 << 20,
-        queue_depth: int = 8,
-        thread_count: int = 1,
-        single_submit: bool = False,
-        overlap_events: bool = True,
-        backend: str = "auto",
+        self, block_size: int = 1 << 20, queue_depth: int = 8, thread_count: int = 1, backend: str = "auto"
     ) -> None:
         if not (0 < block_size <= _LARGEST_BLOCK and block_size % _SECTOR == 0):
             raise ValueError(
@@ -154,7 +146,7 @@ class AsyncIO:
         if backend not in BACKENDS:
             raise ValueError(f"expected a backend of {', '.join(BACKENDS)}, got {backend!r}")
         self._pid = os.getpid()
-        self._backend = _make(block_size, queue_depth, thread_count, single_submit, overlap_events, backend)
+        self._backend = _make(block_size, queue_depth, thread_count, backend)
         self._closed = False
         _open.add(self)
 
@@ -236,13 +228,11 @@ def _check_process(pid: int) -> None:
         )
 
 
-def _make(
-    block_size: int, queue_depth: int, thread_count: int, single_submit: bool, overlap_events: bool, backend: str
-) -> Backend:
+def _make(block_size: int, queue_depth: int, thread_count: int, backend: str) -> Backend:
     if backend != "python":
         reason = unavailable_reason()
         if reason is None:
-            return LibraryIO(block_size, queue_depth, thread_count, single_submit, overlap_events, backend)
+            return LibraryIO(block_size, queue_depth, thread_count, backend)
         if backend != "auto":
             raise RuntimeError(f"Asynchronous I/O with {backend} is not available: {reason}")
         if os.environ.get("ZEROLITE_KERNELS") != "0":

@@ -12,7 +12,7 @@ from typing import Any
 from zerolite.ops.io_reference import IOResult
 from zerolite.utils.builder import declare, op_builder
 
-ABI = 1
+ABI = 2
 _BACKENDS = {"auto": 0, "io_uring": 1, "threads": 2}
 
 
@@ -21,8 +21,6 @@ class _Options(Structure):
         ("block_size", c_int64),
         ("queue_depth", c_int32),
         ("threads", c_int32),
-        ("single_submit", c_int32),
-        ("overlap_events", c_int32),
         ("backend", c_int32),
     ]
 
@@ -34,23 +32,13 @@ class _Outcome(Structure):
 class LibraryIO:
     """Backend in C++. Arguments as of :class:`~zerolite.ops.async_io.AsyncIO`, but no backend "python"."""
 
-    def __init__(
-        self,
-        block_size: int,
-        queue_depth: int,
-        thread_count: int,
-        single_submit: bool,
-        overlap_events: bool,
-        backend: str,
-    ) -> None:
+    def __init__(self, block_size: int, queue_depth: int, thread_count: int, backend: str) -> None:
         """Raise RuntimeError if the system refuses threads, or io_uring that was asked for."""
         library = _load()
         if isinstance(library, str):
             raise RuntimeError(library)
         self._library = library
-        options = _Options(
-            block_size, queue_depth, thread_count, int(single_submit), int(overlap_events), _BACKENDS[backend]
-        )
+        options = _Options(block_size, queue_depth, thread_count, _BACKENDS[backend])
         error = c_int32()
         self._handle: int | None = library.zl_aio_create(options, error)
         if self._handle is None:

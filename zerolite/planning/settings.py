@@ -19,7 +19,6 @@ from zerolite.planning.result import Comparison, Plan, RefusedError
 _LOCATIONS = {"cpu": "on the host", "nvme": "on disk"}
 _ALL_RANKS: dict[str, Any] = {
     "shard_size": None,
-    "mics_shard_size": -1,
     "zero_hpz_partition_size": 1,
     "zero_quantized_weights": False,
     "zero_quantized_gradients": False,
@@ -115,7 +114,7 @@ def replica_settings(config: ZeroliteConfig, world_size: int, nodes: int | None)
     There are none on one node, or where a node has one data-parallel rank.
     """
     zero = config.zero_optimization
-    ranks = zero.ranks_of_shards or world_size // ((nodes or 1) * config.tensor_parallel.ranks)
+    ranks = zero.ranks_of_shards or world_size // ((nodes or 1) * config.tensor_parallel.size)
     if (nodes or 1) == 1 or ranks <= 1:
         return []
     compressed = {name: getattr(zero, name) for name in ("zero_quantized_gradients", "zeropp_loco_param")}

@@ -17,11 +17,11 @@ from typing import Any
 from zerolite.comm import ranks_of_job
 from zerolite.compat.deepspeed.utils.logging import warn_once
 from zerolite.config.errors import ConfigError, printable
-from zerolite.config.known_keys import ALIASES, RENAMED, UNSUPPORTED
+from zerolite.config.known_keys import OTHER_NAMES, RENAMED, UNSUPPORTED
 from zerolite.config.load import load_config, supported_keys
 from zerolite.config.source import read_source
 
-_TOP_LEVEL = frozenset(path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *ALIASES))
+_TOP_LEVEL = frozenset(path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *OTHER_NAMES))
 
 # Keys for speed, memory, logs and file formats. No loss and no weight depends on them.
 _WITHOUT_NUMBERS = (
