@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from tests.toolkit.loaders import loaders_of
-from zerolite.data.dataloader import EpochSampler, Rows, build_dataloader
+from zerolite.data.dataloader import EpochSampler, Rows
 
 
 class Stream(IterableDataset):
@@ -27,15 +27,14 @@ def samples(loader):
 
 def test_each_pass_is_shuffled_anew_and_alike_on_all_ranks():
     data = list(range(40))
-    loaders = [build_dataloader(data, 4, rank, 2, seed=5) for rank in range(2)]
+    loaders = [loaders_of(rank, 2, 4).make(data) for rank in range(2)]
     passes = [[samples(loader) for loader in loaders] for _ in range(3)]
     for epoch, parts in enumerate(passes):
         assert sorted(parts[0] + parts[1]) == data, "the ranks' parts do not overlap"
-        reference = DistributedSampler(data, 2, 0, seed=5)
+        reference = DistributedSampler(data, 2, 0)
         reference.set_epoch(epoch)
         assert parts[0] == list(reference)
     assert passes[0] != passes[1] != passes[2] != passes[0]
-    assert samples(build_dataloader(data, 4, 0, 2, seed=6)) != passes[0][0]
 
 
 class Noise(Dataset):
@@ -60,7 +59,7 @@ def test_workers_of_ranks_that_are_seeded_alike_draw_other_numbers(kind):
         return DataLoader(Noise(), 2, sampler=DistributedSampler(Noise(), 2, rank), num_workers=1)
 
     def own(rank):
-        return build_dataloader(Noise(), 2, rank, 2, num_workers=1)
+        return loaders_of(rank, 2, 2).make(Noise(), num_workers=1)
 
     make = own if kind == "own" else lambda rank: loaders_of(rank, 2, 2).prepare(users(rank))
     first, second = drawn(0, make), drawn(1, make)
@@ -76,9 +75,9 @@ def test_workers_of_ranks_that_are_seeded_alike_draw_other_numbers(kind):
 def test_a_wrong_batch_size_or_no_data_is_refused():
     for size in (0, 2.0, True):
         with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu"):
-            build_dataloader([1], size, 0, 1)
+            loaders_of(0, 1, 1).make([1], size)
     with pytest.raises(ValueError, match="list.*empty"):
-        build_dataloader([], 2, 0, 1)
+        loaders_of(0, 1, 2).make([])
 
 
 @pytest.mark.parametrize(
@@ -92,25 +91,25 @@ def test_a_wrong_batch_size_or_no_data_is_refused():
 )
 def test_data_that_cannot_be_loaded(data, words):
     with pytest.raises(TypeError, match=words):
-        build_dataloader(data, 2, 0, 1)
+        loaders_of(0, 1, 2).make(data)
 
 
 @pytest.mark.parametrize(("world_size", "size"), [(1, 13), (2, 17), (3, 12)])
 def test_drop_last_leaves_full_batches_and_repeats_nothing(world_size, size):
-    loaders = [build_dataloader(list(range(size)), 4, rank, world_size, drop_last=True) for rank in range(world_size)]
+    loaders = [loaders_of(rank, world_size, 4, drop_last=True).make(list(range(size))) for rank in range(world_size)]
     batches = [[batch.tolist() for batch in loader] for loader in loaders]
     assert {len(part) for part in batches} == {size // (4 * world_size)}
     assert all(len(batch) == 4 for part in batches for batch in part)
     seen = [x for part in batches for batch in part for x in batch]
     assert len(set(seen)) == len(seen)
     with pytest.raises(ValueError, match="7 samples, too few for a batch on every rank, which takes 8.*_drop_last"):
-        build_dataloader(list(range(7)), 4, 0, 2, drop_last=True)
+        loaders_of(0, 2, 4, drop_last=True).make(list(range(7)))
 
 
 def test_an_iterable_dataset_passes_through_and_is_said_once(caplog):
     with caplog.at_level("WARNING", "zerolite"):
         for rank in range(2):
-            loader = build_dataloader(Stream(), 2, rank, 2)
+            loader = loaders_of(rank, 2, 2).make(Stream())
             assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     (said,) = [entry.getMessage() for entry in caplog.records]
     assert "IterableDataset (Stream)" in said and "different part on each rank" in said

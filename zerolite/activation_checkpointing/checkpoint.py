@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zerolite.activation_checkpointing.saved_inputs import Copy, InputSaver, SavedInput
+from zerolite.activation_checkpointing.saved_inputs import InputSaver, SavedInput
 from zerolite.config import ActivationCheckpointingConfig
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # of torch's checkpoint
@@ -34,7 +34,7 @@ class Checkpointing:
         """device: the device that computes."""
         self.settings = settings
         self.used = False  # a checkpoint has been called
-        self._latest: weakref.ref[_Call] | None = None
+        self.latest: weakref.ref[_Call] | None = None  # the latest call with saved inputs
         self._saver = InputSaver(device) if settings.cpu_checkpointing else None
 
     def checkpoint(self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,36 +52,15 @@ class Checkpointing:
             return function(*args, **kwargs)
         if self._saver is None or _nesting.depth or torch.compiler.is_compiling():
             return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-        call = _Call(self, function, args, kwargs)
+        call = _Call(self, self._saver, function, args, kwargs)
         try:
             return torch_checkpoint(call, *call.passed, use_reentrant=False, **options)
         finally:
             call.end_forward()
 
-    def save(self, call: _Call, leaves: list[Any]) -> tuple[dict[int, SavedInput], Copy | None]:
-        """Save the inputs among ``leaves``. Return them by position, and the copy to wait for."""
-        if self._saver is None:
-            return {}, None
-        chosen = [index for index, leaf in enumerate(leaves) if self._saver.accepts(leaf)]
-        if not chosen:
-            return {}, None
-        call.set_previous(self._latest)
-        self._latest = weakref.ref(call)
-        saved, copy = self._saver.save([leaves[index] for index in chosen])
-        return dict(zip(chosen, saved, strict=True)), copy
-
-    def restore(self, call: _Call) -> dict[int, torch.Tensor]:
-        """Return the inputs of ``call`` on the device, by position. Called in backward."""
-        if self._saver is None or not call.saved:
-            return {}
-        previous = None if call.before is None else call.before()
-        needed_next = [] if previous is None else list(previous.saved.values())
-        tensors = self._saver.restore(list(call.saved.values()), needed_next, call.name)
-        return dict(zip(call.saved, tensors, strict=True))
-
     def memory(self) -> list[torch.Tensor]:
         """Return the buffers for inputs that are not in use."""
-        return [] if self._saver is None else self._saver.memory()
+        return [] if self._saver is None else list(self._saver.buffers.free)
 
 
 class _Call:
@@ -91,15 +70,23 @@ class _Call:
     """
 
     def __init__(
-        self, owner: Checkpointing, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        owner: Checkpointing,
+        saver: InputSaver,
+        function: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
-        self.name = _name(function)
-        self.before: weakref.ref[_Call] | None = None  # the previous call in forward, which comes next in backward
-        self._owner = owner
+        self._saver = saver
         self._function = function
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until forward has ended
         leaves, self._structure = _pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)
-        self.saved, self._copy = owner.save(self, leaves)
+        chosen = [index for index, leaf in enumerate(leaves) if saver.accepts(leaf)]
+        saved, self._copy = saver.save([leaves[index] for index in chosen])
+        self.saved: dict[int, SavedInput] = dict(zip(chosen, saved, strict=True))  # by position
+        self._before: weakref.ref[_Call] | None = None  # the previous call in forward, which comes next in backward
+        if chosen:
+            self._before, owner.latest = owner.latest, weakref.ref(self)
         self._requires = {index: leaves[index].requires_grad for index in self.saved}
         positional = {id(value) for value in args if isinstance(value, torch.Tensor)}
         self._others = [i for i, leaf in enumerate(leaves) if id(leaf) in positional and i not in self.saved]
@@ -108,9 +95,6 @@ class _Call:
         devices = {leaves[index].device: leaves[index] for index in self.saved}
         # torch saves these tensors with its checks. It also saves the random state of the devices of the empty ones.
         self.passed = [leaves[i] for i in self._others] + [tensor.new_empty(0) for tensor in devices.values()]
-
-    def set_previous(self, previous: weakref.ref[_Call] | None) -> None:
-        self.before = previous
 
     def __call__(self, *passed: torch.Tensor) -> object:
         args, kwargs = self._restored(passed) if self._first is None else self._first
@@ -123,8 +107,12 @@ class _Call:
     def _restored(self, passed: tuple[torch.Tensor, ...]) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments again, in new containers."""
         leaves = list(self._constants)
-        for index, tensor in self._owner.restore(self).items():
-            leaves[index] = tensor.detach().requires_grad_(self._requires[index])
+        if self.saved:
+            previous = None if self._before is None else self._before()
+            needed_next = [] if previous is None else list(previous.saved.values())
+            tensors = self._saver.restore(list(self.saved.values()), needed_next, _name(self._function))
+            for index, tensor in zip(self.saved, tensors, strict=True):
+                leaves[index] = tensor.detach().requires_grad_(self._requires[index])
         for index, tensor in zip(self._others, passed, strict=False):
             leaves[index] = tensor
         args, kwargs = _pytree.tree_unflatten(leaves, self._structure)
@@ -134,9 +122,8 @@ class _Call:
         """Release the inputs."""
         for entry in self.saved.values():
             entry.unchanged()  # a later check would not find the tensor any more
-        if self._copy is not None:
-            self._copy.wait()
-        self._first = self._copy = None
+        self._copy.wait()
+        self._first = None
         self.passed = []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import logging
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 from zerolite.activation_checkpointing.checkpoint import Checkpointing
 from zerolite.activation_checkpointing.configure import current, running
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
+from zerolite.precision.fp32_modules import matches_none
 from zerolite.utils.module_hook import ModuleHook, ReplacedCall, WeakHook
 
 logger = logging.getLogger("zerolite")
@@ -108,7 +108,8 @@ def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[torch.n
     modules = [(name, module) for name, module in _named(model) if _is_called(module)]
     missing = [pattern for pattern in patterns if not any(_matches(*entry, pattern) for entry in modules)]
     if missing:
-        raise ConfigError([(KEY, _matches_none(pattern, modules)) for pattern in missing])
+        names = list(dict.fromkeys(text for name, module in modules for text in (name, type(module).__name__)))
+        raise ConfigError([(KEY, matches_none(pattern, names, "names or classes")) for pattern in missing])
     inside: set[int] = set()
     for name, module in modules:
         if id(module) in inside or not any(_matches(name, module, pattern) for pattern in patterns):
@@ -140,12 +141,3 @@ def _matches(name: str, module: torch.nn.Module, pattern: str) -> bool:
     cls = type(module)
     texts = (name, cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
     return any(fnmatch.fnmatchcase(text, pattern) for text in texts)
-
-
-def _matches_none(pattern: str, modules: Sequence[tuple[str, torch.nn.Module]]) -> str:
-    sentence = f'expected patterns of names or classes of modules that are called, got "{pattern}", which matches none'
-    names = dict.fromkeys(text for name, module in modules for text in (name, type(module).__name__))
-    near = difflib.get_close_matches(pattern, names, 1, cutoff=0.0)
-    if not near:
-        return f"{sentence}: the model has no modules in it; leave the key out"
-    return f'{sentence}; the nearest name is "{near[0]}" (model.named_modules() lists all)'

@@ -33,10 +33,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Copy:
     """Copies in flight. Sources and targets stay alive until :meth:`wait`, which also runs when this is freed."""
 
-    def __init__(self, pairs: Sequence[Pair], event: torch.cuda.Event | None, device: torch.device) -> None:
+    def __init__(self, pairs: Sequence[Pair] = (), event: torch.cuda.Event | None = None) -> None:
         self._pairs = list(pairs)
         self._event = event
-        self._device = device
 
     def wait(self) -> None:
         """Let the current stream wait for the copies. May be called again.
@@ -44,7 +43,7 @@ class Copy:
         So it can read the targets, and reuse the memory of the sources.
         """
         if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
             self._event = None
         self._pairs.clear()
 
@@ -68,14 +67,14 @@ class Copies:
         if self._stream is None:
             for source, target in pairs:
                 target.copy_(source)
-            return Copy((), None, self._device)
+            return Copy()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # it made the sources, and used the targets
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return Copy(pairs, event, self._device)
+        return Copy(pairs, event)
 
     def finish(self) -> None:
         """Let the host wait until no copy is in flight."""
@@ -96,6 +95,9 @@ class HostBuffers:
     """Page-aligned buffers on the host. They are reused, because registering one takes far longer than filling it.
 
     Copies to and from them run in the order of their launch, so returned memory may be reused at once.
+
+    Attributes:
+        free: buffers that are not in use.
     """
 
     def __init__(self, pin: bool, finish_copies: Callable[[], None]) -> None:
@@ -106,26 +108,23 @@ class HostBuffers:
         """
         self._pin = pin
         self._finish_copies = finish_copies
-        self._free: list[torch.Tensor] = []
+        self.free: list[torch.Tensor] = []
         finalize_before_exit(self, finish_copies)
 
     def allocate(self, nbytes: int) -> BorrowedMemory:
         length = -(-nbytes // _BLOCK) * _BLOCK
-        fitting = [index for index, memory in enumerate(self._free) if memory.numel() >= length]
+        fitting = [index for index, memory in enumerate(self.free) if memory.numel() >= length]
         if fitting:
-            memory = self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
+            memory = self.free.pop(min(fitting, key=lambda index: self.free[index].numel()))
         else:
-            if self._free:  # free one that is too small: the number of buffers need not grow
+            if self.free:  # free one that is too small: the number of buffers need not grow
                 self._finish_copies()
-                self._free.pop()
+                self.free.pop()
             with torch.inference_mode(False):
                 memory = tag_memory(current_platform().host_memory(length, self._pin), ACTIVATIONS, HOST)
         borrowed = BorrowedMemory(memory)
-        finalize_before_exit(borrowed, self._free.append, memory)
+        finalize_before_exit(borrowed, self.free.append, memory)
         return borrowed
-
-    def memory(self) -> list[torch.Tensor]:
-        return list(self._free)
 
 
 # -------------------------------------------------------------------- inputs
@@ -188,7 +187,7 @@ class InputSaver:
         """device: the device that computes."""
         self._device = device
         self._copies = Copies(device)
-        self._buffers = HostBuffers(device.type == "cuda", self._copies.finish)
+        self.buffers = HostBuffers(device.type == "cuda", self._copies.finish)
         self._by_tensor = WeakTensorKeyDictionary()  # weak references to saved inputs, by the tensor
         self._prefetch: _Prefetch | None = None
 
@@ -239,8 +238,8 @@ class InputSaver:
         for entry, _ in new:
             starts.append(starts[-1] + -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT)
         if not new:
-            return Copy((), None, self._device)
-        memory = self._buffers.allocate(starts[-1])
+            return Copy()
+        memory = self.buffers.allocate(starts[-1])
         pairs: list[Pair] = []
         for (entry, tensor), start in zip(new, starts, strict=False):
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -287,15 +286,10 @@ class InputSaver:
             assert entry.offloaded is not None
             arrived[entry] = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._device)
             pairs.append((entry.offloaded, arrived[entry]))
-        copy = self._copies.launch(pairs) if pairs else Copy((), None, self._device)
-        return _Prefetch(list(entries), arrived, copy)
+        return _Prefetch(list(entries), arrived, self._copies.launch(pairs) if pairs else Copy())
 
     def _drop_prefetch(self) -> None:
         """Drop a prefetch that was not needed: a new forward has begun."""
         if self._prefetch is not None:
             self._prefetch.copy.wait()
             self._prefetch = None
-
-    def memory(self) -> list[torch.Tensor]:
-        """Return the buffers that are not in use."""
-        return self._buffers.memory()

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from zerolite.comm import Communicator
 from zerolite.data.tracked_loader import (
@@ -109,21 +109,30 @@ class Loaders:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
     ) -> Any:
-        """Make a loader of `dataset`; see :meth:`zerolite.engine.engine.Engine.deepspeed_io`."""
+        """Make a loader of `dataset` for this rank; see :meth:`zerolite.engine.engine.Engine.deepspeed_io`.
+
+        A dataset with `__len__` and `__getitem__` is split over the ranks. An IterableDataset is batched as it comes:
+        it must split itself over ranks (and workers), because no other code can.
+        """
         if route not in ROUTES:
             raise ValueError(f"engine.deepspeed_io: expected route to be one of {', '.join(ROUTES)}, got {route!r}.")
-        loader = build_dataloader(
-            dataset,
-            self._micro_batch_size if batch_size is None else batch_size,
-            self._rank,
-            self._world_size,
-            collate_fn=collate_fn or self._collate_fn,
-            pin_memory=pin_memory and self._device_type == "cuda",
-            num_workers=num_workers,
-            drop_last=self._drop_last and route == "train",
-            shuffle=route == "train",
-        )
-        return loader if isinstance(dataset, IterableDataset) else self.prepare(loader)
+        batch_size = self._micro_batch_size if batch_size is None else batch_size
+        size = _check_size("train_micro_batch_size_per_gpu", batch_size, 1)
+        shuffle = route == "train"
+        drop_last = self._drop_last and shuffle
+        options: dict[str, Any] = {
+            "num_workers": _check_size("num_local_io_workers", num_workers, 0),
+            "collate_fn": collate_fn or self._collate_fn,
+            "pin_memory": pin_memory and self._device_type == "cuda",
+            "drop_last": drop_last,
+        }
+        if isinstance(dataset, IterableDataset):
+            _warn_of_iterable(dataset, self._rank, self._world_size)
+            # Its workers keep their seeds. It may draw an order and take its part of it: the same one on all ranks.
+            return DataLoader(dataset, size, **options)
+        _check_length(dataset, size * self._world_size if drop_last else 1)
+        sampler = EpochSampler(dataset, self._world_size, self._rank, shuffle, drop_last=drop_last)
+        return self.prepare(DataLoader(dataset, size, sampler=sampler, **options))
 
     def prepare(self, loader: Any) -> TrackedLoader:
         """Return `loader` as one whose batches are known. Raises ValueError if they cannot be: see
@@ -204,58 +213,6 @@ class Loaders:
                     f"saved, got {loader.share.total}; give it the same data, and make the loaders in the same order"
                 )
         return positions
-
-
-def build_dataloader(
-    dataset: Dataset[object] | Iterable[object],
-    micro_batch_size: int | None,
-    rank: int,
-    world_size: int,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    pin_memory: bool = False,
-    seed: int = 0,
-    num_workers: int = 0,
-    drop_last: bool = False,
-    shuffle: bool = True,
-) -> DataLoader[Any]:
-    """Return a loader of batches of `micro_batch_size` samples for this rank.
-
-    Args:
-        dataset: one with `__len__` and `__getitem__` is split over the ranks; `shuffle` draws its order from `seed`,
-            anew in each pass. An IterableDataset is batched as it comes: it must split itself over ranks (and
-            workers), because no other code can. A DataLoader is refused, because it has batches already.
-        collate_fn: makes a batch of a list of samples; default: torch's.
-        pin_memory: pin the host memory of batches.
-        num_workers: processes that load; 0 loads in this one. They draw other random numbers on each rank, also if all
-            ranks have the same seed.
-        drop_last: False: each pass has every sample. If the ranks' shares would differ, the first samples are repeated
-            at the end. The last batch may be smaller, on all ranks alike. True: all batches are full, no sample is
-            repeated, and the remainder is left out.
-
-    Raises:
-        ValueError: for a missing or wrong size.
-        TypeError: for data that cannot be loaded.
-    """
-    batch_size = _check_size("train_micro_batch_size_per_gpu", micro_batch_size, 1)
-    _check_size("num_local_io_workers", num_workers, 0)
-    is_iterable = isinstance(dataset, IterableDataset)
-    sampler = None
-    if is_iterable:
-        _warn_of_iterable(dataset, rank, world_size)
-    else:
-        _check_length(dataset, batch_size * world_size if drop_last else 1)
-        sampler = EpochSampler(dataset, world_size, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
-    return DataLoader(
-        dataset,  # type: ignore[arg-type]
-        batch_size,
-        sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=collate_fn,
-        pin_memory=pin_memory,
-        drop_last=drop_last,
-        # An IterableDataset may draw an order and take its part of it: all ranks must draw the same one.
-        worker_init_fn=None if is_iterable else _worker_init_of(rank),
-    )
 
 
 def _warn_of_iterable(dataset: object, rank: int, world_size: int) -> None:

@@ -14,9 +14,6 @@ class HostEvent:
     """A time of the host's clock, with the methods of a CUDA event that are used here."""
 
     def __init__(self) -> None:
-        self._at = 0.0
-
-    def record(self, stream: object) -> None:
         self._at = time.perf_counter()
 
     def query(self) -> bool:
@@ -41,30 +38,19 @@ class DeviceTimers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spare: list[TimingEvent] = []  # events to use again: creating a CUDA event is slow
-        self._unread: deque[_Span | Callable[[], None]] = deque()
+        self._unread: deque[_Span] = deque()
 
     def now(self) -> TimingEvent:
         """Return an event that the device reaches when it has done everything queued so far."""
-        cuda = self._device.type == "cuda"
-        moment = self._spare.pop() if self._spare else new_timing_event(cuda)
-        moment.record(torch.cuda.current_stream(self._device) if cuda else None)
-        return moment
+        if self._device.type != "cuda":
+            return HostEvent()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-    def add(self, start: TimingEvent, end: TimingEvent, report: Callable[[float], None], goes_on: bool = False) -> None:
-        """Call ``report`` with the milliseconds from ``start`` to ``end``, later.
-
-        Args:
-            start: begin of the span.
-            end: end of the span.
-            report: function of the milliseconds.
-            goes_on: ``end`` is also the begin of the next span.
-        """
-        self._unread.append(_Span(start, end, report, goes_on))
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Call ``call()`` when all spans added so far have been reported."""
-        self._unread.append(call)
+    def add(self, start: TimingEvent, end: TimingEvent, report: Callable[[float], None]) -> None:
+        """Call ``report`` with the milliseconds from ``start`` to ``end``, later."""
+        self._unread.append(_Span(start, end, report))
 
     def read(self, wait: bool = False) -> None:
         """Report the spans that the device has passed.
@@ -74,15 +60,11 @@ class DeviceTimers:
         """
         while self._unread:
             first = self._unread[0]
-            if isinstance(first, _Span):
-                if wait:
-                    first.end.synchronize()
-                elif not (first.start.query() and first.end.query()):
-                    return
-                first.report(first.start.elapsed_time(first.end))
-                self._spare += [first.start] if first.goes_on else [first.start, first.end]
-            else:
-                first()
+            if wait:
+                first.end.synchronize()
+            elif not (first.start.query() and first.end.query()):
+                return
+            first.report(first.start.elapsed_time(first.end))
             self._unread.popleft()
 
     def forget(self) -> None:
@@ -94,8 +76,3 @@ class _Span(NamedTuple):
     start: TimingEvent
     end: TimingEvent
     report: Callable[[float], None]
-    goes_on: bool
-
-
-def new_timing_event(cuda: bool) -> TimingEvent:
-    return torch.cuda.Event(enable_timing=True) if cuda else HostEvent()  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from zerolite.config.monitors import FlopsProfilerConfig
 from zerolite.monitor.device_timers import DeviceTimers, TimingEvent
@@ -43,6 +43,7 @@ class Flops:
 
     def __init__(self) -> None:
         more = {_operator(name): shape_wrapper(formula) for name, formula in MORE_FORMULAS.items()}
+        more |= {_operator(name): flop_registry[other] for name, other in _SAME_FORMULA.items()}
         # Formulas in torch's registry take precedence: the user has registered them, or a newer torch has them.
         self._formulas: dict[Any, Callable[..., int]] = more | flop_registry
         self.forward = self.backward = self.recomputed = 0
@@ -199,7 +200,7 @@ class FlopsProfiler:
         elif self._since is not None and step % self._every == 0:
             first, start = self._since
             end = self._timers.now()
-            self._timers.add(start, end, functools.partial(self._report_speed, step, step - first), goes_on=True)
+            self._timers.add(start, end, functools.partial(self._report_speed, step, step - first))
             self._since = (step, end)
         self._timers.read()
 
@@ -249,16 +250,6 @@ def _operator(name: str) -> object:
 # Each formula is called like its operator, with a shape in place of every tensor.
 
 
-def _attention(query: Shape, key: Shape, value: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward(
-    gradient: Shape, query: Shape, key: Shape, value: Shape, *args: Any, out_shape: object = None, **kwargs: Any
-) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))
-
-
 def _grouped_mm(one: Shape, other: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
     """Return the FLOPs of a grouped product of matrices.
 
@@ -286,8 +277,6 @@ def _twice(forward: Callable[..., int]) -> Callable[..., int]:
 
 
 MORE_FORMULAS: dict[str, Callable[..., int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"), _grouped_mm),
     "aten::_scaled_mm_v2": _grouped_mm,
     "transformers::grouped_mm_fallback": _grouped_mm,
@@ -295,4 +284,12 @@ MORE_FORMULAS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("aten::mkldnn_rnn_layer", "aten::_cudnn_rnn"), _recurrent),
     **dict.fromkeys(("aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn_backward"), _twice(_recurrent)),
 }
-"""Formulas missing in torch: attention on CPUs, grouped products of experts, recurrent layers in one kernel."""
+"""Formulas missing in torch: grouped products of experts, recurrent layers in one kernel."""
+
+_SAME_FORMULA = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Attention on CPUs, by the operator of CUDA whose formula torch has."""

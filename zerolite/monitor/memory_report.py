@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,6 +41,9 @@ from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 HELD = tuple(category for category in ITEMS if category != OTHER)
 """Items that the components of the engine can list. Activations are only the idle buffers, which wait for the next
 inputs."""
+
+_ALLOCATOR = ("allocated", "allocated_peak", "reserved", "reserved_peak", "device_free", "device_total")
+_PROCESS = ("resident", "resident_peak")
 
 
 @dataclass(frozen=True)
@@ -101,18 +103,8 @@ class MemoryReport:
             rows += [
                 (f"{category.replace('_', ' ')} ({location})", nbytes) for category, nbytes in held.items() if nbytes
             ]
-        named = {
-            "other": self.other,
-            "allocated": self.allocated,
-            "allocated, peak": self.allocated_peak,
-            "reserved": self.reserved,
-            "reserved, peak": self.reserved_peak,
-            "device, free": self.device_free,
-            "device, total": self.device_total,
-            "process, resident": self.resident,
-            "process, peak": self.resident_peak,
-        }
-        rows += [(name, nbytes) for name, nbytes in named.items() if nbytes is not None]
+        totals = [(name.replace("_", " "), getattr(self, name)) for name in ("other", *_ALLOCATOR, *_PROCESS)]
+        rows += [(name, nbytes) for name, nbytes in totals if nbytes is not None]
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {format_size(nbytes):>10}" for name, nbytes in rows]
         return "\n".join([f"memory of rank {self.rank} on {self.device}", *lines])
@@ -142,7 +134,8 @@ def memory_report(parts: EngineParts) -> MemoryReport:
         disk=disk,
         other=None if allocated is None else allocated - sum(items.values()),
         resident=resident,
-        resident_peak=max(_resident_peak(), resident),  # counted apart by the kernel: the peak can be behind
+        # Linux counts the peak apart, in kilobytes, and it can be behind.
+        resident_peak=max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident),
         **allocator,
     )
 
@@ -202,16 +195,8 @@ def _owned_tensors(parts: EngineParts) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _allocator(device: torch.device) -> dict[str, int | None]:
     """Return the statistics of CUDA's caching allocator for ``device``. On the CPU all are None: it keeps none."""
-    names = ("allocated", "allocated_peak", "reserved", "reserved_peak", "device_free", "device_total")
     if device.type != "cuda":
-        return dict.fromkeys(names)
+        return dict.fromkeys(_ALLOCATOR)
     cuda = torch.cuda
     read = (cuda.memory_allocated, cuda.max_memory_allocated, cuda.memory_reserved, cuda.max_memory_reserved)
-    return dict(zip(names, (*(one(device) for one in read), *cuda.mem_get_info(device)), strict=True))
-
-
-def _resident_peak() -> int:
-    """Return the peak of resident memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS reports bytes, Linux kilobytes.
-    return peak if sys.platform == "darwin" else peak * 1024
+    return dict(zip(_ALLOCATOR, (*(one(device) for one in read), *cuda.mem_get_info(device)), strict=True))

@@ -30,7 +30,7 @@ class Monitor:
         """
         Args:
             writers: receive the events.
-            before_close: called by :meth:`close`; writes the values that are still pending.
+            before_close: called once, by :meth:`close`; writes the values that are still pending.
         """
         self._writers = list(writers)
         self._failed: set[int] = set()  # indices of writers that have failed and have been warned about
@@ -71,14 +71,17 @@ class Monitor:
 
         May be called twice. It is called automatically when the engine is deleted or the process ends.
         """
-        if self._before_close is not None:
-            self._before_close()
-        writers, self._writers = self._writers, []
-        for index, writer in enumerate(writers):
-            try:
-                writer.close()
-            except Exception as error:
-                self._warn(index, writer, error)
+        before_close, self._before_close = self._before_close, None  # it refers to parts of the engine
+        try:
+            if before_close is not None:
+                before_close()
+        finally:
+            writers, self._writers = self._writers, []
+            for index, writer in enumerate(writers):
+                try:
+                    writer.close()
+                except Exception as error:
+                    self._warn(index, writer, error)
 
     def _warn(self, index: int, writer: Writer, error: Exception) -> None:
         if index not in self._failed:

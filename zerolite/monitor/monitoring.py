@@ -8,12 +8,11 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from zerolite.monitor import Monitor, StepLog, open_monitor
+from zerolite.monitor import StepLog, open_monitor
 from zerolite.monitor.flops import FlopCount, FlopsProfiler
 from zerolite.monitor.memory_report import memory_report
 from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, describe, watch_forward
 from zerolite.zero.engine_parts import EngineParts
-from zerolite.zero.step_state import StepState
 
 _OF_THE_ALLOCATOR = ("allocated", "allocated_peak", "reserved", "reserved_peak", "resident", "resident_peak")
 
@@ -24,8 +23,7 @@ class Monitoring:
 
     def __init__(self, parts: EngineParts) -> None:
         config, topology, device, state = parts.config, parts.topology, parts.device, parts.pipeline.state
-        settle = weakref.WeakMethod(state.settle)
-        self.monitor = monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
+        self.monitor = monitor = open_monitor(config, topology.world, device, before_close=state.settle)
         self.log = StepLog(monitor, config.train_batch_size, parts.optimizer, parts.scaler)
         self._parts, self._config = parts, config
         self._is_rank0 = topology.data.is_rank0
@@ -62,7 +60,7 @@ class Monitoring:
         """Write the last step and close when ``engine`` ends, or at the end of the process."""
         finalizers: list[weakref.finalize[..., Any]] = []
         if self.monitor.enabled:
-            finalizers.append(weakref.finalize(engine, _finish, self._parts.pipeline.state, self.monitor))
+            finalizers.append(weakref.finalize(engine, self.monitor.close))
         if self._profiler is not None:
             finalizers.append(weakref.finalize(engine, self._profiler.close))
         return finalizers
@@ -93,17 +91,3 @@ class Monitoring:
 
 def _print(text: str) -> None:
     print(text, flush=True)
-
-
-def _call(method: weakref.WeakMethod[Any]) -> None:
-    bound = method()
-    if bound is not None:
-        bound()
-
-
-def _finish(state: StepState, monitor: Monitor) -> None:
-    """Write the last step, whose outcome may not have been read yet, and close the monitor."""
-    try:
-        state.settle()
-    finally:
-        monitor.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,15 @@ from zerolite.zero.observers import StepObserver
 from zerolite.zero.optimizer import ShardedOptimizer
 
 from .monitor import Monitor
+
+
+@dataclass
+class _Losses:
+    """Losses of one gradient accumulation."""
+
+    parts: list[tuple[HostRead, float]] = field(default_factory=list)  # (loss, factor) of each backward
+    weight: float = 0.0  # sum of the weights, if it has weights
+    factor: float = 1.0  # another one if the accumulation was closed early
 
 
 class StepLog(StepObserver):
@@ -37,10 +46,7 @@ class StepLog(StepObserver):
         self._scaler = scaler
         self._scale = scaler.scale if scaler is not None else 1.0  # of the step whose outcome comes next
         self._rates: list[float] | None = None  # of the latest update, before the schedule's step
-        # Keys of all three: the number of steps before the gradient accumulation.
-        self._losses: dict[int, list[tuple[HostRead, float]]] = {}  # (loss, factor) of each backward
-        self._weights: dict[int, float] = {}  # sum of weights, if the accumulation has weights
-        self._factors: dict[int, float] = {}  # if the accumulation was closed early
+        self._losses: dict[int, _Losses] = {}  # by the number of steps before the gradient accumulation
 
     def add_loss(self, loss: torch.Tensor, factor: float, steps: int, first: bool, weight: float | None = None) -> None:
         """Add the loss of one backward. Its copy to the host starts now and is read when the step is written.
@@ -53,20 +59,20 @@ class StepLog(StepObserver):
             weight: weight of the loss, in place of ``factor``.
         """
         if first:
-            self._losses[steps] = []
-            self._weights.pop(steps, None)
+            self._losses[steps] = _Losses()
+        losses = self._losses.setdefault(steps, _Losses())
         if weight is not None:
             factor = weight
-            self._weights[steps] = self._weights.get(steps, 0.0) + weight
+            losses.weight += weight
         if factor:
-            self._losses.setdefault(steps, []).append((HostRead(loss.reshape(-1)), factor))
+            losses.parts.append((HostRead(loss.reshape(-1)), factor))
 
     def close_early(self, factor: float, steps: int) -> None:
         """Multiply the loss of the accumulation after ``steps`` steps by ``factor``, as its gradient is.
 
         Called if the accumulation ends with fewer backwards than configured.
         """
-        self._factors[steps] = factor
+        self._losses.setdefault(steps, _Losses()).factor = factor
 
     def on_updated(self) -> None:
         """Remember the learning rates of this update, before the schedule changes them."""
@@ -101,11 +107,8 @@ class StepLog(StepObserver):
 
     def _pop_loss(self, steps: int) -> float | None:
         """Return the loss of the accumulation after ``steps`` steps; None if ``engine.backward`` was not used."""
-        parts, factor = self._losses.pop(steps, []), self._factors.pop(steps, 1.0)
-        factor /= self._weights.pop(steps, 1.0) or 1.0
-        # Older entries belong to accumulations that never ended in a step.
-        entries: dict[int, Any]
-        for entries in (self._losses, self._factors, self._weights):
-            for old in [key for key in entries if key < steps]:
-                del entries[old]
-        return factor * sum(part * read.get().tolist()[0] for read, part in parts) if parts else None
+        losses = self._losses.pop(steps, _Losses())
+        # Older ones belong to accumulations that never ended in a step.
+        self._losses = {key: later for key, later in self._losses.items() if key > steps}
+        factor = losses.factor / (losses.weight or 1.0)
+        return factor * sum(part * read.get().tolist()[0] for read, part in losses.parts) if losses.parts else None

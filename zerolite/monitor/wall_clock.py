@@ -77,7 +77,7 @@ class PhaseClock(StepObserver):
         self._ended = step
         self._steps += 1
         if step % self._every == 0:
-            self._timers.then(functools.partial(self._report_means, step, self._steps))
+            self._timers.add(self._last, self._last, functools.partial(self._report_means, step, self._steps))
             self._steps = 0
         self._timers.read()
 
@@ -85,13 +85,13 @@ class PhaseClock(StepObserver):
         """Add the time since the last call to the innermost open phase."""
         now = self._timers.now()
         if self._last is not None:
-            self._timers.add(self._last, now, functools.partial(self._add, self._phases[-1]), goes_on=True)
+            self._timers.add(self._last, now, functools.partial(self._add, self._phases[-1]))
         self._last = now
 
     def _add(self, phase: str, milliseconds: float) -> None:
         self._sums[phase] += milliseconds
 
-    def _report_means(self, step: int, steps: int) -> None:
+    def _report_means(self, step: int, steps: int, _milliseconds: float) -> None:
         means = {phase: total / steps for phase, total in self._sums.items()}
         self._sums = dict.fromkeys(PHASES, 0.0)
         self._report(step, means)

@@ -218,7 +218,7 @@ class Fp32Modules:
         names = list(dict.fromkeys(entry.name for entry in _iterate_modules(self._model, ()) if entry.name))
         missing = [pattern for pattern in self._patterns if not any(_matches(name, pattern) for name in names)]
         if missing:
-            raise ConfigError([(KEY, _matches_none(pattern, names)) for pattern in missing])
+            raise ConfigError([(KEY, matches_none(pattern, names)) for pattern in missing])
 
 
 def _iterate_modules(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[_ModuleEntry]:
@@ -281,15 +281,13 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or (top != pattern and fnmatch.fnmatchcase(name, top))
 
 
-def _matches_none(pattern: str, names: Sequence[str]) -> str:
-    def similarity(name: str) -> tuple[float, float]:
-        last, wanted = name.rpartition(".")[2], pattern.rpartition(".")[2]
-        return difflib.SequenceMatcher(None, last, wanted).ratio(), difflib.SequenceMatcher(None, name, pattern).ratio()
-
-    sentence = f'expected patterns of names of modules in the model, got "{pattern}", which matches none'
-    if not names:
+def matches_none(pattern: str, names: Sequence[str], of_what: str = "names") -> str:
+    """Return the sentence for a pattern that matches no module. ``names``: what it was compared with."""
+    sentence = f'expected patterns of {of_what} of modules in the model, got "{pattern}", which matches none'
+    near = difflib.get_close_matches(pattern, names, 1, cutoff=0.0)
+    if not near:
         return f"{sentence}: the model has no modules in it; leave the key out"
-    return f'{sentence}; the nearest name is "{max(names, key=similarity)}" (model.named_modules() lists all)'
+    return f'{sentence}; the nearest name is "{near[0]}" (model.named_modules() lists all)'
 
 
 def _is_script(name: str) -> str:
