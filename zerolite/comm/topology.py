@@ -29,7 +29,7 @@ group have the same experts. Ranks of a data group have other samples, or other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,8 +37,8 @@ import torch.distributed as dist
 
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.create import create_communicator, dry_communicator
-from zerolite.comm.flight_recorder import blocked, collective
-from zerolite.comm.process_group import SECOND_GROUP, group_within, made_once, timeout_of
+from zerolite.comm.flight_recorder import collective
+from zerolite.comm.process_group import group_within
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def create_topology(
 ) -> Topology:
     """Make the grid of ``world``, all processes, for tensors on ``device``. In a dry run its communicators are dry too.
 
-    Groups are made once for each grid. Raises ValueError if pipe × tensor does not divide the number of processes.
+    Groups are made once. Raises ValueError if pipe × tensor does not divide the number of processes.
 
     Args:
         host: ranks on each host; None if unknown.
@@ -233,12 +233,23 @@ def create_topology(
         )
     if model == 1:
         return replace(data_topology(world), host=host)
-    if world.group is None:
-        return replace(_named(world, _dry_grid(world, pipe, tensor), pipe), host=host)
-    group = world.group
-    groups = made_once(group, (pipe, tensor), lambda: _make_grid(group, pipe, tensor))
-    made = {name: create_communicator(device, each) if each else Communicator() for name, each in groups.items()}
-    return replace(_named(world, made, pipe), host=host)
+    size, rank = world.world_size, world.rank
+    stage = size // pipe  # ranks of a pipeline stage
+    tensor_rank, first = rank % tensor, rank // stage * stage
+    places: dict[str, Sequence[int]] = {
+        "pipe": range(rank % stage, size, stage),
+        "data": range(first + tensor_rank, first + stage, tensor),
+        "tensor": range(rank - tensor_rank, rank - tensor_rank + tensor),
+    }
+    if pipe > 1 and tensor > 1:  # otherwise one of the dimensions is a copy of the model
+        places["model"] = [one + other - rank for one in places["pipe"] for other in places["tensor"]]
+    made = {name: _among(world, device, of, "topology") for name, of in places.items()}
+    for name, comm in made.items():
+        comm.serve(name, world.is_rank0)  # a communicator of one rank would take itself for the job's first rank
+    world.serve("world", world.is_rank0)
+    data, alone = made["data"], Communicator()
+    model_comm = made.get("model") or made["tensor" if pipe == 1 else "pipe"]
+    return Topology(world, data, data, alone, made["tensor"], made["pipe"], model_comm, shard=data, host=host)
 
 
 def sets_of(comm: Communicator, device: torch.device, size: int, purpose: str) -> tuple[Communicator, Communicator]:
@@ -246,11 +257,8 @@ def sets_of(comm: Communicator, device: torch.device, size: int, purpose: str) -
 
     Raises ValueError if ``size`` does not divide the number of ranks.
     """
-    within, sets = set_of(comm, device, size, purpose), comm.world_size // size
-    if comm.group is None:
-        return within, dry_communicator(_kind_of(comm), comm.rank // size, sets)
-    ranks = dist.get_process_group_ranks(comm.group)
-    return within, _communicator_of(comm.group, device, ranks[comm.rank % size :: size], purpose)
+    within = set_of(comm, device, size, purpose)
+    return within, _among(comm, device, range(comm.rank % size, comm.world_size, size), purpose)
 
 
 def set_of(comm: Communicator, device: torch.device, size: int, purpose: str) -> Communicator:
@@ -260,69 +268,25 @@ def set_of(comm: Communicator, device: torch.device, size: int, purpose: str) ->
             f"expected a divisor of the {comm.world_size} data-parallel ranks, got {size}; choose one, or start a "
             "multiple of it"
         )
+    first = comm.rank // size * size
+    return _among(comm, device, range(first, first + size), purpose)
+
+
+def _among(comm: Communicator, device: torch.device, places: Sequence[int], purpose: str) -> Communicator:
+    """Return the communicator of the ranks of ``comm`` at ``places``, which are the same or others on each rank of it.
+
+    It sends nothing if it is this rank alone, or in a dry run.
+    """
     if comm.group is None:
-        return dry_communicator(_kind_of(comm), comm.rank % size, size)
-    ranks, first = dist.get_process_group_ranks(comm.group), comm.rank // size * size
-    return _communicator_of(comm.group, device, ranks[first : first + size], purpose)
-
-
-def _communicator_of(
-    parent: dist.ProcessGroup, device: torch.device, ranks: Sequence[int], purpose: str
-) -> Communicator:
-    """Return the communicator of some of ``parent``'s ranks, which sends nothing if it is one rank."""
-    group = group_within(parent, ranks, purpose) if len(ranks) > 1 else None
-    return Communicator() if group is None else create_communicator(device, group)
-
-
-def _named(world: Communicator, made: Mapping[str, Communicator], pipe: int) -> Topology:
-    """Return the topology of these communicators. A copy of the model has one of its own only if both dimensions
-    exist."""
-    for name, comm in made.items():
-        comm.serve(name, world.is_rank0)  # a communicator of one rank would take itself for the job's first rank
-    world.serve("world", world.is_rank0)
-    model = made.get("model") or made["tensor" if pipe == 1 else "pipe"]
-    data = made["data"]
-    return Topology(
-        world,
-        data=data,
-        batch=data,
-        sequence=Communicator(),
-        tensor=made["tensor"],
-        pipe=made["pipe"],
-        model=model,
-        shard=data,
-    )
-
-
-def _dry_grid(world: Communicator, pipe: int, tensor: int) -> dict[str, Communicator]:
-    """Return the communicators of a grid that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
-    data, rank = world.world_size // (pipe * tensor), world.rank
-    places = {"data": (rank // tensor % data, data), "tensor": (rank % tensor, tensor)}
-    places["pipe"] = (rank // (data * tensor), pipe)
-    if pipe > 1 and tensor > 1:
-        places["model"] = (places["pipe"][0] * tensor + rank % tensor, pipe * tensor)
-    return {name: dry_communicator(_kind_of(world), *of_dimension) for name, of_dimension in places.items()}
+        return dry_communicator(_kind_of(comm), places.index(comm.rank), len(places))
+    if len(places) == 1:
+        return Communicator()
+    ranks = dist.get_process_group_ranks(comm.group)
+    return create_communicator(device, group_within(comm.group, [ranks[place] for place in places], purpose))
 
 
 def _kind_of(world: Communicator) -> str:
     return {"NativeCommunicator": "nccl", "GlooCommunicator": "gloo"}.get(type(world).__name__, "shared_memory")
-
-
-def _make_grid(world: dist.ProcessGroup, pipe: int, tensor: int) -> dict[str, dist.ProcessGroup | None]:
-    size = dist.get_world_size(world)
-    data = size // (pipe * tensor)
-    ranks = torch.arange(size, device="cpu").view(pipe, data, tensor)
-    members = {name: ranks.movedim(dim, -1).flatten(0, 1) for dim, name in enumerate(("pipe", "data", "tensor"))}
-    if pipe > 1 and tensor > 1:
-        members["model"] = ranks.movedim(1, 0).flatten(1)
-    members = {name: of for name, of in members.items() if of.shape[1] > 1}
-    timeout = timeout_of(world)
-    with blocked(("new_group", "topology", size, None, 0)):
-        made = {
-            name: dist.new_subgroups_by_enumeration(of.tolist(), timeout, group_desc=SECOND_GROUP)[0]
-            for name, of in members.items()
-        }
-    return {name: made.get(name) for name in ("pipe", "data", "tensor", *made)}
 
 
 def stages_communicator(topology: Topology, stages: tuple[int, ...], device: torch.device) -> Communicator:
