@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,8 +65,17 @@ def export_checkpoint(
     return write_model(out, plan, (_read(reader, keys[entry.name], entry) for file in plan for entry in file.entries))
 
 
+def read_model(checkpoint: Path, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> dict[str, Any]:
+    """Return the tensors that :func:`export_checkpoint` writes, by all their names, and the buffers of all modules. Tied
+    weights share memory."""
+    reader = CheckpointReader(find(checkpoint))
+    entries, aliases = reader.trust(lambda: _contents(reader, dtype, exclude_frozen, all_buffers=True))
+    state = {entry.name: _read(reader, key, entry) for key, entry in entries.items()}
+    return state | {alias: state[name] for alias, name in aliases.items()}
+
+
 def _contents(
-    reader: CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool
+    reader: CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool, all_buffers: bool = False
 ) -> tuple[dict[str, ToStore], dict[str, str]]:
     """Return the tensors to be written by their key in the checkpoint, and other names -> the name that is written."""
     entries: dict[str, ToStore] = {}
@@ -91,7 +101,7 @@ def _contents(
         entries[key] = ToStore(name, written, tuple(reader.tensors[key].shape))
         aliases.update(dict.fromkeys(about.aliases, name))
     for name, buffer in state.buffers.items():
-        if not exclude_frozen or name.rpartition(".")[0] in owners:
+        if all_buffers or not exclude_frozen or name.rpartition(".")[0] in owners:
             stored = reader.tensors[f"buffers/{name}"]
             entries[f"buffers/{name}"] = ToStore(name, exported_dtype(stored.dtype, dtype), tuple(stored.shape))
             aliases.update(dict.fromkeys(buffer.aliases, name))

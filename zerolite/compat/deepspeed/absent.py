@@ -49,6 +49,7 @@ ABSENT = {
     "init_inference": _NO_INFERENCE,
     "moe": _NO_EXPERTS,
     "monitor": _MONITOR,
+    "ops.adagrad": "torch.optim.Adagrad is updated by zerolite's kernels, also on the host",
     "profiling": _FLOPS,
     "runtime.fp16": _SCALER,
     "runtime.pipe": _TOPOLOGY,

@@ -14,11 +14,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zerolite.comm import ranks_of_job
 from zerolite.compat.deepspeed.utils.logging import warn_once
 from zerolite.config.errors import ConfigError, printable
 from zerolite.config.known_keys import OTHER_NAMES, RENAMED, UNSUPPORTED
-from zerolite.config.load import load_config, supported_keys
+from zerolite.config.load import supported_keys
 from zerolite.config.source import read_source
 
 _TOP_LEVEL = frozenset(path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *OTHER_NAMES))
@@ -58,24 +57,9 @@ _ON_THE_HOST = {
 
 DeepSpeedConfigError = ConfigError
 
-_SETTINGS = {
-    "fp16_enabled": "fp16.enabled",
-    "bfloat16_enabled": "bf16.enabled",
-    "zero_optimization_stage": "zero_optimization.stage",
-    "zero_config": "zero_optimization",
-    "optimizer_name": "optimizer.type",
-    "optimizer_params": "optimizer.params",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
-}
-"""Keys of DeepSpeedConfig's attributes whose names are others."""
-
 
 class DeepSpeedConfig:
-    """A config in two forms.
-
-    Its settings are attributes, such as ``train_batch_size`` or ``zero_optimization_stage``; those of a missing block
-    are None.
+    """A config in two forms. DeepSpeed's attributes are absent: read the dict.
 
     Attributes:
         raw: the user's own dict, which clients read again.
@@ -99,21 +83,8 @@ class DeepSpeedConfig:
         self.raw: dict[str, Any] = config if isinstance(config, dict) else read_source(config).values
         self.zerolite = _translate(self.raw)
 
-    @property
-    def zero_enabled(self) -> bool:
-        return bool(self.zero_optimization_stage)
-
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("raw", "zerolite"):
-            raise AttributeError(name)
-        value: Any = load_config(self.zerolite).resolve(ranks_of_job())
-        for part in _SETTINGS.get(name, name).split("."):
-            if value is None:
-                return None
-            if not hasattr(value, part):
-                raise AttributeError(f"DeepSpeedConfig has no setting {name!r}; read the dict in its attribute raw")
-            value = getattr(value, part)
-        return value
+        raise AttributeError(f"DeepSpeedConfig has no attribute {name!r}; read the dict in its attribute raw")
 
 
 def read_config(source: Any) -> DeepSpeedConfig:

@@ -13,13 +13,9 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint.directory import find
-from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.export import export_checkpoint
-from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.state import StoredModel
+from zerolite.checkpoint.export import export_checkpoint, read_model
 from zerolite.compat.deepspeed.runtime.checkpoints import is_from_deepspeed
 from zerolite.compat.deepspeed_import import import_deepspeed
-from zerolite.utils.dtypes import is_castable
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -40,7 +36,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         CheckpointError: the checkpoint is missing or damaged.
     """
     with _zerolite_checkpoint(Path(checkpoint_dir), tag) as path:
-        return _state(path, exclude_frozen_parameters)
+        return read_model(path, torch.float32, exclude_frozen_parameters)
 
 
 @contextlib.contextmanager
@@ -51,26 +47,6 @@ def _zerolite_checkpoint(directory: Path, tag: str | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield import_deepspeed(directory, Path(folder), tag)
-
-
-def _state(path: Path, without_frozen: bool) -> dict[str, object]:
-    reader = CheckpointReader(path)
-    stored = reader.read_state(StoredModel)
-    state: dict[str, Any] = {}
-    for section, entries in (("parameters", stored.parameters), ("buffers", stored.buffers)):
-        for name, about in entries.items():
-            key = f"{section}/{name}"
-            if section == "parameters" and without_frozen and not about.trained:  # type: ignore[attr-defined]
-                continue
-            if key not in reader.tensors:
-                raise CheckpointError(
-                    f"'{path}' has no values of '{name}', because it was saved with exclude_frozen_parameters=True; "
-                    "pass exclude_frozen_parameters=True here too"
-                )
-            value = reader.read(key)
-            value = value.float() if is_castable(value) else value
-            state.update(dict.fromkeys((name, *about.aliases), value))
-    return state
 
 
 def load_state_dict_from_zero_checkpoint(
