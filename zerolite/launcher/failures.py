@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerolite.utils.failure_record import FailureRecord
+from zerolite.utils.text import counted
 
 TAIL_LINES = 20
 
@@ -160,7 +161,7 @@ def describe(failures: Sequence[Failure], host: str) -> list[str]:
         where = "" if first.host == host else f" on host {first.host}"
         lines.append(f"zerolite: all output of rank {first.rank}{where}: {' and '.join(first.output)}")
     if same:
-        lines.append(f"zerolite: {count(len(same), 'other rank')} ended with the same message")
+        lines.append(f"zerolite: {counted(len(same), 'other rank')} ended with the same message")
     independent = [other for other in others if not other.consequence and not other.node_failure and other not in same]
     later = independent[:_LATER]
     lines.extend(
@@ -168,7 +169,7 @@ def describe(failures: Sequence[Failure], host: str) -> list[str]:
     )
     ended = first.world_size - 1 - len(same) - len(later)
     if ended > 0:
-        others_text = f"other {count(ended, 'rank')} were" if ended > 1 else "other rank was"
+        others_text = f"other {counted(ended, 'rank')} were" if ended > 1 else "other rank was"
         lines.append(f"zerolite: the {others_text} ended, if still running")
     return lines
 
@@ -187,9 +188,3 @@ def detail_lines(failure: Failure) -> list[str]:
         return []
     lines = failure.tail.rstrip().splitlines()[-TAIL_LINES:]
     return [f"zerolite: the last lines of rank {failure.rank}'s standard error:", *lines]
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 rank`, `2 ranks`."""
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"

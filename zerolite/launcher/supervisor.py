@@ -20,10 +20,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from zerolite.launcher.failures import Failure, count, describe, exit_status, signal_name
+from zerolite.launcher.failures import Failure, describe, exit_status, signal_name
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
 from zerolite.launcher.processes import JobProcesses, adopt_orphans, die_with_parent, exit_code, send
 from zerolite.utils.network import SECRET_VARIABLE
+from zerolite.utils.text import counted
 
 INTERRUPT_GRACE_S = 20.0
 """Seconds that the ranks get to finish after Ctrl-C."""
@@ -203,7 +204,7 @@ class LocalPart(Part):
         else:
             self._end_leftovers(signals)
         if signals and (signals[0] != signal.SIGINT or len(signals) > 1):
-            say(f"received {signal_name(signals[-1])} and ended {count(self._job.nproc, 'rank')}")
+            say(f"received {signal_name(signals[-1])} and ended {counted(self._job.nproc, 'rank')}")
         if (self.status and not signals) or (signals and has_output(self._log_dir)):
             on_host = "" if self._job.node_rank == 0 else f" on host {self.name}"
             say(f"output of the ranks{on_host}: {self._log_dir}")
@@ -215,7 +216,7 @@ class LocalPart(Part):
         while left := self._processes.find():
             if time.monotonic() > deadline or signals:
                 names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
-                say(f"the ranks left {count(len(left), 'process')} behind, ended now: {names}")
+                say(f"the ranks left {counted(len(left), 'process', 'es')} behind, ended now: {names}")
                 self._end_processes(LATE_GRACE_S)
                 return
             time.sleep(0.1)

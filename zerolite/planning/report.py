@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zerolite.planning.result import Comparison, Peak, Plan, counted, item_label, total
+from zerolite.planning.result import Comparison, Peak, Plan, item_label, total
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
-from zerolite.utils.text import format_size, with_unit
+from zerolite.utils.text import counted, format_size, with_unit
 
 WIDTH = 100
 """Columns of paragraphs."""

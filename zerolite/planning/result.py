@@ -257,11 +257,6 @@ def total(items: Items, names: Iterable[str]) -> int:
     return sum(items[name] for name in names)
 
 
-def counted(count: int, noun: str, plural: str = "s") -> str:
-    """Format a count with its noun, as in "1 rank", "64 ranks"."""
-    return f"{count:,} {noun}{'' if count == 1 else plural}"
-
-
 def item_label(item: str) -> str:
     """Return the name of an item for reports."""
     return item.replace("_", " ")

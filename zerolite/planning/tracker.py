@@ -223,15 +223,6 @@ class MemoryTracker(TorchDispatchMode):
         self._report_last()
         self._host_peak = self._in_host_memory()
 
-    @contextlib.contextmanager
-    def without_peaks(self) -> Iterator[None]:
-        """Context whose allocations change no peak, because a real job does not make them."""
-        self._report_last()
-        before = self._peak, {location: dict(items) for location, items in self._largest.items()}, self._host_peak
-        yield
-        self._report_last()
-        self._peak, self._largest, self._host_peak = before
-
     def record(self) -> None:
         """Start to record all changes, for :meth:`timeline`."""
         self._report_last()

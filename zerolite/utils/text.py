@@ -61,6 +61,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{plural} {list_of(parts)}"
 
 
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Return a count with its noun: "1 rank", "1,024 ranks"."""
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
+
+
 def list_of(parts: Sequence[str]) -> str:
     """Return ``a``, ``a and b`` or ``a, b and c``."""
     return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
