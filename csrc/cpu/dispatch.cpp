@@ -110,8 +110,6 @@ bool ends_of(const Call& call, int64_t unit, int64_t limit, std::vector<int64_t>
 bool good_indices(const zl_update& call) {
   for (int64_t i = 0; call.use && i < call.segments; i++)
     if (call.use[i] < -1 || call.use[i] >= (call.uses ? call.use_count : 0)) return false;
-  for (int64_t i = 0; call.broken && i < call.row_count; i++)
-    if (!call.groups || call.groups[i] < 0 || call.groups[i] >= call.group_count) return false;
   return true;
 }
 

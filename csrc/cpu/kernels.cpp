@@ -41,26 +41,6 @@ ZL_INLINE void apply(const Rule& rule, float* p, const float* g, float* s0, floa
   for (; i < n; i++) apply_at<One>(rule, p + i, g + i, s0 ? s0 + i : 0, s1 ? s1 + i : 0);
 }
 
-// x - x is 0 for a finite x, and NaN for any other.
-bool all_finite(const float* x, int64_t n) {
-  Wide sum(0.0f);
-  float lane[Wide::width], rest = 0.0f;
-  int64_t i = 0;
-  for (; i + Wide::width <= n; i += Wide::width) sum = sum + (Wide::load(x + i) - Wide::load(x + i));
-  sum.store(lane);
-  for (; i < n; i++) rest += x[i] - x[i];
-  for (int j = 0; j < Wide::width; j++) rest += lane[j];
-  return rest == 0.0f;
-}
-
-// True if an element was finite and is not any more.
-bool became_non_finite(const float* before, const float* now, int64_t n) {
-  if (all_finite(now, n)) return false;
-  for (int64_t i = 0; i < n; i++)
-    if (before[i] - before[i] == 0.0f && now[i] - now[i] != 0.0f) return true;
-  return false;
-}
-
 // A flat array of any dtype, as floats: in place if it has floats, otherwise through a block that is converted.
 struct Stream {
   void* base;
@@ -88,7 +68,6 @@ void update_segment(const zl_update& call, const int64_t* segment, int64_t begin
   Stream first(Rule::states > 0 && call.states[0] ? call.states[0][tensor] : 0, call.state_dtype);
   Stream second(Rule::states > 1 && call.states[1] ? call.states[1][tensor] : 0, call.state_dtype);
   void* const out = call.out_dtype == ZL_NONE ? 0 : call.outs[tensor];
-  alignas(64) float before[BLOCK];
   for (int64_t at = begin; at < end; at += BLOCK) {
     const int64_t n = end - at < BLOCK ? end - at : BLOCK;
     float* const p = param.open(at, n);
@@ -96,7 +75,6 @@ void update_segment(const zl_update& call, const int64_t* segment, int64_t begin
     float* const s0 = first.open(at, n);
     float* const s1 = second.open(at, n);
     if (out) follow(p, out, call.out_dtype, at, n);
-    if (call.broken) memcpy(before, p, n * sizeof(float));
     if (s1)
       apply(rule, p, g, s0, s1, n);
     else if (s0)
@@ -107,10 +85,6 @@ void update_segment(const zl_update& call, const int64_t* segment, int64_t begin
     first.close(at, n);
     second.close(at, n);
     if (out) narrow(p, out, call.out_dtype, at, n);
-    if (call.broken && became_non_finite(before, param.open(at, n), n)) {
-      const double one = 1.0;  // other threads may write it too
-      __atomic_store(call.broken + call.groups[segment[3]], &one, __ATOMIC_RELAXED);
-    }
   }
 }
 

@@ -1,5 +1,5 @@
 // The entry points of the CUDA library. They take the calls of ../kernels.h, in which `factor`, `skip`, `uses`,
-// `broken`, `partial`, `sums`, `packed`, `error` and the arrays of params, grads, states, outs and values lie on the
+// `partial`, `sums`, `packed`, `error` and the arrays of params, grads, states, outs and values lie on the
 // device, all else on the host.
 // They return ZL_OK, a zl_error, or the negative of a cudaError_t, and never wait for the device.
 //
@@ -32,9 +32,6 @@ int32_t check(const zl_update& call) {
   if (call.use_count > INT32_MAX) return ZL_BAD_TABLE;
   for (int64_t i = 0; call.use && i < call.segments; i++)
     if (call.use[i] < -1 || call.use[i] >= (call.uses ? call.use_count : 0)) return ZL_BAD_TABLE;
-  for (int64_t i = 0; call.broken && i < call.row_count; i++)
-    if (!call.groups || call.groups[i] < 0 || call.groups[i] >= call.group_count || call.groups[i] > INT16_MAX)
-      return ZL_BAD_TABLE;
   return zl::good_table(call, call.row_count, zl::UPDATE_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
 }
 
@@ -113,7 +110,6 @@ ZL_EXPORT int32_t zl_cuda_update(const zl_update* call, const void* filled, cons
   zl::UpdateArguments a{call->factor,
                         call->skip,
                         call->uses,
-                        call->broken,
                         (int8_t)call->param_dtype,
                         (int8_t)call->grad_dtype,
                         (int8_t)call->state_dtype,

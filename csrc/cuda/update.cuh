@@ -11,7 +11,7 @@ constexpr int UPDATE_BLOCKS = 4;    // blocks that fit on a multiprocessor: limi
 
 // Elements [begin, end) of arrays whose start was moved down by `begin` elements, so that groups of four elements are
 // aligned in all arrays. If the arrays are aligned differently, `begin` and `aligned` are 0. `use` is an index
-// in the arguments' `uses`, or -1; `group` is one in `broken`.
+// in the arguments' `uses`, or -1.
 struct UpdatePiece {
   char* param;
   const char* grad;
@@ -19,7 +19,6 @@ struct UpdatePiece {
   char* out;
   int64_t end;
   int8_t begin, aligned;
-  int16_t group;
   int32_t use;
   float row[ZL_COLUMNS];
 };
@@ -28,13 +27,12 @@ struct UpdateArguments {
   const float* factor;
   const float* skip;
   const double* uses;
-  double* broken;  // or null
   int8_t param_dtype, grad_dtype, state_dtype, out_dtype;
   Table<UpdatePiece> table;
 };
 static_assert(sizeof(UpdateArguments) <= 4096, "the arguments of a launch have 4 KB");
 // Only types that the compilers of host and device lay out in the same way.
-static_assert(sizeof(UpdatePiece) == 88 && sizeof(UpdateArguments) == 64 + 42 * 96, "as both compilers see it");
+static_assert(sizeof(UpdatePiece) == 88 && sizeof(UpdateArguments) == 56 + 42 * 96, "as both compilers see it");
 
 #ifdef ZL_HOST_ONLY
 
@@ -71,8 +69,7 @@ struct UpdateChunk {
     aligned = piece.aligned;
   }
 
-  // Returns true if an element was finite and is not any more, as the other updates do.
-  __device__ __forceinline__ bool update_quad(const Rule& rule, int at) const {
+  __device__ __forceinline__ void update_quad(const Rule& rule, int at) const {
     const Quad param_quad = load_quad(param + at * size_of(param_dtype), param_dtype);
     const Quad grad_quad = load_quad(grad + at * size_of(grad_dtype), grad_dtype);
     Quad first_quad = {}, second_quad = {};
@@ -89,28 +86,25 @@ struct UpdateChunk {
 #pragma unroll
       for (int i = 0; i < QUAD; i++) p[i] = follow(p[i], written[i], out_dtype);
     }
-    bool broken = false;
 #pragma unroll
-    for (int i = 0; i < QUAD; i++) broken |= apply(rule, p[i], g[i], s0[i], s1[i]);
+    for (int i = 0; i < QUAD; i++) apply(rule, p[i], g[i], s0[i], s1[i]);
     store_quad(param + at * size_of(param_dtype), param_dtype, p);
     if (first) store_quad(first + at * size_of(state_dtype), state_dtype, s0);
     if (second) store_quad(second + at * size_of(state_dtype), state_dtype, s1);
     if (out) store_quad(out + at * size_of(out_dtype), out_dtype, p);
-    return broken;
   }
 
-  __device__ __forceinline__ bool update_one(const Rule& rule, int at) const {
+  __device__ __forceinline__ void update_one(const Rule& rule, int at) const {
     float p = load_one(param + at * size_of(param_dtype), param_dtype);
     const float g = load_one(grad + at * size_of(grad_dtype), grad_dtype);
     float s0 = first ? load_one(first + at * size_of(state_dtype), state_dtype) : 0.0f;
     float s1 = second ? load_one(second + at * size_of(state_dtype), state_dtype) : 0.0f;
     if (out) p = follow(p, load_one(out + at * size_of(out_dtype), out_dtype), out_dtype);
-    const bool broken = apply(rule, p, g, s0, s1);
+    apply(rule, p, g, s0, s1);
     store_one(param + at * size_of(param_dtype), param_dtype, p);
     if (first) store_one(first + at * size_of(state_dtype), state_dtype, s0);
     if (second) store_one(second + at * size_of(state_dtype), state_dtype, s1);
     if (out) store_one(out + at * size_of(out_dtype), out_dtype, p);
-    return broken;
   }
 
   // The parameter, or the value that the user has written into its 16-bit copy.
@@ -119,28 +113,24 @@ struct UpdateChunk {
     return __float_as_uint(rounded) == __float_as_uint(written) ? p : written;
   }
 
-  __device__ __forceinline__ bool apply(const Rule& rule, float& p, float g, float& s0, float& s1) const {
-    const bool was_finite = is_finite(p);
+  __device__ __forceinline__ void apply(const Rule& rule, float& p, float g, float& s0, float& s1) const {
     One param(p), first(s0), second(s1);
     rule(param, One(g), first, second);
     p = param.v;
     s0 = first.v;
     s1 = second.v;
-    return was_finite && !is_finite(param_dtype == ZL_F32 ? p : widen(narrow(p, param_dtype), param_dtype));
   }
 
   // [head, tail) four at a time, the rest one by one; one by one for all if the arrays are aligned differently.
-  __device__ __forceinline__ bool update(const Rule& rule) const {
-    bool broken = false;
+  __device__ __forceinline__ void update(const Rule& rule) const {
     const int head = aligned ? min(high, (low + QUAD - 1) / QUAD * QUAD) : high;
     const int tail = max(head, high / QUAD * QUAD);
 #pragma unroll 1
-    for (int at = head + (int)threadIdx.x * QUAD; at < tail; at += THREADS * QUAD) broken |= update_quad(rule, at);
+    for (int at = head + (int)threadIdx.x * QUAD; at < tail; at += THREADS * QUAD) update_quad(rule, at);
     const int before = head - low, single = before + high - tail;
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < single; i += THREADS)
-      broken |= update_one(rule, i < before ? low + i : tail + i - before);
-    return broken;
+      update_one(rule, i < before ? low + i : tail + i - before);
   }
 };
 
@@ -153,8 +143,7 @@ __global__ void __launch_bounds__(THREADS, UPDATE_BLOCKS) update_kernel(const __
   if (piece.use >= 0 && a.uses[piece.use] == 0.0) return;
   const int64_t chunk = (int64_t)blockIdx.x - (i ? ends[i - 1] : 0);
   const UpdateChunk<Rule, P, G, S> elements(a, piece, chunk * UPDATE_CHUNK);
-  // Every thread that writes here writes the same number.
-  if (elements.update(Rule(piece.row, a.factor ? *a.factor : 1.0f)) && a.broken) a.broken[piece.group] = 1.0;
+  elements.update(Rule(piece.row, a.factor ? *a.factor : 1.0f));
 }
 
 #endif
@@ -203,7 +192,6 @@ struct UpdateMaker {
     for (int j = 1; j < 5; j++)
       if (at[j] && past_quad(at[j], size[j]) != begin) piece->aligned = 0;
     piece->begin = piece->aligned ? (int8_t)begin : (int8_t)0;
-    piece->group = call.broken ? (int16_t)call.groups[segment[3]] : (int16_t)0;
     piece->use = call.use ? (int32_t)call.use[i] : -1;
     for (int j = 0; j < 5; j++)
       if (at[j]) at[j] -= piece->begin * size[j];

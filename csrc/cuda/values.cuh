@@ -52,7 +52,6 @@ __device__ __forceinline__ uint32_t narrow(float x, int dtype) {
   return x == x ? rounded : 0x7fc0u;
 }
 
-__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
 struct Quad {
   uint4 word;  // of a 16-bit dtype, two elements in each of the first two

@@ -21,7 +21,7 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, from_a
 from tests.toolkit.configs import ADAMW, at, dynamic_fp16
 from tests.toolkit.lockstep import loss_of, make_engine
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import counters, raised, snapshot
+from tests.toolkit.training import counters, snapshot
 from zerolite.comm import record
 
 
@@ -195,10 +195,10 @@ def test_a_window_is_dropped_by_ranks_that_have_no_gradient(stage: str) -> None:
 @pytest.mark.fast("2-True", "2-False")
 @pytest.mark.parametrize("on_device", [True, False])
 @on_ranks(2)
-def test_a_rollback_ends_the_errors_of_the_steps_before(on_device: bool, tmp_path: Path) -> None:
+def test_a_rollback_ends_the_skips_of_the_steps_before(on_device: bool, tmp_path: Path) -> None:
     """The third step is spoilt by the learning rate of the second; then all load a checkpoint."""
     for module_only in (False, True):
-        engine, errors = make_engine(setting("2", "bf16"), on_device), []
+        engine = make_engine(setting("2", "bf16"), on_device)
         directory, rate = str(tmp_path / str(module_only)), engine.get_lr()[0]
 
         def train(step: int, engine: Any = engine) -> None:
@@ -209,13 +209,10 @@ def test_a_rollback_ends_the_errors_of_the_steps_before(on_device: bool, tmp_pat
             engine.optimizer.param_groups[0]["lr"] = float("inf") if step == 1 else rate
             if step == 1:
                 engine.save_checkpoint(directory)
-            errors.append(raised(lambda step=step, train=train: train(step)))
-            if errors[-1]:
-                engine.zero_grad()
+            train(step)
             if step == 2:
                 engine.load_checkpoint(directory, load_module_only=module_only)
-        assert errors[0] == errors[1] == errors[3] == ""
-        assert ("update of step 2 made weights" in errors[2]) or on_device
+        assert engine.skipped_steps == int(module_only)
 
 
 # -------------------------------------------------------------------- random programs

@@ -129,7 +129,7 @@ def test_right_kernels_pass_the_check(kernels: DrivenKernels, cpu: CpuKernels) -
     check_kernels(cpu, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("wrong", ["rate", "skip", "tail", "flag", "squares", "codes", "errors", "sums"])
+@pytest.mark.parametrize("wrong", ["rate", "skip", "tail", "squares", "codes", "errors", "sums"])
 def test_wrong_kernels_are_not_used(cpu: CpuKernels, wrong: str) -> None:
     class Wrong(CpuKernels):
         def update(self, call: UpdateCall) -> None:
@@ -140,8 +140,6 @@ def test_wrong_kernels_are_not_used(cpu: CpuKernels, wrong: str) -> None:
             if wrong == "skip" and call.skip is not None:
                 call.skip.zero_()
             super().update(call)
-            if wrong == "flag" and call.broken is not None:
-                call.broken.zero_()
 
         def squares(self, call: SquaresCall) -> None:
             super().squares(call)

@@ -116,26 +116,18 @@ class UpdateNumbers:
         return description
 
 
-class NumbersReader:
-    """Reads the numbers of an update."""
+def read_numbers(optimizer: torch.optim.Optimizer, schedule: FetchSchedule | None, facts: UpdateFacts) -> UpdateNumbers:
+    """Return the numbers of an update with these facts, as they are now.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: FetchSchedule | None) -> None:
-        """
-        Args:
-            optimizer: its defaults say which values of its param groups it reads.
-            schedule: counts everything that stage 3 gathers; None at other stages, and if ranks may differ in it.
-        """
-        self._optimizer, self._schedule = optimizer, schedule
-
-    def read(self, facts: UpdateFacts) -> UpdateNumbers:
-        """Return the numbers of an update with these facts, as they are now."""
-        step, backwards, divisor, max_norm, changes = facts
-        gathers = 0 if self._schedule is None else self._schedule.gathers
-        keys = (*self._optimizer.defaults, *_ONLY_KERNELS)
-        groups = tuple(
-            {key: _copied(group[key]) for key in keys if key in group} for group in self._optimizer.param_groups
-        )
-        return UpdateNumbers(step, backwards, groups, divisor, max_norm, gathers, changes)
+    Args:
+        optimizer: its defaults say which values of its param groups it reads.
+        schedule: counts everything that stage 3 gathers; None at other stages, and if ranks may differ in it.
+    """
+    step, backwards, divisor, max_norm, changes = facts
+    gathers = 0 if schedule is None else schedule.gathers
+    keys = (*optimizer.defaults, *_ONLY_KERNELS)
+    groups = tuple({key: _copied(group[key]) for key in keys if key in group} for group in optimizer.param_groups)
+    return UpdateNumbers(step, backwards, groups, divisor, max_norm, gathers, changes)
 
 
 def _copied(value: object) -> object:
@@ -238,21 +230,21 @@ class ConsistencyCheck(StepObserver):
         self,
         topology: Topology,
         device: torch.device,
-        reader: NumbersReader,
+        read: Callable[[UpdateFacts], UpdateNumbers],
         weights: Callable[[], Iterator[SharedWeight]],
         interval: int,
         late: bool,
     ) -> None:
         """
         Args:
-            reader: reads the numbers to compare.
+            read: reads the numbers to compare, see :func:`read_numbers`.
             weights: gives the weights to compare, see :func:`shared_weights`.
             interval: updates from one comparison of weights to the next.
             late: read the outcome of a comparison in the next step, so that the host does not wait for the device.
         """
         self._topology = topology
         self._device = device
-        self._reader = reader
+        self._read = read
         self.slice_size = topology.world.world_size
         self._weights = weights
         self._interval = interval
@@ -315,7 +307,7 @@ class ConsistencyCheck(StepObserver):
 
     def _note(self, facts: UpdateFacts) -> None:
         """Compare the numbers of this update in the next :meth:`write_slice`."""
-        numbers = self._reader.read(facts)
+        numbers = self._read(facts)
         if not self._written and self._numbers is not None:
             # Clipping had collected the statistics of the earlier update before it changed the gradients.
             numbers = replace(numbers, changes=self._numbers.changes + numbers.changes)

@@ -12,9 +12,8 @@ import torch
 from zerolite.activation_checkpointing import attach
 from zerolite.comm import Topology, collective, raise_together
 from zerolite.config import ZeroliteConfig
-from zerolite.diagnostics.consistency import ConsistencyCheck, NumbersReader, shared_weights
+from zerolite.diagnostics.consistency import ConsistencyCheck, read_numbers, shared_weights
 from zerolite.diagnostics.rank_comparison import check_initialize, check_made_optimizer
-from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.engine.arguments import (
     Arguments,
     OptimizerChoice,
@@ -47,7 +46,6 @@ from zerolite.nn.heads import WeightChanges, tile_losses
 from zerolite.nn.tiled_mlp import tile_mlps
 from zerolite.optim.adamw8bit import AdamW8bit, keep_embeddings_in_fp32
 from zerolite.optim.muon import muon_groups
-from zerolite.utils.accelerator import host_value
 from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS
 from zerolite.utils.module_hook import WeakHook
 from zerolite.zero.buffer import ParameterBuffer
@@ -273,26 +271,14 @@ def _observe_steps(parts: EngineParts, device_kind: str) -> ScheduleAgreement | 
         if topology.trivial:  # a tensor shard may be small enough to stay whole on one rank and not on another
             compared = schedule
     inner, interval = parts.optimizer.inner, config.consistency_check_interval
-    if parts.pipeline.state.options.check_finite:
-        most = _most_groups(parts, len(inner.param_groups))
-        observers.add(UpdatedWeights(parts.optimizer.method, inner, most, parts.pipeline.state))
     if interval and topology.world.world_size > 1:
         weights = functools.partial(shared_weights, model, parts.buffer, warns=data.is_rank0)
         late = device_kind in SKIPS_ON_DEVICE
-        observers.add(ConsistencyCheck(topology, parts.device, NumbersReader(inner, compared), weights, interval, late))
+        read = functools.partial(read_numbers, inner, compared)
+        observers.add(ConsistencyCheck(topology, parts.device, read, weights, interval, late))
     find_removed = functools.partial(_find_removed, model, parts.buffer)
     observers.add(UnusedParameters(parts.buffer, config.zero_optimization.ignore_unused_parameters, find_removed))
     return agreement
-
-
-def _most_groups(parts: EngineParts, groups: int) -> int:
-    """Return the largest number of param groups of the ranks of one copy of the model."""
-    topology = parts.topology
-    if topology.trivial:
-        return groups
-    counts = torch.tensor([groups], device=parts.device)
-    topology.model.all_reduce_max(counts, tag="initial_sync")
-    return max(groups, int(host_value(counts)))  # a dry run reads nothing
 
 
 def _find_removed(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:

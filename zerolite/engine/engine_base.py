@@ -141,7 +141,6 @@ class EngineBase:
         Raises:
             CheckpointError: on all ranks (a full disk, a rank that does not come, …).
             RuntimeError: if ranks hold different weights or learning rates.
-            FloatingPointError: for non-finite weights.
             TypeError: for a client_state that is not plain.
         """
         flags = bool(save_latest), bool(exclude_frozen_parameters), bool(async_save)

@@ -12,7 +12,6 @@ ADAM, LION, ADAGRAD, SGD = range(4)  # zl_rule in csrc/kernels.h
 COLUMNS = 8  # numbers in a row of scalars
 MOMENTUM = 2  # column of the momentum in SGD's rows
 TABLE_COLUMNS = 4
-CUDA_GROUPS = 1 << 15  # UpdatePiece in csrc/cuda/update.cuh has 16 bits for a group
 
 Tensors = Sequence[torch.Tensor]
 
@@ -38,9 +37,6 @@ class UpdateCall:
         use: int64 [segments] on the CPU: segment i is left alone if ``uses[use[i]]`` is zero. It is updated in any case
             if ``use[i]`` is -1, or without ``use``.
         uses: float64 [n] on the tensors' device; with ``use`` only.
-        groups: int32 [rows] on the CPU: the group of each row, an index of ``broken``; with ``broken`` only.
-        broken: float64 [groups] on the tensors' device; 1 is written for the groups in which the update has made an
-            element of ``params`` non-finite that was finite.
         arguments: the C structure, which the kernels make in the first launch.
     """
 
@@ -55,8 +51,6 @@ class UpdateCall:
     skip: torch.Tensor | None = None
     use: torch.Tensor | None = None
     uses: torch.Tensor | None = None
-    groups: torch.Tensor | None = None
-    broken: torch.Tensor | None = None
     arguments: ctypes.Structure | None = field(default=None, init=False, repr=False, compare=False)
 
 

@@ -10,7 +10,7 @@ import torch
 from zerolite.ops.call import QuantCall, SquaresCall, UpdateCall
 from zerolite.utils.builder import declare
 
-ABI = 6
+ABI = 7
 NORM_CHUNK = 16384
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -44,9 +44,6 @@ class Update(Structure):
         ("use", c_void_p),
         ("uses", c_void_p),
         ("use_count", c_int64),
-        ("groups", c_void_p),
-        ("broken", c_void_p),
-        ("group_count", c_int64),
         ("threads", Threads),
     ]
 
@@ -74,7 +71,6 @@ class Update(Structure):
             table=call.table.data_ptr(),
             row_count=call.rows.shape[0],
             use=None if call.use is None else call.use.data_ptr(),
-            groups=None if call.groups is None else call.groups.data_ptr(),
             threads=threads or Threads(),
         )
 
@@ -87,8 +83,6 @@ class Update(Structure):
         self.skip = None if call.skip is None else call.skip.data_ptr()
         if call.uses is not None:
             self.uses, self.use_count = call.uses.data_ptr(), call.uses.numel()
-        if call.broken is not None:
-            self.broken, self.group_count = call.broken.data_ptr(), call.broken.numel()
 
 
 class Norm(Structure):

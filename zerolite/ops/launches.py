@@ -13,7 +13,7 @@ from operator import is_
 import torch
 
 from zerolite.ops import reference
-from zerolite.ops.call import COLUMNS, CUDA_GROUPS, MOMENTUM, SGD, TABLE_COLUMNS, SquaresCall, Tensors, UpdateCall
+from zerolite.ops.call import COLUMNS, MOMENTUM, SGD, TABLE_COLUMNS, SquaresCall, Tensors, UpdateCall
 from zerolite.ops.library import Kernels, kernels_for
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import FLOATS, HALF
@@ -22,11 +22,9 @@ from zerolite.utils.dtypes import FLOATS, HALF
 class UpdateLaunch:
     """Update of flat arrays by one launch, in step after step."""
 
-    def __init__(
-        self, rule: int, table: torch.Tensor, use: torch.Tensor | None = None, groups: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, rule: int, table: torch.Tensor, use: torch.Tensor | None = None) -> None:
         """Arguments as in :class:`UpdateCall`."""
-        self._rule, self._table, self._use, self._groups = rule, table, use, groups
+        self._rule, self._table, self._use = rule, table, use
         self._call: UpdateCall | None = None
         self._tensors: list[torch.Tensor] = []  # what `_call` changes
         self._like: list[object] = []  # description of its other arguments
@@ -42,7 +40,6 @@ class UpdateLaunch:
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
         uses: torch.Tensor | None = None,
-        broken: torch.Tensor | None = None,
     ) -> None:
         """Update once. Arguments as in :class:`UpdateCall`.
 
@@ -51,7 +48,7 @@ class UpdateLaunch:
         """
         tensors = [*params, *chain(*states), *outs]
         # A tensor that is the same object may have got other memory, by an assignment to its `data`.
-        described = (*grads, rows, factor, skip, uses, broken, *tensors)
+        described = (*grads, rows, factor, skip, uses, *tensors)
         like: list[object] = [None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in described]
         call = self._call
         if (
@@ -60,17 +57,14 @@ class UpdateLaunch:
             or len(tensors) != len(self._tensors)
             or not all(map(is_, tensors, self._tensors))
         ):
-            call = UpdateCall(
-                self._rule, params, grads, states, outs, self._table, rows, factor, skip, self._use, uses, self._groups,
-                broken,
-            )  # fmt: skip
+            call = UpdateCall(self._rule, params, grads, states, outs, self._table, rows, factor, skip, self._use, uses)
             _check_update(call)
             computes = bool(params) and bool(self._table.shape[0]) and not is_fake(params[0])
             self._kernels = (kernels_for(params[0].device) or reference) if computes else None
             self._call, self._tensors, self._like = call, tensors, like
         else:
             call.grads, call.rows = grads, rows
-            call.factor, call.skip, call.uses, call.broken = factor, skip, uses, broken
+            call.factor, call.skip, call.uses = factor, skip, uses
         try:
             if self._kernels is not None:
                 self._kernels.update(call)
@@ -138,39 +132,26 @@ def _check_update(call: UpdateCall) -> None:
         if scalar is not None and not (good and (not call.params or scalar.device == call.params[0].device)):
             raise ValueError(f"expected {name} to be one fp32 number on the device of params, got {_describe(scalar)}")
     _check_table(call.table, call.params, rows.shape[0])
-    _check_indices("use", call.use, torch.int64, call.table.shape[0], "uses", call.uses, call)
-    _check_indices("groups", call.groups, torch.int32, rows.shape[0], "broken", call.broken, call)
-    if call.broken is not None and call.broken.is_cuda and call.broken.numel() > CUDA_GROUPS:
-        raise ValueError(
-            f"expected at most {CUDA_GROUPS} param groups on CUDA, whose kernels number them in 16 bits, got "
-            f"{call.broken.numel()}; put parameters with equal options into one group"
-        )
+    _check_uses(call)
 
 
-def _check_indices(
-    name: str,
-    indices: torch.Tensor | None,
-    dtype: torch.dtype,
-    count: int,
-    target: str,
-    values: torch.Tensor | None,
-    call: UpdateCall,
-) -> None:
-    """Check a list of indices on the CPU, and the numbers on the device to which they point."""
-    if (indices is None) != (values is None):
-        raise ValueError(f"expected {name} and {target} together, got one of them")
-    if indices is None or values is None:
+def _check_uses(call: UpdateCall) -> None:
+    """Check the indices on the CPU, and the numbers on the device to which they point."""
+    use, uses, segments = call.use, call.uses, call.table.shape[0]
+    if use is None or uses is None:
+        if use is not uses:
+            raise ValueError("expected use and uses together, got one of them")
         return
-    good = indices.dtype == dtype and indices.shape == (count,) and indices.is_contiguous()
-    if not good or indices.device.type != "cpu":
-        raise ValueError(f"expected contiguous {dtype} {name} [{count}] on the CPU, got {_describe(indices)}")
-    good = values.dtype == torch.float64 and values.dim() == 1 and values.is_contiguous()
-    if not good or (call.params and values.device != call.params[0].device):
-        raise ValueError(f"expected contiguous float64 {target} [n] on the device of params, got {_describe(values)}")
-    if count and not (is_fake(indices) or is_fake(values)):
-        low, high = (int(bound) for bound in indices.aminmax())
-        if low < (-1 if name == "use" else 0) or high >= values.numel():
-            raise ValueError(f"expected {name} below {values.numel()}, got {low} to {high}")
+    good = use.dtype == torch.int64 and use.shape == (segments,) and use.is_contiguous()
+    if not good or use.device.type != "cpu":
+        raise ValueError(f"expected contiguous int64 use [{segments}] on the CPU, got {_describe(use)}")
+    good = uses.dtype == torch.float64 and uses.dim() == 1 and uses.is_contiguous()
+    if not good or (call.params and uses.device != call.params[0].device):
+        raise ValueError(f"expected contiguous float64 uses [n] on the device of params, got {_describe(uses)}")
+    if segments and not (is_fake(use) or is_fake(uses)):
+        low, high = (int(bound) for bound in use.aminmax())
+        if low < -1 or high >= uses.numel():
+            raise ValueError(f"expected use below {uses.numel()}, got {low} to {high}")
 
 
 def _check_squares(call: SquaresCall) -> None:

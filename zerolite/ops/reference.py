@@ -51,7 +51,6 @@ def update(call: UpdateCall) -> None:
             exact = param.float()
             if call.outs:
                 sync_master_from_param_(exact, _flat(call.outs[tensor])[part])
-            was_finite = exact.isfinite()
             exact_states = [state.float() for state in states]
             scaled = grad.float() * rows[row][0]
             if call.factor is not None:
@@ -64,8 +63,6 @@ def update(call: UpdateCall) -> None:
                     stored.copy_(value)
             if call.outs:
                 _flat(call.outs[tensor])[part].copy_(exact)
-            if call.broken is not None and call.groups is not None:
-                call.broken[int(call.groups[row])] += (was_finite & ~param.isfinite()).any()
 
 
 @torch.no_grad()

@@ -101,9 +101,6 @@ def _compare(result: UpdateCall, wanted: UpdateCall, rule: int) -> None:
                 raise RuntimeError(
                     _WRONG.format(f"an update by rule {rule} of {one.dtype} with {result.grads[0].dtype}")
                 )
-    assert result.broken is not None and wanted.broken is not None
-    if not torch.equal(result.broken.cpu() > 0, wanted.broken > 0):
-        raise RuntimeError(_WRONG.format(f"groups with numbers that are not finite, of an update by rule {rule}"))
 
 
 def _call(
@@ -126,8 +123,6 @@ def _call(
         torch.tensor([skip], dtype=torch.float32, device=device),
         torch.tensor([-1, 1, 0], dtype=torch.int64, device="cpu"),
         torch.tensor([0.0, 2.0], dtype=torch.float64, device=device),
-        torch.tensor([1], dtype=torch.int32, device="cpu"),
-        torch.zeros(2, dtype=torch.float64, device=device),
     )
 
 

@@ -40,13 +40,11 @@ class _Launch:
         members: indices of the spans in the sub-group.
         rows: for each row, its param group and the number of steps that its parameters have missed.
         kernel: the launch. A row of its table is: index in ``members``, start in the span, elements, row of scalars.
-        broken: flags of the param groups, see :class:`UpdateMethod`.
     """
 
     members: tuple[int, ...]
     rows: tuple[_Row, ...]
     kernel: UpdateLaunch
-    broken: torch.Tensor | None
 
 
 class KernelUpdate(UpdateMethod):
@@ -183,7 +181,6 @@ class KernelUpdate(UpdateMethod):
                 scalars.float(),
                 on_device,
                 inputs.found_inf,
-                broken=launch.broken,
             )
             if members[0].master is not members[0].span.bucket.master:  # a staging copy, whose memory is freed
                 launch.kernel.forget()
@@ -363,12 +360,8 @@ class KernelUpdate(UpdateMethod):
         table = [[*segment, rows.setdefault(row, len(rows))] for *segment, row in segments(spans, ranges)]
         if not table:
             return None
-        groups = broken = None
-        if self.broken is not None:
-            groups = torch.tensor([group for group, _ in rows], dtype=torch.int32, device="cpu")
-            broken = self.broken_on(sub_group[members[0]].master.device)
-        kernel = UpdateLaunch(self._rule.number, torch.tensor(table, dtype=torch.int64, device="cpu"), groups=groups)
-        return _Launch(members, tuple(rows), kernel, broken)
+        kernel = UpdateLaunch(self._rule.number, torch.tensor(table, dtype=torch.int64, device="cpu"))
+        return _Launch(members, tuple(rows), kernel)
 
 
 def _counter(step: int) -> torch.Tensor:

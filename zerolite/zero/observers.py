@@ -80,10 +80,6 @@ class StepObserver:
         """Raise what the statistics have shown, with the help of the other ranks. Called once all ranks have read
         the same statistics."""
 
-    def explain_skip(self) -> str:
-        """Return why an update before has made this one's gradients non-finite; "" if none has."""
-        return ""
-
     def before_forward(self) -> None:
         """Called at stage 3 before a forward that may have a backward, when nothing has been gathered for it yet."""
 
@@ -176,7 +172,6 @@ class Observers:
         self.slices: list[StepObserver] = []
         self.on_unused: list[Callable[[GradStats], Exception | None]] = []
         self.raise_errors: list[Callable[[], None]] = []
-        self.explain_skip: list[Callable[[], str]] = []
         self.before_forward: list[Callable[[], None]] = []
         self.before_backward: list[Callable[[], None]] = []
         self.on_backward_begin: list[Callable[[], None]] = []

@@ -346,8 +346,7 @@ class StepPipeline:
 
     @collective
     def check_ranks(self) -> None:
-        """Raise on all ranks if their weights or the numbers of their updates differ, or if the last update has made
-        weights non-finite. Called between steps."""
+        """Raise on all ranks if their weights or the numbers of their updates differ. Called between steps."""
         self._param_gatherer.wait_all()
         self.state.raise_error()
         refused = self.state.left_out or self._attempt(self._optimizer.method.take_over)

@@ -394,8 +394,7 @@ class StepState:
             logger.warning("%s", describe_bad_losses(self.counters.global_steps, stats.bad_losses))
 
     def _describe_skip(self, stats: GradStats) -> str:
-        cause = next(filter(None, (explain() for explain in self.observers.explain_skip)), "")
-        counters, bad = self.counters, describe_bad(stats, self._buffer.layout.slots, cause)
+        counters, bad = self.counters, describe_bad(stats, self._buffer.layout.slots)
         return (
             f"step {counters.global_steps} skipped on all ranks: {bad}; {counters.skipped_in_a_row} in a row, "
             f"{counters.skipped_steps} in all"
@@ -417,12 +416,13 @@ class StepState:
         if limit and self.counters.skipped_in_a_row >= limit:
             raise FloatingPointError(
                 f"{skip}. max_consecutive_skipped_steps is {limit}: training has stopped. Look at the data and the "
-                "loss of that rank, lower the learning rate, or clip the gradients."
+                "loss of that rank, lower the learning rate, or clip the gradients. If an update has made weights "
+                "non-finite (a learning rate that runs away, an eps of 0), go back to a checkpoint from before that."
             )
 
 
-def describe_bad(stats: GradStats, slots: Sequence[Slot], cause: str) -> str:
-    """Describe the gradients of a skipped step. cause: an earlier update that made weights non-finite."""
+def describe_bad(stats: GradStats, slots: Sequence[Slot]) -> str:
+    """Describe the gradients of a skipped step."""
     names = [slots[index].name for index in stats.bad_parameters]
     where = f"in parameter '{names[0]}'" if names else "in the sum over parameters"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -432,8 +432,6 @@ def describe_bad(stats: GradStats, slots: Sequence[Slot], cause: str) -> str:
     source = "although every rank's own gradients are finite (their sum overflows)"
     if ranks or stats.elsewhere:
         source = f"from rank {ranks}" if ranks else "from there"
-    if cause:
-        source = f"because {cause}"
     return f"non-finite gradient {where}{more}, {source}"
 
 

@@ -105,22 +105,7 @@ class TorchUpdate(UpdateMethod):
         for tensors in sub_group:
             if tensors.out is not None:
                 sync_master_from_param_(tensors.master, tensors.out)
-        views = self._views(sub_group) if self.broken is not None else {}
-        were_finite = _finite(views)
         self._update(sub_group, inputs)
-        if views:
-            flags = self.broken_on(sub_group[0].master.device)
-            for (group, before), after in zip(were_finite.items(), _finite(views).values(), strict=True):
-                flags[group] += before & ~after
-
-    def _views(self, sub_group: Sequence[SpanTensors]) -> dict[int, list[torch.Tensor]]:
-        """Return the masters of the shards in ``sub_group`` by param group."""
-        views: dict[int, list[torch.Tensor]] = {}
-        for tensors in sub_group:
-            for shard in tensors.span.bucket.shards:
-                if shard.fragment.numel:
-                    views.setdefault(shard.group, []).append(shard.view(tensors.master))
-        return views
 
     def _update(self, sub_group: Sequence[SpanTensors], inputs: UpdateInputs) -> None:
         """Update the shards of ``inputs.used``."""
@@ -353,14 +338,6 @@ class TorchUpdate(UpdateMethod):
                 shard.tensor.data = shard.view(bucket.master)
         if is_copy:
             self._move_states(bucket.shards)
-
-
-def _finite(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Return by group if all elements are finite, a 0-dim bool tensor on their device."""
-    return {
-        group: torch.stack(list(torch._foreach_norm(list(ones), torch.inf))).isfinite().all()
-        for group, ones in tensors.items()
-    }
 
 
 def _updates_copy(bucket: Bucket) -> bool:

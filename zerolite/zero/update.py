@@ -134,9 +134,6 @@ class UpdateMethod(ABC):
         least_numel: elements below which a call of ``update`` does less than it could at once.
         state_names: names of the states with one value per element; None if they are known only from states that
             exist.
-        broken: flags by param group, float64 on each device where updates run. Not 0 if an update has made a master
-            non-finite that was finite (of torch: in a group whose masters all were). The reader of the flags sets them
-            to 0. None if nothing reads them.
     """
 
     one_launch = False
@@ -151,16 +148,6 @@ class UpdateMethod(ABC):
         self._group_sizes: list[int] = []  # of the param groups, when they were last checked
         # Of new param groups. Lists are copied, because torch gives the same one to all groups, and users change it.
         self._defaults = {k: tuple(v) if isinstance(v, list) else v for k, v in inner.defaults.items()}
-        self.broken: dict[torch.device, torch.Tensor] | None = None
-
-    def broken_on(self, device: torch.device) -> torch.Tensor:
-        """Return the flags of ``broken`` on a device."""
-        assert self.broken is not None
-        flags, count = self.broken.get(device), len(self._inner.param_groups)
-        if flags is None or len(flags) != count:
-            more = torch.zeros(count - (0 if flags is None else len(flags)), dtype=torch.float64, device=device)
-            flags = self.broken[device] = more if flags is None else torch.cat([flags, more])
-        return flags
 
     def shards(self) -> Iterator[OptimParamShard]:
         """Yield the shards that this rank updates."""

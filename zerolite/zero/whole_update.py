@@ -115,15 +115,6 @@ class WholeUpdate(TorchUpdate):
             if tensors.out is not None:
                 tensors.out.copy_(tensors.master)
 
-    def _views(self, sub_group: Sequence[SpanTensors]) -> dict[int, list[torch.Tensor]]:
-        group_of = {id(p): number for number, group in enumerate(self._inner.param_groups) for p in group["params"]}
-        views: dict[int, list[torch.Tensor]] = {}
-        for tensors in sub_group:
-            for fragment in tensors.span.bucket.fragments:
-                group = group_of[id(self._buffer.parameters[fragment.slot.index])]
-                views.setdefault(group, []).append(_part(tensors.master, fragment))
-        return views
-
     def _exchange_of(self, sub_group: Sequence[SpanTensors]) -> OwnerExchange:
         buckets = [tensors.span.bucket for tensors in sub_group]
         key = tuple(bucket.index for bucket in buckets)
