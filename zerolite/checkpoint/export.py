@@ -66,8 +66,10 @@ def export_checkpoint(
 
 
 def read_model(checkpoint: Path, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> dict[str, Any]:
-    """Return the tensors that :func:`export_checkpoint` writes, by all their names, and the buffers of all modules. Tied
-    weights share memory."""
+    """Return the tensors that :func:`export_checkpoint` writes, by all their names, and the buffers of all modules.
+
+    Tied weights share memory.
+    """
     reader = CheckpointReader(find(checkpoint))
     entries, aliases = reader.trust(lambda: _contents(reader, dtype, exclude_frozen, all_buffers=True))
     state = {entry.name: _read(reader, key, entry) for key, entry in entries.items()}

@@ -191,30 +191,22 @@ def _several_plans(comparison: Comparison) -> Iterator[list[str]]:
     yield _wrapped(f"{plan.model}: {plan.parameters:,} parameters", about, _batch(plan))
     empty = [name for name in ("host", "disk") if not any(getattr(one, name) for one in plans)]
     empty += [] if any(one.time for one in plans) else ["step", "exposed"]
-    cells = [_needs(one) | _more(one) for one in plans]
-    heads = [head for head in cells[0] if head not in (*empty, *_without_nodes(plan))]
-    rows = [["setting", *heads, ""]]
-    for index, (name, _) in enumerate(comparison.rows):
+    rows = [["setting", *_cells(plan), ""]]
+    for index, (name, one) in enumerate(comparison.rows):
         mark = "<- chosen" if index == comparison.chosen else ""
-        rows.append([name, *(cells[index][head] for head in heads), mark])
-    yield _table(rows)
+        rows.append([name, *_cells(one).values(), mark])
+    yield _table(rows, (*empty, *_without_nodes(plan)))
     yield _wrapped(_choice(comparison))
     yield _wrapped(*dict.fromkeys([*comparison.left_out, *(note for one in plans for note in one.notes)]), dash="- ")
 
 
-def _needs(rank: Plan) -> dict[str, str]:
-    """Return the cells of a rank's memory and traffic, by column heading."""
+def _cells(plan: Plan) -> dict[str, str]:
+    """Return the cells of a plan's row in a comparison, by column heading."""
     return {
-        "states": format_size(rank.model_states),
-        "peak": format_size(rank.peak.bytes),
-        "sent": format_size(rank.sent),
-        "between nodes": format_size(rank.inter_node or 0),
-    }
-
-
-def _more(plan: Plan) -> dict[str, str]:
-    """Return the other cells of a plan's row in a comparison."""
-    return {
+        "states": format_size(plan.model_states),
+        "peak": format_size(plan.peak.bytes),
+        "sent": format_size(plan.sent),
+        "between nodes": format_size(plan.inter_node or 0),
         "host": _size(sum((plan.host or {}).values())),
         "disk": _size(sum((plan.disk or {}).values())),
         "step": "-" if plan.time is None else _ms(plan.time.step),
