@@ -10,8 +10,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zerolite.launcher.hosts import read_numbers
-
 NVIDIA_SMI_TIMEOUT_S = 20.0
 ROOT = Path("/")
 
@@ -84,8 +82,7 @@ def count_cores(root: Path = ROOT) -> int:
     """
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    siblings = {cpu: read_numbers(_read_text(root / topology.format(cpu))) or () for cpu in usable}
-    cores = len({min(usable.intersection(siblings[cpu]) | {cpu}) for cpu in usable})
+    cores = len({min(_read_cpu_list(root / topology.format(cpu)) & usable | {cpu}) for cpu in usable})
     quota = read_cpu_quota(root)
     return cores if quota is None else min(cores, max(1, math.ceil(quota)))
 
@@ -130,6 +127,15 @@ def count_memory_kills(root: Path = ROOT) -> int:
             if match := re.search(r"^oom_kill (\d+)$", _read_text(group / name), re.MULTILINE):
                 return int(match[1])
     return 0
+
+
+def _read_cpu_list(path: Path) -> set[int]:
+    """Return the CPUs of a list such as "0-3,8"; an empty set if there is no such file."""
+    cpus: set[int] = set()
+    for part in filter(None, _read_text(path).split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def _read_text(path: Path) -> str:
