@@ -25,6 +25,8 @@ from zerolite.utils.nested import find_tensors, map_tensors
 DIM = 1
 """The sequence dimension of hidden states, [batch, sequence, width]."""
 
+_ROUTER_LOGITS = "output_router_logits"  # of transformers: in a config, and an argument of a call
+
 
 def find_runs(tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Module]) -> list[list[str]]:
     """Return the names of blocks with sharded layers, in runs of consecutive blocks.
@@ -56,13 +58,33 @@ def find_runs(tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Modul
 
 def check_losses(modules: Mapping[str, nn.Module]) -> None:
     """Raise TensorPlanError for a model that computes losses of its routers' logits."""
+    for name, module in _with_router_logits(modules).items():
+        if getattr(module.config, _ROUTER_LOGITS) is True:
+            raise TensorPlanError(_wants_router_logits("config.", f"True in '{name or type(module).__name__}'"))
+
+
+def _with_router_logits(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return the models that can compute losses of their routers' logits: the outermost module of each config."""
+    found: dict[int, str] = {}
     for name, module in modules.items():
-        if getattr(vars(module).get("config"), "output_router_logits", False) is True:
-            raise TensorPlanError(
-                "tensor_parallel.sequence_parallel: expected config.output_router_logits = False, because the logits "
-                "of routers, and auxiliary losses of them, would be of a part of the sequence on each rank, got True "
-                f"in '{name or type(module).__name__}'; set it to False, or leave sequence_parallel out"
-            )
+        config = vars(module).get("config")
+        if hasattr(config, _ROUTER_LOGITS):
+            found.setdefault(id(config), name)
+    return {name: modules[name] for name in found.values()}
+
+
+def _check_call(module: nn.Module, args: Any, kwargs: Any) -> None:
+    wanted = kwargs.get(_ROUTER_LOGITS)
+    if wanted or (wanted is None and getattr(module.config, _ROUTER_LOGITS)):
+        raise ValueError(_wants_router_logits("", f"{wanted} in a call of {type(module).__name__}"))
+
+
+def _wants_router_logits(where: str, got: str) -> str:
+    return (
+        f"tensor_parallel.sequence_parallel: expected {where}{_ROUTER_LOGITS} = False, because the logits of routers, "
+        f"and auxiliary losses of them, would be of a part of the sequence on each rank, got {got}; set it to False, "
+        "or leave sequence_parallel out"
+    )
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -150,6 +172,8 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
         runs: names of consecutive blocks.
         random: blocks may draw random numbers.
     """
+    for model in _with_router_logits(modules).values() if runs else ():
+        model.register_forward_pre_hook(_check_call, with_kwargs=True)
     for run in runs:
         shards = SequenceShards(comm)
         for name in run:

@@ -168,6 +168,8 @@ def test_parts_of_sequences_between_the_layers(stage: str, size: int) -> None:
         return
     tensor = {"size": 2, "sequence_parallel": True}
     engine = experts.make("mixtral", size, stage, tensor_parallel=tensor, accumulation=2, clip=0.3)
+    with pytest.raises(ValueError, match="expected output_router_logits = False"):
+        engine(**experts.batch_of(0, 8), output_router_logits=True)
     assert_trains_like_one_process("mixtral", engine, 0.3)
 
 
