@@ -305,8 +305,7 @@ def test_loops_without_a_pipeline(kind: str, stage: int, sequence: bool) -> None
         if kind == "phases":
             engine.reduce_gradients()
             norms.append(float(engine.clip_gradients(CLIP)))
-            engine.step()
-        elif kind == "plain":
+        if kind != "engine":
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         if kind != "phases":
