@@ -332,9 +332,11 @@ def _keep_gloo_here(host: str | None, world_size: int) -> None:
     if GLOO_VARIABLE in os.environ:
         return
     one_machine = is_loopback(host or "") or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
-    interface = loopback_interface() if one_machine else None
-    if host and not one_machine:
-        with contextlib.suppress(OSError):  # a sandbox that does not tell of its interfaces
+    interface = None
+    with contextlib.suppress(OSError):  # a sandbox that does not tell of its interfaces
+        if one_machine:
+            interface = loopback_interface()
+        elif host:
             interface = interface_towards(host)
     if interface is not None:
         os.environ[GLOO_VARIABLE] = interface

@@ -171,7 +171,7 @@ class NodeAgent(LocalElasticAgent):
             pid=self._pids[worker.local_rank],
             exitcode=1 if code is None else code,
             seen=self._ended_at.get(worker.local_rank, time.time()),
-            record=record and record.shortened(),
+            record=record,
             killed_for_memory=code == -signal.SIGKILL and count_memory_kills() > self._memory_kills,
             output=self._logs.outputs[worker.global_rank],
             tail="" if code == 0 else self._logs.tail(worker.global_rank),

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the path of the file, set by the agent."""
@@ -19,8 +19,7 @@ EXIT_COUNT, NUMBERED_EXIT = "zerolite/exits", "zerolite/exits/{}"
 """Keys in the store of the launcher's agent: the number of ranks that have exited with status 0, and the n-th of
 them, from 1."""
 
-MOST_TEXT = 1 << 16
-"""Characters of a message, and of a traceback, that a node reports."""
+_MOST_TEXT = 1 << 16  # characters of a message, and of a traceback: a store takes no megabytes
 
 PEER_IS_GONE = (
     "Connection closed by peer",
@@ -54,14 +53,11 @@ class FailureRecord:
     consequence: bool = False
     pid: int = 0
 
-    def shortened(self) -> FailureRecord:
-        """Return it without the middle of long texts: a store takes no megabytes."""
-        return replace(self, message=_shortened(self.message), traceback=_shortened(self.traceback))
-
 
 def _shortened(text: str) -> str:
-    half = MOST_TEXT // 2
-    return text if len(text) <= MOST_TEXT else f"{text[:half]} ... {text[-half:]}"
+    """Return a long text without its middle."""
+    half = _MOST_TEXT // 2
+    return text if len(text) <= _MOST_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
 def write(message: str, traceback: str, consequence: bool = False) -> None:
@@ -94,8 +90,8 @@ def read(path: str) -> FailureRecord | None:
             inside = {"message": inside}
         message = str(inside.get("message", ""))
         return FailureRecord(
-            message,
-            str(inside.get("extraInfo", {}).get("py_callstack", "")),
+            _shortened(message),
+            _shortened(str(inside.get("extraInfo", {}).get("py_callstack", ""))),
             float(ours.get("time") or written_at),  # torch's timestamp has whole seconds
             str(ours.get("host", "")),
             bool(ours.get("consequence", any(part in message for part in PEER_IS_GONE))),

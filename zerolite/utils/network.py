@@ -48,11 +48,9 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_interface() -> str | None:
-    """Return the name of this host's loopback interface; None if it has none of the usual names."""
-    try:
-        names = {name for _, name in socket.if_nameindex()}
-    except OSError:  # a sandbox without netlink
-        return None
+    """Return the name of this host's loopback interface; None if it has none of the usual names. Raises OSError in a
+    sandbox that does not tell of its interfaces."""
+    names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
@@ -189,13 +187,6 @@ def free_port() -> int:
     for _ in range(200):
         port = draw.choice(PORTS)
         with contextlib.suppress(OSError):
-            listen(port).close()
+            socket.create_server(("", port)).close()
             return port
     raise OSError(f"none of 200 TCP ports between {PORTS.start} and {PORTS.stop} is free")
-
-
-def listen(port: int) -> socket.socket:
-    """Return a socket that listens at a port on all IPv4 and IPv6 addresses. Raises OSError if the port is taken."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
