@@ -8,7 +8,7 @@ import pytest
 
 from tests.toolkit.config_errors import errors_of, nested
 from zerolite.config import ConfigError, load_config
-from zerolite.config.known_keys import GROUPS, RENAMED, UNSUPPORTED, Key
+from zerolite.config.known_keys import GROUPS, OTHER_NAMES, RENAMED, UNSUPPORTED, Key
 from zerolite.config.load import supported_keys
 
 
@@ -95,6 +95,19 @@ def test_the_other_spelling_of_a_block() -> None:
     assert set(errors) == {"bfloat16.enabled", "bfloat16.enbled", "bfloat16.check_overflow"}
     on = {"enabled": True, "bf16_optimizer_states": True}
     assert list(errors_of({"bfloat16": on})) == ["bfloat16.bf16_optimizer_states"]
+
+
+@pytest.mark.parametrize(("other", "name"), [pair for pair in OTHER_NAMES.items() if "." in pair[0]])
+def test_the_other_name_of_a_number(other: str, name: str) -> None:
+    for unused in (0, -1, "0", None, "auto"):
+        assert load_config(nested(other, unused)) == load_config({})
+    config = load_config(nested(other, "4"))
+    assert config.model_dump() == load_config(nested(name, 4)).model_dump()
+    assert [path for path, _ in config.without_effect] in ([], [other]), "messages have the name that was written"
+    assert list(errors_of(nested(other, "four"))) == [other]
+    block, _, key = name.rpartition(".")
+    assert list(errors_of({block: {key: 2, other.rpartition(".")[2]: 4}})) == [other]
+    assert load_config({block: {key: 4, other.rpartition(".")[2]: 4}}).model_dump() == config.model_dump()
 
 
 # ------------------------------------------------------------------ contradictions

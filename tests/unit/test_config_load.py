@@ -323,10 +323,3 @@ def test_numbers_that_are_not_finite(text: str) -> None:
     params = {"betas": [0.9, float("nan")], "more": {"x": [[float("inf")]]}}
     errors = errors_of({"optimizer": {"type": "Adam", "params": params}})
     assert list(errors) == ["optimizer.params.betas[1]", "optimizer.params.more.x[0][0]"]
-
-
-def test_threads_have_two_names() -> None:
-    ours, theirs = "thread_count", "intra_op_parallelism"
-    for threads, *names in ((1,), (3, ours), (4, theirs), (2, ours, theirs)):
-        config = load_config({"aio": dict.fromkeys(names, threads)})
-        assert config.aio.thread_count == threads and load_config(config.model_dump()) == config
