@@ -8,7 +8,7 @@ import pytest
 
 from tests.toolkit.config_errors import errors_of, nested
 from zerolite.config import ConfigError, load_config
-from zerolite.config.known_keys import GROUPS, OTHER_NAMES, RENAMED, UNSUPPORTED, Key
+from zerolite.config.known_keys import OTHER_NAMES, RENAMED, UNSUPPORTED, Key
 from zerolite.config.load import supported_keys
 
 
@@ -22,7 +22,7 @@ from zerolite.config.load import supported_keys
      ("zero_optimization.stage3_max_live_params", "zero_optimization.stage3_max_live_parameters"),
      ("zero_optimization.leaf_module.clases", "zero_optimization.leaf_module.classes"),
      ("offload_optimizer", "zero_optimization.offload_optimizer"),
-     ("checkpoint.parallel_write.pipeline_stages", "checkpoint.parallel_write.pipeline_stage")],
+     ("checkpoint.parallel_writes", "checkpoint.parallel_write")],
 )  # fmt: skip
 def test_unknown_keys_name_the_nearest(path: str, meant: str) -> None:
     errors = errors_of(nested(path, 1))
@@ -37,7 +37,7 @@ def test_unknown_keys_of_other_kinds() -> None:
     errors = errors_of({"optimizer": {"type": "Adam", "lr": 1e-3}, "scheduler": {"type": "X", "warmup_num_steps": 1}})
     assert "optimizer.params" in errors["optimizer.lr"]
     assert "scheduler.params" in errors["scheduler.warmup_num_steps"]
-    assert '"zero_optimization": {"stage": ...}' in errors_of({"zero_optimization.stage": 1})["zero_optimization.stage"]
+    assert "did you mean zero_optimization?" in errors_of({"zero_optimization.stage": 1})["zero_optimization.stage"]
 
 
 def test_keys_that_would_steer_a_terminal_are_escaped() -> None:
@@ -113,7 +113,6 @@ def test_the_other_name_of_a_number(other: str, name: str) -> None:
 # ------------------------------------------------------------------ contradictions
 
 ON = {"enabled": True}
-LOW = {"initial_scale_power": 3, "min_loss_scale": 9}
 PIPE = {"stages": 2}
 ACCUMULATION, UNMANAGED = "gradient_accumulation_steps", "managed_gradient_accumulation"
 DTYPE, MASTERS = "data_types.grad_accum_dtype", "master_weights_and_grads"
@@ -151,8 +150,6 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("gradient_predivide_factor", {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "prescale_gradients"),
     (ACCUMULATION, {UNMANAGED: False, ACCUMULATION: 2}, "every engine.step() updates"),
     (UNMANAGED, {UNMANAGED: False, "pipeline": PIPE}, "runs whole steps"),
-    ("fp16.min_loss_scale", {"fp16": {**ON, **LOW}}, "power"),
-    ("fp16.min_loss_scale", {"torch_autocast": {**ON, "dtype": "fp16"}, "fp16": LOW}, "power"),
     (DTYPE, grads("bf16"), "fp32"),
     (DTYPE, grads("fp16", bf16=ON), "bf16"),
     (DTYPE, grads("bf16", fp16=ON), "fp16"),
@@ -188,8 +185,7 @@ def test_a_contradiction_is_one_error(path: str, source: dict[str, Any], names: 
     "source",
     [{"fp16": ON, "bf16": {"enabled": False}, "torch_autocast": {"enabled": False}}, {"prescale_gradients": True},
      {"bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}}, {"gradient_predivide_factor": 4},
-     {"fp16": {**ON, **LOW, "min_loss_scale": 8}}, {"fp16": {**ON, **LOW, "loss_scale": 128}},
-     {"fp16": {**LOW, "enabled": False}}, grads("fp32", bf16=ON), {"torch_autocast": SAFE},
+     grads("fp32", bf16=ON), {"torch_autocast": SAFE},
      grads("bf16", bf16={**ON, f"bf16_{MASTERS}": True}), zero(2, reduce_scatter=False),
      zero(1, offload_optimizer={"device": "cpu", "ratio": 0.5}),
      zero(3, offload_param={"device": "cpu", "nvme_path": "/a"}),
@@ -229,16 +225,13 @@ def test_values_that_ask_for_what_is_done_anyway_are_accepted() -> None:
         without = {"optimizer": {"type": "Adam"}} if path.startswith("optimizer") else {}
         for value in (*entry.accepted, "auto", None):
             assert load_config(nested(path, value)) == load_config(without), path
-    for path in sorted(GROUPS):
-        if not path.startswith("optimizer"):
-            assert load_config(nested(path, None)) == load_config(nested(path, "auto")) == load_config({}), path
 
 
 @pytest.mark.parametrize(("path", "entry"), BLOCKS.items())
 def test_blocks_with_a_switch(path: str, entry: Key) -> None:
-    load_config(nested(path, {entry.switch: False, "another": "anything"}))
-    errors = errors_of(nested(path, {entry.switch: True}))
-    assert list(errors) == [path] and f"only {entry.switch} = false" in errors[path]
+    load_config(nested(path, {entry.switch: entry.accepted[0], "another": "anything"}))
+    errors = errors_of(nested(path, {entry.switch: 12345}))
+    assert list(errors) == [path] and f"only {entry.switch} = " in errors[path]
     load_config(nested(path, {"another": "anything"}))
 
 

@@ -42,12 +42,6 @@ def _precision(config: ZeroliteConfig) -> Found:
     if bf16.enabled and bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         paths = "bf16.bf16_optimizer_states bf16.bf16_master_weights_and_grads bf16.enabled"
         yield paths, "bf16.bf16_master_weights_and_grads = true beside it", "false", "set both or neither"
-    scaled = fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
-    initial = 2**fp16.initial_scale_power
-    if scaled and fp16.loss_scale == 0 and initial < fp16.min_loss_scale:
-        expected = f"at most the initial scale, 2 to the power of fp16.initial_scale_power = {initial}"
-        paths = "fp16.min_loss_scale fp16.initial_scale_power fp16.loss_scale fp16.enabled"
-        yield paths, expected, fp16.min_loss_scale, "lower it or raise the power"
     if autocast.enabled and autocast.lower_precision_safe_modules and everywhere is not None:
         safe = "torch_autocast.lower_precision_safe_modules"
         expected = f"null beside {safe}, which chooses the gradients that are reduced in 16 bits"

@@ -40,7 +40,6 @@ ONE_LINE = "the profile is one line; torch.utils.flop_counter counts by module"
 REMOVED = "DeepSpeed has removed it as well"
 REMOVED_BLOCK = Key(reason=REMOVED, switch="enabled")
 USE_PLAN = Key((None,), "use tensor_parallel.plan")
-USE_SIZE = Key((1,), "use tensor_parallel.size")
 
 
 def _keys(entry: Key, names: str, block: str = "") -> dict[str, Key]:
@@ -48,7 +47,8 @@ def _keys(entry: Key, names: str, block: str = "") -> dict[str, Key]:
 
 
 UNSUPPORTED: dict[str, Key] = {
-    **_keys(BLOCK, "comet timers.throughput autotuning hybrid_engine data_efficiency"),
+    **_keys(BLOCK, "comet autotuning hybrid_engine data_efficiency"),
+    "timers": Key((), "steps_per_print, wall_clock_breakdown and flops_profiler measure", free=True),
     "compile": Key(switch="deepcompile"),
     "comms_logger": Key(reason="torch.profiler times collectives, `zerolite plan` counts them", switch="enabled"),
     "flops_profiler.module_depth": Key((-1,), ignored=ONE_LINE),
@@ -134,7 +134,8 @@ UNSUPPORTED: dict[str, Key] = {
         "tags that differ between ranks are always an error",
     ),
     "checkpoint.load_universal": Key((False, True), "every checkpoint is universal"),
-    **_keys(OFF, "use_node_local_storage parallel_write.pipeline_stage", "checkpoint."),
+    "checkpoint.use_node_local_storage": OFF,
+    "checkpoint.parallel_write": Key(switch="pipeline_stage"),
     "checkpoint.checkpoint_serialization": Key((True, False), "the format is zerolite's own"),
     "checkpoint.writer": Key((False, {})),
     "tensor_parallel.dtype": Key((), "the precision is that of fp16, bf16 or torch_autocast", free=True),
@@ -142,19 +143,14 @@ UNSUPPORTED: dict[str, Key] = {
     "tensor_parallel.vocab_parallel_ce_backend": FREE,
     **_keys(OFF, "tp_overlap_comm keep_module_on_host replace_with_kernel_inject kernel_inject", "tensor_parallel."),
     **_keys(USE_PLAN, "injection_policy_tuple partition_config preset_model", "tensor_parallel."),
-    **_keys(USE_SIZE, "tensor_parallel.tp_size tp.tp_size", "tensor_parallel."),
-    **_keys(FREE, "tensor_parallel.tp_grain_size tp.tp_grain_size", "tensor_parallel."),
-    **_keys(NULL, "tensor_parallel.mpu tensor_parallel.tp_group tp.mpu tp.tp_group", "tensor_parallel."),
+    **_keys(Key((1,), "use tensor_parallel.size", switch="tp_size"), "tensor_parallel tp", "tensor_parallel."),
     "pipeline.partition": Key(("best",), "use pipeline.partition_method"),
     "pipeline.seed_layers": Key((True, False), "an argument of PipelineModule"),
     **_keys(EITHER, "pipe_partitioned grad_partitioned", "pipeline."),
     "data_types.param_dtype": NULL,
     "data_types.keep_in_fp32_modules": Key(("auto", []), "use fp32_modules"),
 }
-"""Unsupported keys by full path. A block that is not listed itself has each of its keys looked up."""
-
-GROUPS = frozenset(path[:dot] for path in UNSUPPORTED for dot, sign in enumerate(path) if sign == ".")
-"""Paths of the blocks that hold keys of UNSUPPORTED."""
+"""Unsupported keys by full path."""
 
 OTHER_NAMES = {
     "bfloat16": "bf16",

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from .batch import MICRO, TRAIN
 from .contradictions import find_contradictions
 from .errors import ConfigError
-from .known_keys import GROUPS, OTHER_NAMES, RENAMED, UNSUPPORTED, Key
+from .known_keys import OTHER_NAMES, RENAMED, UNSUPPORTED, Key
 from .models import ZeroliteConfig
 from .source import read_source
 from .values import Block, as_number, block_model, describe_error, join_path, show
@@ -107,8 +107,6 @@ class _Loader:
             elif known and key_path in UNSUPPORTED:
                 is_off = join_path(path, "enabled") in supported_keys() and not values.get("enabled")
                 self._check_unsupported(UNSUPPORTED[key_path], value, key_path, is_off)
-            elif known and key_path in GROUPS and key_path not in supported_keys():
-                self._check_group(value, key_path)
             elif isinstance(value, Mapping):
                 clean[name] = self._check_values(value, key_path)
             elif key_path.startswith(_PARAMS) and (problems := list(_unusable_numbers(value, key_path))):
@@ -135,16 +133,6 @@ class _Loader:
                 self.errors.append((other, f"{sentence}leave one of the two out"))
         return result
 
-    def _check_group(self, value: object, block_path: str) -> None:
-        """Check each key of a block that exists in UNSUPPORTED only."""
-        if isinstance(value, Mapping):
-            self.errors += [
-                (join_path(block_path, key), self._describe_unknown(block_path, key))
-                for key in self._check_values(value, block_path)
-            ]
-        elif not (value is None or value is False or _is_auto(value)):
-            self.errors.append((block_path, _not_an_object(block_path, value)))
-
     def _check_renamed(self, key_path: str, value: object) -> None:
         """Accept a deprecated key only with the default of today's key, or null."""
         today = RENAMED[key_path]
@@ -155,7 +143,7 @@ class _Loader:
         """Check a key of UNSUPPORTED. is_off: its block is switched off."""
         asked = value
         if entry.switch and isinstance(value, Mapping):
-            asked = value.get(entry.switch, False)
+            asked = value.get(entry.switch)
         if asked is None or entry.free or _is_one_of(entry.accepted, asked):
             return
         if entry.stage3 and self.stage is not None and self.stage < 3:
@@ -204,9 +192,6 @@ class _Loader:
 
     def _describe_unknown(self, block: str, key: str) -> str:
         sentence, supported = f"expected a key of {block or 'the configuration'}, got an unknown one", supported_keys()
-        if not block and "." in key and key in supported:
-            nested = key.replace(".", '": {"')
-            return f'{sentence}; write it nested: "{nested}": ...' + "}" * key.count(".")
         if block in ("optimizer", "scheduler"):
             return f"{sentence}; arguments of the constructor belong into {block}.params"
         if block and key in supported:
@@ -219,7 +204,7 @@ class _Loader:
 def nearest_keys(block: str, key: str) -> list[str]:
     """Return the full paths of the known keys closest to `key`: one that is very close in `block` ("" is the top
     level), or else up to three of one name in any block, the supported ones first."""
-    known = dict.fromkeys((*supported_keys(), *OTHER_NAMES, *UNSUPPORTED, *sorted(GROUPS)))
+    known = dict.fromkeys((*supported_keys(), *OTHER_NAMES, *UNSUPPORTED))
     in_block = [path for path in known if path.rpartition(".")[0] == block]
     for paths, similarity in ((in_block, 0.8), (list(known), 0.6)):
         names = [path.rpartition(".")[2] for path in paths]

@@ -60,18 +60,15 @@ def _is_text(source: str) -> bool:
 def _read_file(path: str | bytes) -> str:
     name = shorten(os.fsdecode(path), 1000)
     try:
-        with open(path, "rb") as file:
-            return file.read().decode("utf-8")
-    except FileNotFoundError:
-        problem = f'expected a configuration file, but there is none at "{name}"; check the path'
-        if not os.path.isabs(name):
-            problem += f' (taken relative to "{os.getcwd()}")'
-    except UnicodeDecodeError as error:
-        problem = f'expected UTF-8 text in "{name}", but byte {error.start} is not; save the file as UTF-8'
+        with open(path, encoding="utf-8") as file:
+            return file.read()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        problem = f'expected a readable configuration file at "{name}", but opening it failed ({reason})'
-    raise ConfigError([("", problem)])
+        reason = error.strerror if isinstance(error, OSError) else error
+        sentence = (
+            f'expected a configuration file in UTF-8 at "{name}" (the working folder is "{os.getcwd()}"), got: '
+            f"{reason}; check the path"
+        )
+        raise ConfigError([("", sentence)]) from None
 
 
 def _parse(text: str, origin: str | None) -> RawConfig:
