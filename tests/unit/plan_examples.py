@@ -47,7 +47,7 @@ def make_plan(**changes: Any) -> Plan:
     fields: dict[str, Any] = {
         "model": "models.gpt:build_model", "stage": 2, "world_size": 64, "nodes": 8, "rank": 0, "data_parallel": 64,
         "device": "cuda", "precision": "bf16", "micro_batch": 4, "accumulation": 2, "batch": "input_ids int64[4,1024]",
-        **dict.fromkeys(("parameters", "trained_parameters", "rank_parameters"), 7_500_000_000),
+        **dict.fromkeys(("parameters", "trained_parameters"), 7_500_000_000),
         "states": STATES, "at_rest": REST, "peak": make_peak(at_peak), "step_peak": make_peak(at_peak),
         "initialize_peak": make_peak(REST, "initialize", module="", module_class="GPT", op=""),
         "timeline": make_timeline(), "traffic": traffic, "host_waits": 0, "host": None, "disk": None, "host_peak": 0,

@@ -18,9 +18,6 @@ from zerolite.utils import network
 from zerolite.utils.network import SECRET_VARIABLE, is_loopback
 from zerolite.version import __version__
 
-JOIN_S = 120.0
-"""Seconds within which nodes that one command starts must meet."""
-
 EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "ZEROLITE_")
 """The ranks of all hosts get the variables with these prefixes from the host where the job is started."""
 
@@ -63,8 +60,7 @@ def make_plan(request: LaunchRequest) -> JobPlan:
     else:
         address = request.master_addr or first_address(hosts[0].name, local_node == 0)
         fields.update(master_addr=address, master_port=port or network.free_port())
-        fields.update(env=job_variables(request, os.environ), versions=own_versions())
-        fields.update(join_s=JOIN_S, cwd=os.getcwd())
+        fields.update(env=job_variables(request, os.environ), versions=own_versions(), cwd=os.getcwd())
     nodes = [
         NodeJob.of(request, node_rank=i, nproc=host.slots, devices=host.devices and list(host.devices), **fields)
         for i, host in enumerate(hosts)

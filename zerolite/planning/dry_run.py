@@ -244,7 +244,6 @@ class DryRun:
             "model": type(model).__name__,
             "parameters": sum(map(_unsharded_numel, model.parameters())),
             "trained_parameters": sum(map(_unsharded_numel, parts.reducer.parameters)),
-            "rank_parameters": sum(map(unpartitioned_numel, model.parameters())),
         }
 
     def _note_memory(self, moments: list[Peak], classes: dict[str, str]) -> None:

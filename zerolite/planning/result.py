@@ -143,7 +143,6 @@ class Plan(_Frozen):
 
     Attributes:
         parameters: elements of the full model.
-        rank_parameters: elements that this rank has, padding included.
         states: model states and buffers on the device, each item at its largest within a step. Figure 1 of the ZeRO
             paper counts the same.
         at_rest: items on the device between two steps.
@@ -174,7 +173,6 @@ class Plan(_Frozen):
     batch: str | None = Field(description="shapes and dtypes of one micro-batch; None if none was given")
     parameters: int
     trained_parameters: int
-    rank_parameters: int
     grid: str = Field(default="", description="dimensions of the ranks; empty for data parallelism alone")
     data_parallel: int = Field(description="ranks that have the same parameters")
     states: Items
