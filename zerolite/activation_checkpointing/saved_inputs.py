@@ -214,7 +214,7 @@ class InputSaver:
     @torch.no_grad()
     def save(self, tensors: Sequence[torch.Tensor]) -> tuple[list[SavedInput], Copy]:
         """Save the tensors. Return their saved inputs, and the copy to wait for before they are changed or freed."""
-        self._drop_prefetch()
+        self._prefetch = None  # of a backward that has not used it: a copy is waited for when it is freed
         saved: list[SavedInput] = []
         new: list[tuple[SavedInput, torch.Tensor]] = []
         for tensor in tensors:
@@ -269,8 +269,6 @@ class InputSaver:
         entries = list(dict.fromkeys(entry for entry in saved if entry.resident is None))
         fetched, self._prefetch = self._prefetch, None
         if fetched is None or fetched.saved != entries:
-            if fetched is not None:
-                fetched.copy.wait()
             fetched = self._fetch(entries)
         fetched.copy.wait()
         following = list(dict.fromkeys(entry for entry in needed_next if entry.resident is None))
@@ -287,9 +285,3 @@ class InputSaver:
             arrived[entry] = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._device)
             pairs.append((entry.offloaded, arrived[entry]))
         return _Prefetch(list(entries), arrived, self._copies.launch(pairs) if pairs else Copy())
-
-    def _drop_prefetch(self) -> None:
-        """Drop a prefetch that was not needed: a new forward has begun."""
-        if self._prefetch is not None:
-            self._prefetch.copy.wait()
-            self._prefetch = None

@@ -48,11 +48,8 @@ def _precision(config: ZeroliteConfig) -> Found:
         paths = f"communication_data_type {safe} torch_autocast.enabled"
         yield paths, expected, f'"{everywhere}" for all gradients', "keep one of the two"
     # Gradients add up in fp32 or in the dtype of the computation. Any other dtype loses bits without a gain.
-    dtype, path, switches = (
-        config.data_types.grad_accum_dtype,
-        "data_types.grad_accum_dtype",
-        "fp16.enabled bf16.enabled",
-    )
+    dtype, path = config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype"
+    switches = "fp16.enabled bf16.enabled"
     compute = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
     if dtype not in (None, "fp32", compute):
         expected = '"fp32"' if compute == "fp32" else f'"fp32" or "{compute}"'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +32,7 @@ class Monitoring:
         if monitor.enabled:
             parts.observers.add(self.log)
         if config.memory_breakdown and self._is_rank0:
-            self._report_every(self._report_memory)
+            parts.observers.on_settled.append(self._report_memory)
 
     def watch_module(self) -> list[RemovableHandle]:
         """Measure forwards if the config asks for it, and return the hooks on the model."""
@@ -49,7 +49,7 @@ class Monitoring:
             return []
 
         def report(step: int, means: Mapping[str, float]) -> None:
-            _print(describe(step, means))
+            print(describe(step, means), flush=True)
             self.log.write(step, {f"elapsed_time_ms_{phase}": mean for phase, mean in means.items()})
 
         clock = PhaseClock(self._parts.device, self._every, report)
@@ -65,19 +65,11 @@ class Monitoring:
             finalizers.append(weakref.finalize(engine, self._profiler.close))
         return finalizers
 
-    def _report_every(self, report: Callable[[int], None]) -> None:
-        """Call ``report`` with the step's number once in each interval, when the outcome of that step is known."""
-        every = self._every
-
-        def on_settled(step: int, norm: float) -> None:
-            if step % every == 0:
-                report(step)
-
-        self._parts.observers.on_settled.append(on_settled)
-
-    def _report_memory(self, step: int) -> None:
+    def _report_memory(self, step: int, norm: float) -> None:
+        if step % self._every:
+            return
         memory = memory_report(self._parts)
-        _print(f"step {step}: {memory}")
+        print(f"step {step}: {memory}", flush=True)
         others = {name: getattr(memory, name) for name in _OF_THE_ALLOCATOR}
         known_ones = {name: nbytes for name, nbytes in others.items() if nbytes is not None}
         elsewhere = {
@@ -87,7 +79,3 @@ class Monitoring:
             if nbytes
         }
         self.log.write(step, memory.items | elsewhere | known_ones, "Memory")
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
