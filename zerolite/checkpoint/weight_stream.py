@@ -123,7 +123,7 @@ def plan_buckets(plan: StreamPlan, options: StreamOptions) -> list[list[Piece]]:
             if not buckets or filled + piece.nbytes > options.bucket_bytes:
                 buckets.append([])
                 filled = 0
-            buckets[-1].append(replace(piece, names=names))
+            buckets[-1].append(piece if names == piece.names else replace(piece, names=names))
             filled += piece.nbytes
     return buckets
 
