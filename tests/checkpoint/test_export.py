@@ -53,13 +53,13 @@ def listing(directory: Path) -> list[str]:
 def test_files_are_filled_in_order_and_hold_at_most_what_was_asked_for() -> None:
     sizes = {"a": 6, "b": 4, "c": 1, "big": 30, "d": 10, "none": 0}
     entries = [ToStore(name, torch.uint8, (size,)) for name, size in sizes.items()]
-    files = plan_files(entries, "10B", {"x": "c", "y": "a", "z": "a"})
+    files = plan_files(entries, "10B", {"x": "c", "y": "a", "z": "a"}, {})
     assert [[entry.name for entry in file.entries] for file in files] == [["a", "b"], ["c"], ["big"], ["d", "none"]]
     assert [file.name for file in files] == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
     assert files[0].metadata == {"y": "a", "z": "a", "format": "pt"}
     assert files[1].metadata == {"x": "c", "format": "pt"}
-    assert [file.name for file in plan_files(entries, "51B", {})] == ["model.safetensors"]
-    assert [file.name for file in plan_files([], "51B", {})] == ["model.safetensors"]
+    assert [file.name for file in plan_files(entries, "51B", {}, {})] == ["model.safetensors"]
+    assert [file.name for file in plan_files([], "51B", {}, {})] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, "60B"), ("fp32", "5GB"), ("bf16", "60B"), ("fp16", "60B")])

@@ -19,6 +19,7 @@ from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
+from zerolite.checkpoint.export import export_checkpoint
 from zerolite.zero.inner_tensors import flattened
 
 LIBRARIES = ("bitsandbytes", "torchao")
@@ -148,7 +149,78 @@ def test_qlora_of_transformers(library: str, stage: int, tmp_path: Path) -> None
     assert_same_bits(streamed, flattened(merged.merge_and_unload().state_dict()), "merged")
     with zerolite.zero.GatheredParameters(engine.module):
         assert_same_bits(packed_of(engine.module), frozen, "packed weights after the stream")
+    if library == "torchao":  # PEFT puts other weights into the layers
+        names = [name for name, _ in engine.module.named_parameters()]
+        engine.module.merge_adapter()
+        merged_in_place = packed_of(engine.module)
+        assert any(not torch.equal(value, frozen[name]) for name, value in merged_in_place.items())
+        engine.full_state_dict()
+        with zerolite.zero.GatheredParameters(engine.module):
+            assert_same_bits(packed_of(engine.module), merged_in_place, "merged in place")
+        engine.module.unmerge_adapter()
+        quantized_again = packed_of(engine.module)
+        engine.save_checkpoint(str(tmp_path / "again"))
+        assert [name for name, _ in engine.module.named_parameters()] == names
+        with zerolite.zero.GatheredParameters(engine.module, modifier_rank=0):
+            engine.module.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.qdata.data.zero_()
+        engine.load_checkpoint(str(tmp_path / "again"))
+        with zerolite.zero.GatheredParameters(engine.module):
+            assert_same_bits(packed_of(engine.module), quantized_again, "quantized again")
     train_steps(engine, range(1))
+
+
+@installed("torchao")
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_transformers_loads_exported_weights_of_torchao(stage: int, tmp_path: Path) -> None:
+    """From files that the engine writes, and from an export of its checkpoint, in one file and in several."""
+    import transformers
+
+    save_base(tmp_path / "base")
+    dist.barrier()
+    model = quantized(tmp_path / "base", "torchao").unload()
+    for parameter in (model.lm_head.weight, model.model.norm.weight):
+        parameter.requires_grad_(True)
+    engine: Any = zerolite.initialize(model, at(stage, "bf16", optimizer=ADAMW))
+    train_steps(engine, range(2))
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    engine.save_16bit_model(str(tmp_path / "one"))
+    engine.save_16bit_model(str(tmp_path / "several"), max_shard_size="20KB")
+    wanted = flattened(engine.full_state_dict())
+    if dist.get_rank() == 0:
+        export_checkpoint(tmp_path / "saved", tmp_path / "exported")
+        assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+        for directory in (tmp_path / "one", tmp_path / "several", tmp_path / "exported"):
+            engine.module.config.save_pretrained(directory)
+            loaded: Any = transformers.LlamaForCausalLM.from_pretrained(directory)
+            assert type(loaded.model.layers[1].mlp.up_proj.weight).__name__ == "Int8Tensor"
+            found = flattened(loaded.state_dict())
+            assert found.keys() == wanted.keys()
+            assert_same_bits(found, {name: wanted[name] for name in found}, directory.name)
+    dist.barrier()
+
+
+@installed("torchao")
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_weight_of_torchao_that_two_layers_share(stage: int) -> None:
+    """It stays one weight, tied before its parameters are partitioned or after, and in a model that exists."""
+    for when in ("before", "after", "never"):
+        with zerolite.zero.Init(enabled=stage == 3 and when != "never"):
+            first, second = adapted("Int8Tensor")[0], adapted("Int8Tensor")[0]
+            if when == "before":
+                second.base.weight = first.base.weight
+                model = nn.Sequential(first, second)
+            else:
+                model = nn.Sequential(first, second)
+                second.base.weight = first.base.weight
+        engine: Any = zerolite.initialize(model, at(stage, "bf16", optimizer=ADAMW))
+        layers = {name[0] for name, _ in engine.module.named_parameters() if "base._weight" in name}
+        assert layers == {"0"}, when
+        state = engine.full_state_dict()
+        assert torch.equal(state["0.base.weight"].qdata, state["1.base.weight"].qdata), when
 
 
 class Adapted(nn.Module):

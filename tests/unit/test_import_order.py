@@ -37,6 +37,7 @@ THIRD_PARTY = {
     "zerolite.config": {"pydantic", "pydantic_core", "hjson"},
     "zerolite.optim.keyword_params": {"pydantic"},
     "zerolite.checkpoint": {"pydantic"},
+    "zerolite.checkpoint.huggingface": {"torchao"},
     "zerolite.launcher.processes": {"psutil"},
     "zerolite.sequence_parallel.huggingface": {"transformers"},
     "zerolite.utils.network": {"psutil"},

@@ -13,7 +13,7 @@ import torch
 
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.huggingface import INDEX, exported_dtype, plan_files, write_model
+from zerolite.checkpoint.huggingface import INDEX, exported_dtype, plan_files, torchao_metadata, write_model
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.state import StoredModel
@@ -60,7 +60,9 @@ def export_checkpoint(
     """
     reader = CheckpointReader(find(checkpoint))
     entries, aliases = reader.trust(lambda: _contents(reader, dtype, exclude_frozen))
-    plan = plan_files(entries.values(), max_shard_size, aliases)
+    names, quantized = {entry.name for entry in entries.values()}, reader.read_state(StoredModel).quantized
+    metadata = reader.trust(lambda: torchao_metadata(names, quantized))
+    plan = plan_files(entries.values(), max_shard_size, aliases, metadata)
     keys = {entry.name: key for key, entry in entries.items()}
     return write_model(out, plan, (_read(reader, keys[entry.name], entry) for file in plan for entry in file.entries))
 

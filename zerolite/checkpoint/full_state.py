@@ -13,7 +13,7 @@ import torch
 
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.full_model import FullModel, FullTensor
-from zerolite.checkpoint.huggingface import plan_files, write_model
+from zerolite.checkpoint.huggingface import plan_files, torchao_descriptions, torchao_metadata, write_model
 from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.parameter_access import ParameterAccess
@@ -200,7 +200,8 @@ class FullState:
         written = {clean(name): tensors[name] for name in first.values()}
         entries = [ToStore(name, known.exported_dtype(dtype), known.shape) for name, known in written.items()]
         aliases = {clean(name): clean(first[k.owner]) for name, k in tensors.items() if name != first[k.owner]}
-        plan = plan_files(entries, max_shard_size, aliases)
+        metadata = torchao_metadata(written.keys(), torchao_descriptions(self._parts.model))
+        plan = plan_files(entries, max_shard_size, aliases, metadata)
         lost: list[Exception] = []  # of a gather: then the other ranks' gathers have no partner, and this rank ends
 
         def gathered() -> Iterator[torch.Tensor | None]:
@@ -227,6 +228,7 @@ class FullState:
 
     def _full_model(self) -> FullModel:
         self._parts.param_gatherer.wait_all()
+        inner_tensors.take_in_replaced(self._parts.model)
         return FullModel(self._parts, _local_state_dict(self._parts.model), self._access)
 
     def _check_readable(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,10 @@ from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.filesystem import FileWriter
 from zerolite.checkpoint.safetensors import ToStore, build_header, bytes_of
+from zerolite.checkpoint.state import clean
 from zerolite.utils.dtypes import FLOATS
 from zerolite.utils.text import parse_size
+from zerolite.zero.inner_tensors import weights_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,7 +47,9 @@ class ModelFile:
         return sum(entry.nbytes for entry in self.entries)
 
 
-def plan_files(entries: Iterable[ToStore], max_shard_size: str | int, aliases: Mapping[str, str]) -> list[ModelFile]:
+def plan_files(
+    entries: Iterable[ToStore], max_shard_size: str | int, aliases: Mapping[str, str], metadata: Mapping[str, str]
+) -> list[ModelFile]:
     """Divide tensors, in the order given, into files of at most ``max_shard_size`` bytes, or of one larger tensor.
 
     Args:
@@ -53,6 +57,7 @@ def plan_files(entries: Iterable[ToStore], max_shard_size: str | int, aliases: M
         max_shard_size: bytes per file. Raises ValueError if it is invalid.
         aliases: other names of these tensors, with the name that is written. They go into the metadata of the file, as
             ``safetensors.torch.save_model`` does it.
+        metadata: further metadata of every file (:func:`torchao_metadata`).
     """
     limit = parse_size(max_shard_size)
     shards: list[list[ToStore]] = [[]]
@@ -71,10 +76,47 @@ def plan_files(entries: Iterable[ToStore], max_shard_size: str | int, aliases: M
         ModelFile(
             SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors",
             tuple(sorted(shard, key=lambda entry: -entry.dtype.itemsize)),  # so that every tensor is aligned
-            {alias: entry.name for entry in shard for alias in others.get(entry.name, ())} | {"format": "pt"},
+            {alias: entry.name for entry in shard for alias in others.get(entry.name, ())}
+            | {**metadata, "format": "pt"},
         )
         for number, shard in enumerate(shards, start=1)
     ]
+
+
+def torchao_descriptions(model: torch.nn.Module) -> dict[str, str]:
+    """Return what torchao's safetensors files say of each quantized weight that consists of other tensors: its class
+    and its attributes, in JSON, by name. Weights of classes that these files do not have are left out."""
+    found: dict[str, str] = {}
+    for name, weight in weights_of(model):
+        try:
+            from torchao.prototype.safetensors import safetensors_utils as torchao  # type: ignore[import-not-found]
+        except ImportError:
+            break
+        if type(weight).__name__ in torchao.ALLOWED_TENSORS_SUBCLASSES:
+            found[clean(name)] = json.dumps(weight, cls=torchao.TensorSubclassAttributeJSONEncoder)
+    return found
+
+
+def torchao_metadata(names: Set[str], quantized: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata by which transformers and torchao put quantized weights together again; {} if no file needs
+    it. transformers takes the list of names from one file, so every file has all of it.
+
+    Args:
+        names: of the tensors that are written.
+        quantized: :func:`torchao_descriptions` of the model's weights.
+    """
+    found: dict[str, str] = {}
+    inner: set[str] = set()
+    for name, description in quantized.items():
+        module, _, weight = name.rpartition(".")
+        keys = {f"{module}._{weight}_{key}" for key in json.loads(description)["_tensor_data_names"]}
+        if module and keys <= names:  # torchao reads no names without a dot
+            found[name] = description
+            inner |= keys
+    if found:
+        found |= dict.fromkeys((name for name in sorted(names - inner) if "." in name), '{"_type": "Tensor"}')
+        found["tensor_names"] = json.dumps(list(found))
+    return found
 
 
 def write_model(directory: Path, files: Sequence[ModelFile], values: Iterator[torch.Tensor]) -> list[Path]:

@@ -33,6 +33,7 @@ from zerolite.comm import collective
 from zerolite.tensor_parallel.shard_spec import names_of, shard_spec_of
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.flat import flattened
+from zerolite.zero.inner_tensors import take_in_replaced
 from zerolite.zero.stage3.available_parameters import refresh
 from zerolite.zero.stage3.partitioned_parameter import (
     AVAILABLE,
@@ -64,6 +65,7 @@ class ModelState:
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return each parameter once, by the first of its names in the full model."""
         parameters = {}
+        take_in_replaced(self.parts.model)
         for name, parameter in self.parts.model.named_parameters():
             names = names_of(parameter)
             parameters[clean(name if names is None else names[0])] = parameter

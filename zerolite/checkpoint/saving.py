@@ -18,6 +18,7 @@ from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import check_tag, default_tag, run_of_this_job
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.flat_ranges import Shard
+from zerolite.checkpoint.huggingface import torchao_descriptions
 from zerolite.checkpoint.manifest import Manifest, SavedGrid, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.random_state import save_random_state
@@ -233,7 +234,8 @@ class Saver:
         return _Offer(buffers, self._facts() if self._model_state.speaks_for_stage else None)
 
     def _facts(self) -> ModelFacts:
-        return replace(self._model_state.describe(), extra=self._model_state.extra_state())
+        extra, quantized = self._model_state.extra_state(), torchao_descriptions(self._parts.model)
+        return replace(self._model_state.describe(), extra=extra, quantized=quantized)
 
     def _shards(self, offers: Sequence[_Offer], exclude_frozen: bool) -> tuple[list[Shard], Scalars]:
         """Return the model's tensors that this rank writes, its random state, and states that are one number."""
@@ -288,6 +290,7 @@ class Saver:
             **self._parts.pipeline.state.state_dict(),
             "parameters": {name: entry.model_dump() for name, entry in model.parameters.items()},
             "buffers": {name: entry.model_dump() for name, entry in model.buffers.items()},
+            "quantized": model.quantized,
             "extra": model.extra,
             "optimizer": {"type": type(optimizer.inner).__name__, "groups": groups},
             "lr_scheduler": schedule,

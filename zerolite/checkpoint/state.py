@@ -135,10 +135,11 @@ class Counters(FileModel):
 
 
 class StoredModel(FileModel):
-    """The model's part of state.json."""
+    """The model's part of state.json. ``quantized``: see :class:`ModelFacts`."""
 
     parameters: dict[str, ParameterFacts]
     buffers: dict[str, TensorFacts]
+    quantized: dict[str, str] = {}
 
     def check(self, stored: Mapping[str, Sequence[int]], without_frozen: bool) -> None:
         """Raise ValueError if this file names a parameter that has no stored tensor, or another shape than is stored.
@@ -166,12 +167,14 @@ class ModelFacts:
         buffers: by name.
         groups: names of the parameters in each of the optimizer's param groups.
         extra: state that modules add to their state dict by ``get_extra_state``.
+        quantized: class and attributes of the quantized weights whose inner tensors are parameters, in torchao's JSON.
     """
 
     parameters: dict[str, ParameterFacts]
     buffers: dict[str, TensorFacts]
     groups: list[list[str]]
     extra: dict[str, Any] = field(default_factory=dict)
+    quantized: dict[str, str] = field(default_factory=dict)
 
 
 def joined(stages: Sequence[ModelFacts]) -> ModelFacts:
@@ -198,7 +201,8 @@ def joined(stages: Sequence[ModelFacts]) -> ModelFacts:
                 f"{len(stage.groups)} on stage {number}; expected as many on all, with or without parameters"
             )
         groups = [list(dict.fromkeys(pair[0] + pair[1])) for pair in zip(groups, stage.groups, strict=True)]
-    return ModelFacts(parameters, buffers, groups, extra)
+    quantized = {name: description for stage in stages for name, description in stage.quantized.items()}
+    return ModelFacts(parameters, buffers, groups, extra, quantized)
 
 
 class SavedState(StoredModel):

@@ -30,6 +30,7 @@ from zerolite.utils.text import list_of, name_ranks
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.engine_parts import EngineParts
 from zerolite.zero.grads import Change
+from zerolite.zero.inner_tensors import take_in_replaced
 from zerolite.zero.observers import StepObserver, UpdateFacts
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
@@ -200,6 +201,7 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer, warns: bool 
             names = dict.fromkeys((slot.name for slot in bucket.layout.slots), shared)
             yield SharedWeight(shared, names, "replicate")
     trained, untrained = {id(parameter) for parameter in buffer.parameters}, list[str]()
+    take_in_replaced(model)
     for name, parameter in model.named_parameters():
         if warns and parameter.requires_grad and id(parameter) not in trained:
             untrained.append(name)

@@ -23,14 +23,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerolite.utils.dtypes import is_quantized
+from zerolite.zero.flat import flattened as flattened_values
+from zerolite.zero.stage3.partitioned_parameter import sharded_param_of
 
 Tensor = torch.Tensor
 
 _WRAPPERS = "_zerolite_wrappers"  # attribute of a module: its wrappers by the weight's name
 _JOINS = "_zerolite_joins"  # attribute of a module: the handle of its hook that joins them
 _COPY = "__deepcopy__"
+_made = WeakTensorKeyDictionary()  # the parameter of an inner tensor, while the weight from before is there
 _inner_only = False  # state dicts have the inner tensors now
 
 
@@ -108,24 +112,63 @@ def separate(modules: Iterable[torch.nn.Module]) -> None:
 
     Other parameters stay, also those that consist of other tensors: trained ones, and DTensors.
     """
-    done: dict[int, tuple[Tensor, Tensor, Wrapper, dict[str, torch.nn.Parameter]]] = {}  # by the id of the first
     for module in modules:
         for name, weight in list(module._parameters.items()):
             if weight is None or weight.requires_grad or not consists_of_tensors(weight):
                 continue
-            if id(weight) not in done:
-                tensors: dict[str, Tensor] = {}
-                wrapper = Wrapper.of(weight, tensors)
-                is_dtensor = type(weight).__module__.startswith("torch.")
-                if is_dtensor or not any(is_quantized(inner.dtype) for inner in tensors.values()):
-                    continue
-                made = {key: torch.nn.Parameter(inner.detach(), False) for key, inner in tensors.items()}
-                done[id(weight)] = weight, wrapper.build(made), wrapper, made
-            _, built, wrapper, made = done[id(weight)]
+            tensors: dict[str, Tensor] = {}
+            wrapper = Wrapper.of(weight, tensors)
+            is_dtensor = type(weight).__module__.startswith("torch.")
+            if is_dtensor or not any(is_quantized(inner.dtype) for inner in tensors.values()):
+                continue
+            made = {key: _as_parameter(inner) for key, inner in tensors.items()}
             del module._parameters[name]
             module._parameters.update({f"_{name}{key}": parameter for key, parameter in made.items()})
-            vars(module)[name] = built
+            vars(module)[name] = wrapper.build(made)
             vars(module).setdefault(_WRAPPERS, {})[name] = wrapper
+
+
+def _as_parameter(inner: Tensor) -> torch.nn.Parameter:
+    """Return the parameter that an inner tensor is, or becomes: one for all modules that have its weight."""
+    if isinstance(inner, torch.nn.Parameter):  # the weight of another module, which has been separated
+        return inner
+    made: torch.nn.Parameter = _made.setdefault(inner, torch.nn.Parameter(inner.detach(), False))
+    return made
+
+
+def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights whose inner tensors are parameters of ``model``, with their names."""
+    for prefix, module in model.named_modules():
+        for name, _ in _wrappers_of(module):
+            yield f"{prefix}.{name}" if prefix else name, vars(module)[name]
+
+
+def take_in_replaced(model: torch.nn.Module) -> None:
+    """Write weights that a user has put in the places of separated ones since, as PEFT's merge does, into the inner
+    tensors, which are parameters of the model still. All ranks have the same ones.
+
+    Raises:
+        ValueError: a weight has other inner tensors than the one before.
+    """
+    for prefix, module in model.named_modules():
+        wrappers: dict[str, Wrapper] = vars(module).get(_WRAPPERS, {})
+        for name in list(wrappers):
+            weight, values = module._parameters.get(name), dict[str, Tensor]()
+            if weight is None or not consists_of_tensors(weight):
+                continue
+            wrapper = Wrapper.of(weight, values)
+            inner = {key: module.get_parameter(f"_{name}{key}") for key in wrappers[name].keys()}
+            if {key: p.shape for key, p in inner.items()} != {key: value.shape for key, value in values.items()}:
+                check_has_memory(f"{prefix}.{name}", weight)
+            for key, parameter in inner.items():
+                sharded_param, value = sharded_param_of(parameter), values[key].detach()
+                if sharded_param is None:
+                    parameter.data.copy_(value)
+                else:
+                    sharded_param.write(flattened_values(value, sharded_param.strides))
+            del module._parameters[name]
+            wrappers[name] = wrapper
+            vars(module)[name] = wrapper.build(inner)
 
 
 def attach(model: torch.nn.Module) -> None:
