@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .parallelism import ONE_CHUNK, TWO_CHUNKS
 
@@ -15,23 +15,14 @@ _ONE_OUT = "leave one of the two out"
 _ZERO = "zero_optimization"
 
 
-class Contradiction(NamedTuple):
-    """Keys that contradict each other, and a sentence. The error is reported at the first key."""
-
-    paths: list[str]
-    sentence: str
-
-
 Found = Iterator[tuple[str, str, object, str]]  # paths separated by blanks, what is expected, what came, what to do
 
 
-def find_contradictions(config: ZeroliteConfig) -> list[Contradiction]:
-    """Return all contradictions in the configuration, in a fixed order."""
-    return [
-        Contradiction(paths.split(), f"expected {expected}, got {got}; {remedy}")
-        for check in (_precision, _accumulation, _offload, _replicas, _parallelism, _experts, _pipeline)
-        for paths, expected, got, remedy in check(config)
-    ]
+def find_contradictions(config: ZeroliteConfig) -> Iterator[tuple[list[str], str]]:
+    """Yield keys that contradict each other, and a sentence. The error is reported at the first key."""
+    for check in (_precision, _accumulation, _offload, _replicas, _parallelism, _experts, _pipeline):
+        for paths, expected, got, remedy in check(config):
+            yield paths.split(), f"expected {expected}, got {got}; {remedy}"
 
 
 def _precision(config: ZeroliteConfig) -> Found:

@@ -81,7 +81,9 @@ class _Loader:
                 continue
             config.note_auto(key for key in (TRAIN, MICRO) if _is_auto(clean.get(key)))
             wrong = {path for path, _ in self.errors}
-            self.errors += [(c.paths[0], c.sentence) for c in find_contradictions(config) if not wrong & set(c.paths)]
+            for paths, contradiction in find_contradictions(config):
+                if not wrong & set(paths):
+                    self.errors.append((paths[0], contradiction))
             return config
         return None
 

@@ -95,7 +95,7 @@ def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
     """
     # model_copy does not validate, so the checks across keys run here.
     changed = config.model_copy(update={"zero_optimization": config.zero_optimization.model_copy(update=keys)})
-    found = [(entry.paths[0], entry.sentence) for entry in find_contradictions(changed)] + find_dropped(changed)
+    found = [(paths[0], sentence) for paths, sentence in find_contradictions(changed)] + find_dropped(changed)
     if found:
         raise ConfigError(found)
     return changed
