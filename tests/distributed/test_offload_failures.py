@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from tests.checkpoint.runs import differences, facts, make_engine
 from tests.distributed.test_offload import RUNS, engine_loop, offload
 from tests.toolkit import training
-from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
@@ -89,18 +90,19 @@ def test_an_error_of_any_request_is_not_forgotten(name: str, stage: int, points:
             noticed += 1
             assert error.startswith(("OSError", "UnexpectedEnd"))
             assert "bytes at byte" in error and str(tmp_path) in error
-            stepped, save = raised(engine.step), raised(lambda: engine.save_checkpoint(directory, tag="broken"))
-            assert not stepped or "the swap file of rank 0" in stepped
-            loop = raised(lambda: list(engine_loop(engine, recipe, 2)))
-            assert "the swap file of rank 0" in loop, "a step was done with what the disk has lost"
+            in_update = "has updated its parts of" in error  # otherwise gradients are lost, and nothing else
+            assert in_update or not differences(before[step], weights_and_states())
+            save = raised(lambda: engine.save_checkpoint(directory, tag="broken"))
             export = raised(lambda: engine.save_16bit_model(directory))
+            loop = raised(lambda: list(engine_loop(engine, recipe, 2)))
+            assert ("failed in its middle" in loop) == in_update == bool(loop), "a step was done with what is lost"
             if not save:
                 engine.load_checkpoint(directory, tag="broken")
                 assert not differences(before[step], weights_and_states()), "what the disk has lost was saved"
             else:
-                assert "the swap file of rank 0" in save
-            if "failed in its middle" in save:
-                assert "last checkpoint" in save and "failed in its middle" in export
+                assert "the swap file of rank 0" in save and "the swap file of rank 0" in export
+            if in_update:
+                assert "last checkpoint" in save and "failed in its middle" in save and "failed in its" in export
             engine.load_checkpoint(directory, tag="good")
             for step in (2, 3):
                 list(engine_loop(engine, recipe, step))
@@ -111,23 +113,23 @@ def test_an_error_of_any_request_is_not_forgotten(name: str, stage: int, points:
 
 
 @contextlib.contextmanager
-def losing_reads() -> Iterator[None]:
-    """All reads end too early."""
-    original, empty = AsyncIO._begin, os.open("/dev/null", os.O_RDONLY)
+def losing(kind: str) -> Iterator[None]:
+    """All reads end too early, or all writes fail for want of room."""
+    original, bad = AsyncIO._begin, os.open("/dev/null" if kind == "read" else "/dev/full", os.O_RDWR)
 
     def begin(self: AsyncIO, write: bool, fd: int, *args: Any) -> IOTask:
-        return original(self, write, fd if write else empty, *args)
+        return original(self, write, bad if write == (kind == "write") else fd, *args)
 
     try:
         with mock.patch.object(AsyncIO, "_begin", begin):
             yield
     finally:
         gc.collect()  # no request is under way
-        os.close(empty)
+        os.close(bad)
 
 
 @pytest.mark.fast("4-statistics")
-@pytest.mark.parametrize("where", ["statistics", "reductions", "sums over replicas"])
+@pytest.mark.parametrize("where", ["statistics", "norms", "reductions", "sums over replicas"])
 @on_ranks(4)
 def test_a_gradient_that_one_disk_has_lost_is_said_on_all(where: str, tmp_path: Path) -> None:
     """In the same step, in which nothing is updated; after that training goes on as if the batch had been dropped."""
@@ -136,24 +138,65 @@ def test_a_gradient_that_one_disk_has_lost_is_said_on_all(where: str, tmp_path: 
     engine, twin = training.make_engine(made, "Mlp"), training.make_engine(made, "Mlp")
     fails, before = dist.get_rank() == 1, training.snapshot(engine)
     for micro in range(2):
-        training.backward(engine, 0, micro)
+        with losing("write") if fails and micro and where == "norms" else contextlib.nullcontext():
+            training.backward(engine, 0, micro)
+            if where == "norms":
+                engine._parts.reducer.wait()
         if not micro:
             engine.step()
     if where == "reductions":  # which add to what earlier ones have stored, when they are waited for
         pass
     elif where == "statistics":  # which have the squares of what has left the device, unless somebody has changed it
         engine.module.first.weight.grad.copy_(torch.ones(13, 7, dtype=torch.bfloat16))
-    else:
+    elif where == "sums over replicas":
         engine._parts.reducer.wait()
-    with losing_reads() if fails else contextlib.nullcontext():
+    elif where == "norms":
+        norms = [p.grad.norm(torch.inf) for p in engine.module.parameters()]
+        assert any(map(torch.isnan, norms)), "a norm of what has gone"
+        assert_same_on_ranks({str(number): norm.isnan() for number, norm in enumerate(norms)})
+    with losing("read") if fails else contextlib.nullcontext():
         error = training.raised(lambda: engine.step(flush=True))
-    assert error.startswith("UnexpectedEnd" if fails else "RuntimeError: zerolite: rank 1 cannot make the update: ")
+    kinds = ("OSError", "UnexpectedEnd") if fails else "RuntimeError: zerolite: rank 1 cannot make the update: "
+    assert error.startswith(kinds)
     assert "the swap file of rank 1" in error
     assert_same_bits(training.snapshot(engine), before, where)
     engine.zero_grad()
     for one in (engine, twin):
         training.run_steps(one, 2, 1)
     assert_same_bits(training.snapshot(engine), training.snapshot(twin), where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, timeout=600)
+def test_an_update_in_which_one_disk_fails_is_said_on_all(stage: int, tmp_path: Path) -> None:
+    """In the same step, whatever request of the update fails; from the checkpoint on training goes on."""
+    zero = {**offload("nvme", tmp_path), "sub_group_size": 8192}
+    engine = training.make_engine(at(stage, "bf16", 1, 0.5, ADAMW, zero=zero), sizes={"width": 61, "hidden": 331})
+    training.run_steps(engine, 1, model="OddModel")
+    engine.save_checkpoint(str(tmp_path), tag="good")
+    fails, updated, last = dist.get_rank() == 1, set(), -1
+    while True:
+        training.backward(engine, 1, model="OddModel")
+        engine._parts.reducer.wait()  # what has failed before is a refusal
+        with failing(last + 1 if fails else -1) as requests:
+            error = training.raised(engine.step)
+        if not error:
+            break
+        last, (counted,) = last + 1, re.findall("has updated its parts of ([0-9]+) of [0-9]+ parameters", error)
+        updated.add(int(counted))
+        assert "the swap file of rank 1" in error and "load the last checkpoint" in error
+        assert error.startswith(("UnexpectedEnd", "OSError") if fails else "RuntimeError: zerolite: rank 1 failed in ")
+        training.backward(engine, 1, model="OddModel")
+        for call in (engine.step, lambda: engine.save_checkpoint(str(tmp_path), tag="bad"), engine.full_state_dict):
+            assert "an update has failed in its middle" in training.raised(call)
+        engine.load_checkpoint(str(tmp_path), tag="good")
+    assert not fails or last + 1 == len(requests) > 20
+    assert len(updated) > 1
+    wanted = training.snapshot(engine)
+    engine.load_checkpoint(str(tmp_path), tag="good")
+    training.run_steps(engine, 1, 1, model="OddModel")
+    assert_same_bits(training.snapshot(engine), wanted, "after the errors")
 
 
 # -------------------------------------------------------------------- disks that are not there, or full

@@ -273,8 +273,9 @@ class PartsBuilder:
             keep_buckets=self.device_kind == "cpu",
             alone=self.topology.world.world_size == 1,
         )
-        is_on_device = placements.is_accessible(placements.optimizer, on_host=False)
-        offloads = None if is_on_device else GradientTransfers(placements.device, self._transfers, self._observers)
+        offloads = None
+        if not placements.is_accessible(placements.optimizer, on_host=False):
+            offloads = GradientTransfers(placements.device, self._transfers, self._observers)
         return GradientMemory(self._groups, options, Backward(options.copy_factor), offloads)
 
     def _make_optimizer(self, choice: OptimizerChoice, param_groups: Groups) -> ShardedOptimizer:

@@ -140,13 +140,6 @@ class Bucket:
         else:
             self.reduced = self._offloaded.write_back(self.reduced)
 
-    def finish_lost(self) -> None:
-        """Wait for the reduction after :meth:`finish` has raised OSError. Who reads the mean gets the error again."""
-        assert self._offloaded is not None, "it was on the disk"
-        if self.local.pending is not None:
-            self.local.finish(None)
-        self.reduced = self._offloaded.stored
-
     def fetch(self) -> torch.Tensor:
         """Return the mean gradient on the device, a copy if it is offloaded."""
         assert self.reduced is not None
@@ -154,16 +147,15 @@ class Bucket:
         return self.reduced if offloaded is None or self.reduced is not offloaded.stored else offloaded.stage_in()
 
     def mean(self) -> torch.Tensor:
-        """Return the mean gradient as it is stored, after waiting for its write-back."""
-        if self._offloaded is not None:
-            self._offloaded.wait()
+        """Return the mean gradient as it is stored, after waiting for its write-back; NaN if the disk has lost it."""
         assert self.reduced is not None, "it is read after the reducer's finish()"
-        return self.reduced
+        offloaded = self._offloaded
+        return self.reduced if offloaded is None or self.reduced is not offloaded.stored else offloaded.values()
 
     def wait_for_storage(self) -> None:
-        """Wait until an offloaded mean gradient is stored."""
+        """Wait until an offloaded mean gradient is stored, or lost."""
         if self._offloaded is not None:
-            self._offloaded.wait()
+            self._offloaded.is_there()
 
     def clear_storage(self) -> None:
         """Forget an offloaded mean gradient, also one that the disk has lost."""
@@ -189,10 +181,7 @@ class Bucket:
     def take_mean(self) -> torch.Tensor:
         """Return the mean gradient as it is stored, for an update that consumes it. At stage 0 the next backward
         reuses its memory."""
-        if self._offloaded is not None:
-            self._offloaded.wait()
-        mean = self.reduced
-        assert mean is not None, "it is read after the reducer's finish()"
+        mean = self.mean()
         self.release()
         return mean
 

@@ -139,7 +139,7 @@ class Gradients:
 
     def _on_written(self, index: int) -> None:
         self._collector.forget(self._reducer.bucket_of[index].index)
-        self._buffer.placements.drop_reads()
+        self._reducer.drop_reads()
 
     def shard_of(self, gradient: ShardedGradient, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor that broadcasts to the parameter's shape."""
@@ -215,7 +215,7 @@ class Gradients:
         found_inf.copy_(torch.maximum(found_inf, bad.to(found_inf)))
 
     def _over_ranks(self, values: torch.Tensor, largest: bool) -> torch.Tensor:
-        """Reduce ``values`` [n] over ranks, in place: their sum, or with ``largest`` their maximum."""
+        """Reduce ``values`` [n], float64, over ranks: their sum, or with ``largest`` their maximum."""
         groups = self._reducer.groups
         if not self._reducer.keeps_shards and groups.experts is not None and not largest:
             raise RuntimeError(
@@ -224,8 +224,11 @@ class Gradients:
             )
         if not self._reducer.keeps_shards and groups.experts is None:  # every rank has the full gradient
             return values
-        if largest:
-            self._states.all_reduce_max(values, tag="access")
+        if largest:  # backends differ in what the larger of NaN and a number is
+            bad = values.isnan()
+            both = torch.stack([values.masked_fill(bad, -math.inf), bad.double()])
+            self._states.all_reduce_max(both, tag="access")
+            values = both[0].masked_fill(both[1] > 0, math.nan)
         else:
             self._states.all_reduce(values, tag="access").wait()
         return values
@@ -278,7 +281,7 @@ class Gradients:
             # In this dtype, or a gradient of no dimension would be multiplied in float64, unlike all others.
             number: Any = factor.to(device, _wide(dtype)) if isinstance(factor, torch.Tensor) else factor
             torch._foreach_mul_(alike, number)
-        self._buffer.placements.drop_reads()
+        self._reducer.drop_reads()
         if self._collector.latest is not None:
             self._collector.latest.rescale(factor, indices)
 

@@ -17,8 +17,9 @@ is updated. Its results are written back while the next one is updated.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,13 +40,22 @@ _MAX_WRITES = 2  # buckets under way; each of them holds its gradient on the dev
 # up to 4 Mi elements in any case: a stage of fewer costs more than it hides.
 _MIN_SUB_GROUPS = 16
 _MIN_NUMEL = 1 << 22
+_SHOWN = 5  # names in an error
 
 
 class GradientTransfers:
-    """Copies of the mean gradients of one rank, of all buckets. Nothing here is a collective."""
+    """Copies of the mean gradients of one rank, of all buckets. Nothing here is a collective.
+
+    If the disk loses a gradient, no error is raised there: other ranks wait for this one in whatever comes next. Its
+    readers get NaN, and the statistics, or the end of the update, tell all ranks.
+
+    Attributes:
+        lost: error by which the disk has lost a gradient since the last step.
+    """
 
     def __init__(self, device: torch.device, transfers: Transfers, observers: Observers) -> None:
         self.device, self.transfers, self._observers = device, transfers, observers
+        self.lost: OSError | None = None
         self.max_nbytes = 0  # of a bucket's gradient: staging buffers have this length, so each fits all
         self._writes: list[OffloadedGradient] = []  # under way
         self._last_read: Transfer = DONE
@@ -62,14 +72,22 @@ class GradientTransfers:
         for earlier in self._writes:
             earlier.advance()
         while len(self._writes) >= _MAX_WRITES:
-            self._writes[0].wait()
-        offloaded.wait()
+            self._writes[0].is_there()
+        offloaded.is_there()
         self._writes.append(offloaded)
 
     def end_write(self, offloaded: OffloadedGradient) -> None:
         """Note that no write of this gradient is under way."""
         if offloaded in self._writes:
             self._writes.remove(offloaded)
+
+    def on_lost(self, error: OSError) -> None:
+        """Note that the disk has lost a gradient."""
+        self.lost = self.lost or error
+
+    def clear(self) -> None:
+        """Forget the error: all gradients have been dropped."""
+        self.lost = None
 
     def keep_read(self, read: Transfer) -> None:
         """Keep a read whose copy the device waits for, and the host does not: its staging buffer is freed one read
@@ -94,58 +112,65 @@ class OffloadedGradient:
             dtype: its first dtype.
         """
         self.bucket = bucket
-        self._shared, self._placement = shared, placement
+        self._shared, self._placement, self._numel = shared, placement, numel
         self.stored = placement.zeros(numel, dtype, GRADIENTS)  # reused in every step
         self._write: Transfer = DONE
-        self._error: OSError | None = None  # the disk has lost the gradient
+        self._is_lost = False  # the disk has lost the gradient
 
     def write_back(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Begin to store a gradient that is on the device. Return the stored tensor, complete after :meth:`wait`."""
-        self._shared.begin_write(self, gradient)
-        if self.stored.dtype != gradient.dtype:
-            numel = self.stored.numel()
-            del self.stored
-            self.stored = self._placement.zeros(numel, gradient.dtype, GRADIENTS)
+        """Begin to store a gradient that is on the device. Return the stored tensor; :meth:`is_there` waits for it."""
         shared = self._shared
-        self._write = shared.transfers.write_back(gradient, self.stored, self._placement, shared.max_nbytes)
+        shared.begin_write(self, gradient)
+        try:
+            if self.stored.dtype != gradient.dtype or not self.stored.numel():
+                self.stored = gradient.new_empty(0)  # first its room on the disk is freed
+                self.stored = self._placement.zeros(self._numel, gradient.dtype, GRADIENTS)
+            self._write = shared.transfers.write_back(gradient, self.stored, self._placement, shared.max_nbytes)
+        except OSError as error:
+            self._lose(error)
         return self.stored
 
     def stage_in(self) -> torch.Tensor:
-        """Return a copy of the stored gradient on the device. Raises OSError if the disk fails."""
-        self.wait()
+        """Return a copy of the stored gradient on the device."""
         shared = self._shared
-        gradient = tag_memory(torch.empty_like(self.stored, device=shared.device), BUCKETS)
-        try:
-            read = shared.transfers.stage_in(self.stored, self._placement, gradient, shared.max_nbytes)
-            read.wait()
-        except OSError as error:
-            self._error = error
-            raise
-        shared.keep_read(read)
-        return gradient
+        gradient = tag_memory(torch.empty(self._numel, dtype=self.stored.dtype, device=shared.device), BUCKETS)
+        if self.is_there():
+            try:
+                read = shared.transfers.stage_in(self.stored, self._placement, gradient, shared.max_nbytes)
+                read.wait()
+                shared.keep_read(read)
+                return gradient
+            except OSError as error:
+                self._lose(error)
+        return gradient.fill_(torch.nan)
+
+    def values(self) -> torch.Tensor:
+        """Return the stored gradient."""
+        return self.stored if self.is_there() else self.stored.new_full((self._numel,), torch.nan)
+
+    def _lose(self, error: OSError) -> None:
+        self._is_lost = True
+        self._shared.on_lost(error)
 
     def advance(self) -> None:
         """Begin the second of two chained copies, if the first has ended."""
         with contextlib.suppress(OSError):  # the waiting call raises it
             self._write.advance()
 
-    def wait(self) -> None:
-        """Wait until the stored gradient is complete. If the disk has failed, raise OSError in every call until
-        :meth:`clear`, because the gradient is lost for all of its readers."""
+    def is_there(self) -> bool:
+        """Wait until the stored gradient is complete. Return False if the disk has lost it, until :meth:`clear`."""
         self._shared.end_write(self)
         write, self._write = self._write, DONE
         try:
             write.finish()
         except OSError as error:
-            self._error = error
-        if self._error is not None:
-            raise self._error
+            self._lose(error)
+        return not self._is_lost
 
     def clear(self) -> None:
         """Forget the gradient and its error."""
-        with contextlib.suppress(OSError):
-            self.wait()
-        self._error = None
+        self.is_there()
+        self._is_lost = False
         self._shared.keep_read(DONE)
 
 
@@ -185,6 +210,10 @@ class _SpanPlan(NamedTuple):
         gradient, master, out = (tensors.pop(name, None) for name in ("gradient", "master", "out"))
         assert gradient is not None and master is not None
         return SpanTensors(self.span, gradient, master, tensors, out)
+
+    def stored_tensors(self) -> SpanTensors:
+        """Return the stored tensors, for an update that is left out."""
+        return self.span_tensors({name: tensor.stored for name, tensor in self.tensors.items()})
 
 
 class _SubGroup(StagedTransfer):
@@ -251,6 +280,57 @@ class _SubGroup(StagedTransfer):
         self._copies.clear()
 
 
+class _Staging:
+    """The sub-groups of one update on their way: staged in, updated, written back.
+
+    Attributes:
+        stored: number of sub-groups whose results are stored.
+    """
+
+    def __init__(self, begins: Sequence[Callable[[], _SubGroup]], count: int) -> None:
+        """
+        Args:
+            begins: functions that begin to stage in a sub-group, in the order of the updates.
+            count: sub-groups under way at the same time.
+        """
+        self._begins, self._count, self.stored = deque(begins), count, 0
+        self._incoming: deque[_SubGroup] = deque()  # the first is the one to update
+        self._outgoing: deque[_SubGroup] = deque()
+
+    @property
+    def current(self) -> Sequence[SpanTensors]:
+        """Tensors of the sub-group to update."""
+        return self._incoming[0].spans
+
+    def stage_in(self) -> None:
+        """Wait for the sub-group to update. The one behind it is staged in meanwhile."""
+        while self._begins and len(self._incoming) < min(2, self._count):
+            self._incoming.append(self._begins.popleft()())
+        self._incoming[0].wait()
+
+    def write_back(self) -> None:
+        """Begin to write back the sub-group that has been updated."""
+        # The copies of earlier results to a staging buffer ran during this update. Begin their writes to disk.
+        for earlier in self._outgoing:
+            earlier.advance()
+        self._incoming[0].write_back()
+        self._outgoing.append(self._incoming.popleft())
+        # One buffer is updated and one is staged in, so the others may be written back.
+        self.finish(but=max(0, self._count - 2))
+
+    def finish(self, but: int = 0) -> None:
+        """Wait until all but the last ``but`` sub-groups are stored."""
+        while len(self._outgoing) > but:
+            self._outgoing.popleft().finish()
+            self.stored += 1
+
+    def abandon(self) -> None:
+        """Wait for what is still under way after an error."""
+        for unfinished in (*self._incoming, *self._outgoing):
+            with contextlib.suppress(Exception):
+                unfinished.finish()
+
+
 class OffloadUpdate:
     """Update of the buckets that it cannot access without staging, by sub-groups. The only collectives are those of the
     method's updates.
@@ -262,7 +342,8 @@ class OffloadUpdate:
     def __init__(
         self, buffer: ParameterBuffer, method: UpdateMethod, param_gatherer: ParamGatherer, transfers: Transfers
     ) -> None:
-        self._placements, self._method = buffer.placements, method
+        self._placements, self._layout, self._method = buffer.placements, buffer.layout, method
+        self._gradients = buffer.gradient_memory.offloads
         self._param_gatherer, self._transfers = param_gatherer, transfers
         self.groups: list[list[Span]] = []
 
@@ -284,50 +365,65 @@ class OffloadUpdate:
         Args:
             inputs: see :meth:`StepUpdate.run`.
 
-        Raises:
-            OSError: the disk failed. Then some masters are ahead of others.
+        Returns:
+            the error of the disk. From there on this rank has updated nothing, and has launched what the others launch.
         """
-        count = self._placements.options.buffer_count
         plans = [[self._plan_span(span) for span in spans] for spans in self.groups]
         sizes = [[tensor.nbytes for plan in group for tensor in plan.tensors.values()] for group in plans]
         buffer_bytes, longest = max(map(sum, sizes)), max(map(max, sizes))
-        incoming: deque[_SubGroup] = deque()  # the first is the one to update
-        outgoing: deque[_SubGroup] = deque()
+        begins = [functools.partial(self._begin, group, buffer_bytes, longest) for group in plans]
+        staging = _Staging(begins, self._placements.options.buffer_count)
+        failed: OSError | None = None
+
+        def attempt(action: Callable[[], None]) -> None:
+            nonlocal failed
+            try:
+                if failed is None:
+                    action()
+            except OSError as error:
+                failed = error
+
         try:
-            for index in range(len(self.groups)):
-                while len(incoming) < min(2, count) and index + len(incoming) < len(self.groups):
-                    incoming.append(self._begin(plans[index + len(incoming)], buffer_bytes, longest))
-                current = incoming[0]
-                current.wait()
+            for group in plans:
                 if inputs is not None:
-                    self._method.update(current.spans, inputs)
+                    attempt(staging.stage_in)
+                if inputs is not None and failed is None:
+                    attempt(functools.partial(self._method.update, staging.current, inputs))
+                    attempt(staging.write_back)
                 else:
-                    self._method.leave_out(current.spans)
-                # The copies of earlier results to a staging buffer ran during this update. Begin their writes to disk.
-                for earlier in outgoing:
-                    earlier.advance()
-                current.write_back()
-                outgoing.append(incoming.popleft())
-                # One buffer is updated and one is staged in, so the others may be written back.
-                while len(outgoing) > max(0, count - 2):
-                    outgoing.popleft().finish()
-                for tensors in current.spans:
-                    if tensors.span.last:
-                        tensors.span.bucket.release()
-                        self._param_gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
-            while outgoing:
-                outgoing.popleft().finish()
-        except BaseException:
-            for unfinished in (*incoming, *outgoing):
-                with contextlib.suppress(Exception):
-                    unfinished.finish()
-            raise
+                    self._method.leave_out([plan.stored_tensors() for plan in group])
+                for span, _ in group:
+                    if span.last:
+                        span.bucket.release()
+                        self._param_gatherer.gather_bucket(span.bucket, rounded=span.bucket.separate)
+            attempt(staging.finish)
+        finally:
+            staging.abandon()
+        return None if failed is None else self._describe(failed, staging.stored)
+
+    def _describe(self, error: OSError, stored: int) -> OSError:
+        """Return ``error`` with the parameters that have been updated: with those of ``stored`` sub-groups."""
+        missing = {
+            fragment.slot.index
+            for span in (span for spans in self.groups[stored:] for span in spans)
+            for fragment in span.bucket.fragments
+            if fragment.shard_start < span.high and span.low < fragment.shard_start + fragment.numel
+        }
+        names = [slot.name for slot in self._layout.slots if slot.index not in missing]
+        some = ", ".join(f"'{name}'" for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        return type(error)(
+            error.errno,
+            f"{error.strerror}. This rank has updated its parts of {len(names)} of {len(self._layout.slots)} parameters"
+            f"{f' ({some})' if names else ''}, and others may have updated all of theirs: load the last checkpoint",
+        )
 
     def _begin(self, plans: Sequence[_SpanPlan], buffer_bytes: int, longest: int) -> _SubGroup:
         buckets = [plan.span.bucket for plan in plans]
         self._param_gatherer.wait(buckets)  # a gather of the step before may still send what this update writes
         for bucket in buckets:
-            bucket.mean()  # waits for its write-back
+            bucket.wait_for_storage()
+        if self._gradients is not None and self._gradients.lost is not None:
+            raise self._gradients.lost
         on_host = buckets[0].updates_on_host or not self._placements.separate_memory
         return _SubGroup(plans, None if on_host else self._placements.device, self._transfers, buffer_bytes, longest)
 

@@ -60,7 +60,6 @@ class Reducer:
         bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
         reduces_each_backward: True if every backward reduces its buckets, and not only the last one of a step.
         keeps_shards: True if this rank keeps its shard of the mean gradient, and not the whole.
-        lost: error by which the disk of this rank has lost a gradient since the last step; the statistics tell it.
         by_group: True at stage 3, where ends of groups' backwards launch buckets, and no gradient.
         program_communicates: True if the program launches collectives of its own within backwards. The ranks need not
             agree on it: only a rank that waits there can hold up the others.
@@ -77,7 +76,6 @@ class Reducer:
         self.shown = ShownGradients()
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
-        self.lost: OSError | None = None
         self._engine_began = False  # a call of the engine, which all ranks make, has begun a backward
         self._in_flight: list[Bucket] = []
         self._learning = False  # the order is replaced at the end of the next backward that reduces
@@ -379,9 +377,6 @@ class Reducer:
         while len(self._in_flight) > but:
             try:
                 self._in_flight[0].finish()
-            except OSError as error:
-                self.on_lost(error)
-                self._in_flight[0].finish_lost()
             except BaseException:
                 self.current.on_gradient_lost()
                 raise
@@ -445,13 +440,19 @@ class Reducer:
             shards.append(value if value is None or self.keeps_shards else bucket.groups.states.shard(value))
         return shards
 
-    def on_lost(self, error: OSError) -> None:
-        """Note that the disk has lost a gradient: this rank launches what the others launch, and makes no update. Raise
-        ``error`` if there are no others."""
-        if self.groups.agree.world_size == 1:
-            self.current.on_gradient_lost()
-            raise error
-        self.lost = self.lost or error
+    @property
+    def lost(self) -> OSError | None:
+        """Error by which the disk of this rank has lost a gradient since the last step; the statistics tell it."""
+        return None if self._memory.offloads is None else self._memory.offloads.lost
+
+    def drop_reads(self) -> None:
+        """Note that a stored gradient was written as a tensor: see :meth:`Placements.drop_reads`."""
+        try:
+            self.buffer.placements.drop_reads()
+        except OSError as error:
+            if self._memory.offloads is None:
+                raise
+            self._memory.offloads.on_lost(error)
 
     @torch.no_grad()
     def drop(self, index: int) -> None:
@@ -462,11 +463,12 @@ class Reducer:
         bucket.local.drop(index)
         if bucket.reduced is not None and (part := bucket.mean_part(index)) is not None:
             part.zero_()
-            self.buffer.placements.drop_reads()
+            self.drop_reads()
 
     def clear(self) -> None:
         """Drop all gradients of the accumulation, after their use or unused."""
-        if self._memory.offloads is not None:  # first: a gradient that the disk has lost is added to no more
+        offloads = self._memory.offloads
+        if offloads is not None:  # first: a gradient that the disk has lost is added to no more
             for bucket in self.buffer.buckets:
                 bucket.clear_storage()
         if self.current.open:
@@ -478,7 +480,9 @@ class Reducer:
         if self.keeps_shards:
             self._memory.clear()  # stages 1 to 3 promise that no rank holds more than its shard between steps
         self.current.on_consumed()
-        self._engine_began, self.lost = False, None
+        self._engine_began = False
+        if offloads is not None:
+            offloads.clear()
         self.shown.close()
         self.used = set()  # the statistics of the last step still have this one
         self.bucket_sums.clear()

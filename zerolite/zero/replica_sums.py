@@ -57,7 +57,7 @@ class ReplicaSums(StepObserver):
             return reduce_in_set(bucket.groups.shard, full, tag, divisor, key)
         if key not in self._partial:
             return two_hops.reduce_scatter(full, tag, divisor, dtype, key)
-        pending = two_hops.reduce_scatter(full, tag, divisor, dtype, key, self._sum_of(bucket))
+        pending = two_hops.reduce_scatter(full, tag, divisor, dtype, key, bucket.fetch())
         del self._partial[key]  # not before: a launch that raises is made again
         bucket.release()
         return pending
@@ -67,7 +67,7 @@ class ReplicaSums(StepObserver):
         """Complete the sums that no backward has completed."""
         for key, divisor in sorted(self._partial.items()):
             bucket = self._reducer.buffer.buckets[key - 1]
-            part = self._sum_of(bucket)
+            part = bucket.fetch()
             # Undivided, as in a backward: so is what error feedback keeps of it. A copy: a launch that raises is made
             # again, with the same tensor.
             if self._unsent is None or self._unsent[0] != key:
@@ -76,15 +76,6 @@ class ReplicaSums(StepObserver):
             self._unsent = None
             del self._partial[key]
             self._reducer.replace_mean(bucket, pending)
-
-    def _sum_of(self, bucket: Bucket) -> torch.Tensor:
-        """Return the sum of this set; zeros where the disk has lost it, because the other replicas wait for a sum."""
-        try:
-            return bucket.fetch()
-        except OSError as error:
-            self._reducer.on_lost(error)
-            assert bucket.reduced is not None, "it has been lost"
-            return torch.zeros_like(bucket.reduced, device=bucket.device)
 
 
 def _two_hops_of(bucket: Bucket) -> TwoHops:

@@ -397,10 +397,7 @@ class StatsCollector:
             if number:  # fill_ passes it as an argument of a kernel; a copy from the host may wait for the device
                 weights[place].fill_(number)
         if self._is_counted:
-            try:
-                self._plan.add(squares, self._spans, reducer.owned_shards(self.noted))
-            except OSError as error:
-                reducer.on_lost(error)
+            self._plan.add(squares, self._spans, reducer.owned_shards(self.noted))
             if self._squares is not None:
                 squares += self._squares
         if reducer.lost is not None:

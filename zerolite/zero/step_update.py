@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from zerolite.comm import raise_together
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import Observers
@@ -90,7 +91,8 @@ class StepUpdate:
                 what the others do.
 
         Raises:
-            OSError: the disk failed. Then some masters are a step ahead of others.
+            OSError, RuntimeError: the disk of a rank has failed, on all ranks. Then some masters are a step ahead of
+                others.
         """
         self._method.begin(inputs)
         for notify in self._observers.on_update_begin if inputs is not None else ():
@@ -98,12 +100,18 @@ class StepUpdate:
         if self._order is not self._reducer.order:  # it was learned in a backward
             self.plan()
         try:
-            self._update_all(inputs)
+            failed = self._update_all(inputs)
+            if self.buffer.placements.on_disk:
+                agree, device = self.buffer.gradient_memory.groups.agree, self.buffer.placements.device
+                raise_together(agree, device, "update", failed, "zerolite", failed="failed in its update:")
+            elif failed is not None:
+                raise failed
         except BaseException as error:  # between two buckets it leaves some masters ahead
             self.failed_update = f"{type(error).__name__}: {error}"
             raise
 
-    def _update_all(self, inputs: UpdateInputs | None) -> None:
+    def _update_all(self, inputs: UpdateInputs | None) -> OSError | None:
+        """Return the error of the disk, if it has failed."""
         syncs, gatherer = self._method.syncs_masters, self.param_gatherer
         if self.buffer.gradient_memory.groups.rounds_values:
             gatherer.wait_all()
@@ -131,9 +139,9 @@ class StepUpdate:
                 self._method.leave_out(sub_group)
             for tensors in sub_group:
                 gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
-        if self._offload.groups:
-            self._offload.run(inputs)
+        failed = self._offload.run(inputs) if self._offload.groups else None
         gatherer.end_step()
+        return failed
 
     def check_no_failed_update(self) -> None:
         """Raise RuntimeError if an update has failed halfway and no checkpoint has been loaded since."""
