@@ -17,7 +17,7 @@ from benchmarks.null_communicator import NullCommunicator
 from zerolite.comm import Communicator, Pending, create, create_communicator, host_memory, second_communicator
 from zerolite.comm.communicator import NativeCommunicator
 from zerolite.comm.process_group import second_group
-from zerolite.comm.transport import ProcessGroupTransport
+from zerolite.comm.transport import Message, ProcessGroupTransport
 
 CPU = torch.device("cpu")
 
@@ -177,8 +177,8 @@ class _LateWork:
         self._done = True
 
 
-class Message:
-    """A message of gloo: it has ended once it is waited for, and must not be waited for again."""
+class RawMessage:
+    """Torch's handle of a message of gloo: it has ended once it is waited for, and must not be waited for again."""
 
     def __init__(self) -> None:
         self._waited = False
@@ -215,7 +215,7 @@ class LateGathers(NullCommunicator):
             self.events.append(("wait", bucket))
             return full.copy_(values)
 
-        return Pending([Message(), Message()], (full,), finish)
+        return Pending([Message(RawMessage()), Message(RawMessage())], (full,), finish)
 
     def of(self, event: str) -> list[int]:
         return [bucket for name, bucket in self.events if name == event]

@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.toolkit.transports import LateGathers, Message
+from tests.toolkit.transports import LateGathers, RawMessage
 from tests.unit.test_launches import make_engine, stack, train
 from zerolite.comm import dry_communicator
+from zerolite.comm.transport import Message
 from zerolite.utils import torch_private
 from zerolite.zero import param_gatherer
 
@@ -99,7 +100,7 @@ def test_with_the_key_off_and_where_nothing_is_to_be_hidden_gathers_end_with_the
     train(engine)
     assert not comm.of("wait"), "the default"
     _, engine = overlapping(stack())
-    with mock.patch.object(Message, "is_completed", lambda self: True):
+    with mock.patch.object(RawMessage, "is_completed", lambda self: True):
         train(engine)
     assert {type(p) for p in engine._parts.model.parameters()} == {nn.Parameter}
 
@@ -408,6 +409,31 @@ def test_a_wait_that_was_interrupted_is_repeated() -> None:
     train(engine)
 
 
+def test_a_message_is_waited_for_once_whenever_a_handler_waits_too() -> None:
+    raw = mock.Mock()
+    message = Message(raw)
+    raw.wait.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        message.wait()
+    raw.wait.side_effect, handlers, before = None, [message.wait], raw.wait.call_count
+
+    def is_completed() -> bool:
+        result = raw.wait.call_count > before
+        while handlers:  # of a signal that comes now
+            handlers.pop()()
+        return result
+
+    raw.is_completed = is_completed
+    for _ in range(3):
+        message.wait()
+    assert raw.wait.call_count == before + 1
+    raw.is_completed, raw.wait.side_effect = lambda: True, RuntimeError("a peer has gone")
+    failed = Message(raw)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="has gone"):
+            failed.wait()
+
+
 def test_where_torch_cannot_hide_weights_gathers_end_with_the_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -443,7 +469,7 @@ def test_at_the_end_of_a_process_a_rank_that_does_not_come_is_waited_for_in_vain
     _, engine = overlapping(model)
     train(engine)
     late = mock.Mock(side_effect=RuntimeError("Timed out"))
-    with mock.patch.object(Message, "wait", late):
+    with mock.patch.object(RawMessage, "wait", late):
         param_gatherer._end_in_time()
     ((timeout,),) = {call.args for call in late.mock_calls}
     assert 50 < timeout.total_seconds() <= param_gatherer.END_S

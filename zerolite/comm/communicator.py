@@ -54,7 +54,6 @@ class Pending:
         self._keep = list(keep)
         self._finish = finish
         self._result = result
-        self._is_waiting = False  # a wait has begun, and may have been interrupted
         self.entry: Raw | None = None
 
     def arrived(self) -> bool:
@@ -71,12 +70,7 @@ class Pending:
             if self.call is not None:
                 recorder.note_wait(self.call)
             if self._works:
-                again, self._is_waiting = self._is_waiting, True
-                try:
-                    wait_for(self._works, self.entry, again)
-                except RuntimeError:  # of a collective that has failed: every further wait for it raises at once
-                    self._is_waiting = False
-                    raise
+                wait_for(self._works, self.entry)
             if self._finish is not None:  # otherwise a signal's handler has waited meanwhile
                 self._result = self._finish()
                 self._works, self._keep, self._finish = [], [], None
@@ -93,17 +87,15 @@ class Pending:
         Raises:
             RuntimeError: another rank has gone, or did not come in time. Nothing can be sent to it after that.
         """
-        for work in self._works if WAIT.on_device else ():
+        for work in tuple(self._works):
+            if not WAIT.on_device:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                continue
             work.wait()
             while not work.is_completed():  # NCCL would count a timeout of ``wait`` from the launch, and abort
                 if time.monotonic() > deadline:
                     raise RuntimeError("timed out")
                 time.sleep(0.001)
-        while self._works and not WAIT.on_device:
-            if not (self._is_waiting and self._works[0].is_completed()):
-                self._works[0].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            del self._works[0]
-            self._is_waiting = False
 
 
 class Chained(Pending):

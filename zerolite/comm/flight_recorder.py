@@ -173,30 +173,19 @@ class Wait:
         self._waited = 0.0  # seconds for which looks have seen this wait
         self._looked = 0.0  # time of the last look
 
-    def wait_for(self, works: list[Any], entry: Raw | None = None, again: bool = False) -> None:
+    def wait_for(self, works: list[Any], entry: Raw | None = None) -> None:
         """Wait for collectives. Raises RuntimeError if one fails.
 
         On CUDA the current stream waits, not the host. There the works stay known until the next call, so that the
         watchdog can see if the device is stuck. Elsewhere those that have ended leave the list.
-
-        Args:
-            again: an earlier wait for these works has not ended: an exception (Ctrl-C) or a signal's handler, which
-                waits now, has interrupted it.
         """
         self.number += 1
         self.entry, self.works = entry, works
         try:
-            if self.on_device:
-                for work in works:
-                    work.wait()
-            else:
-                while works:
-                    work = works[0]
-                    if not (again and work.is_completed()):  # a message of gloo must not be waited for twice
-                        work.wait()
-                    again = False
-                    if works and works[0] is work:  # no handler of a signal has waited meanwhile
-                        del works[0]
+            for work in tuple(works):
+                work.wait()
+                if not self.on_device and works and works[0] is work:  # no handler of a signal has waited meanwhile
+                    del works[0]
         except RuntimeError as error:
             self._raise_explained(error)
         if not self.on_device:

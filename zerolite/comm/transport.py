@@ -31,12 +31,37 @@ class Work(Protocol):
         ...
 
     def is_completed(self) -> bool:
-        """Return True if the operation has ended or failed.
-
-        A message of gloo tells only once it is waited for. It must not be waited for twice: the second wait ends at the
-        timeout.
-        """
+        """Return True if the operation has ended or failed. A message of gloo tells only once it is waited for."""
         ...
+
+
+_NO_LIMIT = timedelta(0)
+
+
+class Message:
+    """A message of gloo, which may be waited for several times. Torch's own handle must not: a second wait for it ends
+    at the timeout of the group.
+
+    A wait may be interrupted by an exception (Ctrl-C) or by the handler of a signal, which waits too.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._has_begun, self._has_ended = work, False, False
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> None:
+        again, self._has_begun = self._has_begun, True
+        if again and self._work.is_completed():  # the wait before has ended, and could not note it
+            return
+        if not self._has_ended:  # last: Python runs no handler between this line and the wait
+            try:
+                self._work.wait(timeout)
+            except RuntimeError:  # every further wait raises at once
+                self._has_begun = False
+                raise
+            self._has_ended = True
 
 
 # torch 2.13 renamed these two and warns at the old names.
@@ -115,13 +140,13 @@ class ProcessGroupTransport:
         """Send ``tensor`` to ``receive`` with the same ``number``, of at most 31 bits, on rank ``target``."""
         work = dist.isend(tensor, dst=self._global_ranks[target], group=self.group, tag=number)
         assert work is not None, "None is for ranks outside the group"
-        return work
+        return Message(work)
 
     def receive(self, tensor: torch.Tensor, source: int, number: int) -> Work:
         """Receive into ``tensor`` what rank ``source`` sends with the same ``number``."""
         work = dist.irecv(tensor, src=self._global_ranks[source], group=self.group, tag=number)
         assert work is not None, "None is for ranks outside the group"
-        return work
+        return Message(work)
 
     def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
         """Map the memory of every rank and return it as uint8 [nbytes], by rank. Waits for the other ranks.
