@@ -71,6 +71,28 @@ def test_keys_are_matched_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(sent[0], sent[2]), "both send the same call"
 
 
+@pytest.mark.parametrize(("values", "kind"), [((1, 1.0), float), ((1.0, 1), float), ((1, True), int)])
+def test_ranks_get_a_number_of_one_type(values: Any, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[torch.Tensor]] = []
+
+    def note(tensor: torch.Tensor, comm: object) -> torch.Tensor:
+        sent[-1].append(tensor)
+        return torch.stack([tensor] * 2)
+
+    monkeypatch.setattr(metrics, "_all_gather", note)
+    for value in values:
+        sent.append([])
+        reduce(value, "sum")
+    widest = max(len(packed) for _, packed in sent)
+    heads = torch.stack([head for head, _ in sent])
+    packed = torch.stack([torch.nn.functional.pad(packed, (0, widest - len(packed))) for _, packed in sent])
+    for value in values:
+        answers = iter([heads, packed])
+        monkeypatch.setattr(metrics, "_all_gather", lambda tensor, comm, answers=answers: next(answers))
+        result = reduce(value, "sum")
+        assert type(result) is kind and result == 2
+
+
 @pytest.mark.parametrize(
     ("value", "op", "words"),
     [

@@ -39,17 +39,20 @@ def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> 
             raise ValueError(f"expected real numbers, got {tensor.dtype} at {path}; use torch.view_as_real")
         if tensor.dtype == torch.uint64:
             raise ValueError(f"expected numbers that fit in int64, got torch.uint64 at {path}; convert it")
-        return tensor.unsqueeze(0)
+        # A second row says that a number is no integer here: then the result is none on any rank.
+        is_float = isinstance(item, numbers.Real) and not isinstance(item, numbers.Integral)
+        return tensor.expand(2) if is_float else tensor.unsqueeze(0)
 
     def combined(item: Any, rows: list[torch.Tensor]) -> object:
         dtype = rows[0].dtype
-        wide = torch.cat(rows).to(torch.float64 if dtype.is_floating_point or op == "mean" else torch.int64)
+        wide = torch.cat([row[:1] for row in rows]).to(
+            torch.float64 if dtype.is_floating_point or op == "mean" else torch.int64
+        )
         result = OPS[op](wide, 0)
         if not isinstance(item, torch.Tensor):
             number = float(result)
-            return (
-                int(number) if isinstance(item, numbers.Integral) and op != "mean" and number.is_integer() else number
-            )
+            is_integer = op != "mean" and number.is_integer() and all(len(row) == 1 for row in rows)
+            return int(number) if is_integer else number
         return result.to(dtype if dtype.itemsize > 2 else torch.float32) if dtype.is_floating_point else result
 
     return _over_ranks(f"engine.reduce, op={op}", value, row, combined, comm, device)
