@@ -226,6 +226,8 @@ def test_what_gradients_were_multiplied_by_is_in_all_that_reads_them(stage: int,
     torch.mul(first.grad, 3.0, out=first.grad)
     first.grad.lerp_(torch.ones_like(first.grad), 0.5)
     torch.testing.assert_close(first.grad.clone().float(), (shown.float() * 3 + 1) / 2, rtol=0, atol=4 * atol)
+    torch._foreach_lerp_([p.grad for p in parameters], [torch.ones_like(p.grad) for p in parameters], 0.5)
+    torch.testing.assert_close(first.grad.clone().float(), (shown.float() * 3 + 3) / 4, rtol=0, atol=4 * atol)
     norm, factor = engine.clip_gradients(1e9), torch.tensor(1e-4, dtype=torch.float16)
     torch._foreach_mul_([p.grad for p in parameters], factor)
     assert engine.clip_gradients(1e9) == pytest.approx(norm * float(factor), rel=1e-6)

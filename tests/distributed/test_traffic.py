@@ -21,6 +21,7 @@ from tests.toolkit.stage3_cases import left_gathered
 from tests.toolkit.traffic import Adapted, Checkpointed, Conditioned, Tied, Tower, plain_calls
 from tests.toolkit.training import engine_window, loss_of, make_engine, snapshot
 from zerolite.comm import use_communicator
+from zerolite.engine.engine_base import parts_of
 
 
 def calls_of_a_step(config: dict[str, Any]) -> tuple[list[Any], int]:
@@ -30,7 +31,7 @@ def calls_of_a_step(config: dict[str, Any]) -> tuple[list[Any], int]:
         with zerolite.comm.record() as recorder:
             engine_window(engine, "OddModel", step, config["gradient_accumulation_steps"])
             engine.get_global_grad_norm()
-            engine.module  # noqa: B018 waits for the gathers that are still in flight
+            parts_of(engine).param_gatherer.wait_all()
     return plain_calls(recorder), sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
 
 

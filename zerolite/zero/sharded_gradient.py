@@ -238,16 +238,14 @@ def _change_lists(function: OpOverload, targets: Sequence[Any], *args: Any, **kw
     """Run one of torch's ``_foreach`` functions in place on this rank's parts of several gradients, in one call."""
     if not (_are_of_one(targets) and written_arguments(function, (targets, *args), kwargs)):
         return NotImplemented
-    rest: list[Any] = []
-    for argument in args:
-        if isinstance(argument, (list, tuple)):
-            if not all(map(_fits, argument, targets)):
-                return NotImplemented
-            argument = list(map(_part, targets, argument))
-        rest.append(argument)
+    lists = [argument for argument in args if isinstance(argument, (list, tuple))]
+    if not all(all(map(_fits, argument, targets)) for argument in lists):
+        return NotImplemented
     source = targets[0].source
     source.note_change(_name(function), _numbers(args, kwargs), len(targets))
     parts = [target.source.open(target.slot.index) for target in targets]
+    dtypes = [part.dtype for part in parts]
+    rest = [list(map(_part, targets, each, dtypes)) if isinstance(each, (list, tuple)) else each for each in args]
     function(parts, *rest, **kwargs)
     for target, part in zip(targets, parts, strict=True):
         source.close(target.slot.index, part)
