@@ -300,8 +300,9 @@ class Around(torch.optim.Optimizer):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
-def test_an_optimizer_that_counts_in_groups_over_several_buckets(stage: int) -> None:
-    """Each update of a bucket is a call of it, and a step counts once, also on a rank without a part of a group."""
+def test_an_optimizer_that_counts_in_groups_over_several_buckets(stage: int, tmp_path: Path) -> None:
+    """On disk each update of a bucket is a call of it, and a step counts once, also on a rank without a part of a
+    group."""
     found = []
     for plain in (True, False):
         model = models.build(models.Mlp)
@@ -310,7 +311,8 @@ def test_an_optimizer_that_counts_in_groups_over_several_buckets(stage: int) -> 
         others = [p for p in parameters if p.dim() == 1]
         groups = [{"params": weights}, {"params": others, "lr": 0.125}, {"params": [last]}]
         own = Around(torch.optim.SGD(groups, lr=0.0625))
-        made = at(stage)
+        disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "sub_group_size": 1}
+        made = at(stage, zero=disk if stage == 2 else {})
         del made["optimizer"]
         forward: Any = model
         if not plain:

@@ -326,27 +326,59 @@ def test_a_second_hop_that_raises_is_launched_before_the_next_first_one(
     assert hop == "compressed" or all(map(torch.equal, *results)), "what nobody sends has no values to compare"
 
 
-@pytest.mark.parametrize("at", ["launch", "wait", "store"])
+@pytest.mark.parametrize("at", ["launch", "half", "wait", "store"])
 def test_sums_over_replicas_that_raise_go_on_where_they_have_stopped(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the launch of the first second hop of three, in the wait for it, and behind that."""
+    """In the launch of the first second hop of three, or of its second half, in the wait for it, and behind that."""
     calls, means = [], []
+    monkeypatch.setattr(Platform, "queues", lambda self, tensor: at == "half")
+    monkeypatch.setattr(Platform, "side_stream", Queues.side_stream)
     for fails in (False, True):
         torch.manual_seed(1)
         engine = make_engine(Simulated(0, 4), stack(3), 2, sets=2, gradient_accumulation_steps=2)
         engine.backward(engine(torch.ones(2, 8)).sum())
         engine._parts.reducer.wait()
-        assert len(engine._parts.groups.partial) == 3
+        groups = engine._parts.groups
+        assert len(groups.partial) == 3
+        if at == "half":
+            groups.two_hops.second = Compression(groups.replicate).all_reduce
         with record() as recorder, monkeypatch.context() as patch:
             if fails:
-                owner = {"launch": engine._parts.groups.two_hops, "wait": LocalSum, "store": bucket_module}[at]
-                no_memory(patch, owner, {"launch": "second", "wait": "finish", "store": "tag_memory"}[at])
+                owner, name = {
+                    "launch": (groups.two_hops, "second"),
+                    "half": (groups.replicate, "all_gather"),
+                    "wait": (LocalSum, "finish"),
+                    "store": (bucket_module, "tag_memory"),
+                }[at]
+                no_memory(patch, owner, name)
                 with pytest.raises(torch.OutOfMemoryError):
                     engine._parts.pipeline.finish_reductions()
             engine._parts.pipeline.finish_reductions()
         assert engine._parts.reducer.finished
         calls.append([(call.op, call.dimension, call.key) for call in recorder.calls])
         means.append(mean_gradients(engine))
-    assert calls[0] == calls[1] and len(calls[0]) == 3 and all(map(torch.equal, *means))
+    assert calls[0] == calls[1] and len(calls[0]) == (6 if at == "half" else 3)
+    assert at == "half" or all(map(torch.equal, *means)), "what nobody sends has no values to compare"
+
+
+def test_a_closing_launch_that_raises_adds_the_sum_of_the_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one of a backward, whose gradients have all come."""
+    means = []
+    for fails in (False, True):
+        torch.manual_seed(1)
+        engine = make_engine(Simulated(0, 4), stack(3), 2, sets=2, gradient_accumulation_steps=2)
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        loss = engine(torch.full((2, 8), 3.0)).sum()
+        with monkeypatch.context() as patch:
+            if fails:
+                no_memory(patch, engine._parts.groups.two_hops, "reduce_scatter", 2)
+                with pytest.raises(torch.OutOfMemoryError):
+                    engine.backward(loss)
+            else:
+                engine.backward(loss)
+        engine._parts.pipeline.finish_reductions()
+        means.append(mean_gradients(engine))
+    assert all(map(torch.equal, *means))
 
 
 @pytest.mark.parametrize(("name", "at"), [("empty", 0), ("quantize", 0), ("empty", 1), ("all_to_all", 0)])
