@@ -359,7 +359,7 @@ class OffloadUpdate:
         limit = min(self._placements.options.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
         self.groups = [group for side in buckets.values() for group in sub_groups(side, limit, alignment)]
 
-    def run(self, inputs: UpdateInputs | None) -> None:
+    def run(self, inputs: UpdateInputs | None) -> OSError | None:
         """Update all sub-groups, and all-gather each bucket as soon as it is updated.
 
         Args:
