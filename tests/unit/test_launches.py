@@ -330,8 +330,7 @@ def test_a_second_hop_that_raises_is_launched_before_the_next_first_one(
 def test_sums_over_replicas_that_raise_go_on_where_they_have_stopped(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the launch of the first second hop of three, or of its second half, in the wait for it, and behind that."""
     calls, means = [], []
-    monkeypatch.setattr(Platform, "queues", lambda self, tensor: at == "half")
-    monkeypatch.setattr(Platform, "side_stream", Queues.side_stream)
+    platform = Queues() if at == "half" else Platform()
     for fails in (False, True):
         torch.manual_seed(1)
         engine = make_engine(Simulated(0, 4), stack(3), 2, sets=2, gradient_accumulation_steps=2)
@@ -341,7 +340,7 @@ def test_sums_over_replicas_that_raise_go_on_where_they_have_stopped(at: str, mo
         assert len(groups.partial) == 3
         if at == "half":
             groups.two_hops.second = Compression(groups.replicate).all_reduce
-        with record() as recorder, monkeypatch.context() as patch:
+        with use_platform(platform), record() as recorder, monkeypatch.context() as patch:
             if fails:
                 owner, name = {
                     "launch": (groups.two_hops, "second"),
