@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ import zerolite
 from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises
+from zerolite.checkpoint.huggingface import torchao_descriptions
+from zerolite.zero.inner_tensors import separate, weights_of
 
 
 class Packed(nn.Parameter):
@@ -147,6 +151,25 @@ def test_quantized_parameters_keep_their_bits(precision: str, stage: int, init: 
         load(state)
     assert_quantized(copied.state_dict(), half, classes=False)
     assert_quantized(engine.module.state_dict(), half, classes=False)
+    weight, scale = torch.full((8, 8), 7, dtype=torch.int8), torch.full((8, 1), 0.5)
+    model.wrapped = nn.Parameter(Scaled(weight, scale), False)  # as a merge of adapters does
+    state = engine.full_state_dict()
+    assert torch.equal(state["wrapped"].qdata, weight) and torch.equal(state["wrapped"].scale, scale)
+    model.wrapped = nn.Parameter(Scaled(weight.to(torch.float8_e4m3fn), scale), False)
+    with raises(ValueError, "'wrapped'", "torch.int8", "torch.float8_e4m3fn"):
+        engine.full_state_dict()
+
+
+def test_a_torchao_without_the_names_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names have changed before; a checkpoint is saved all the same."""
+    names = "torchao.prototype.safetensors.safetensors_utils".split(".")
+    for count in range(1, 5):
+        name = ".".join(names[:count])
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    model = Quantized()
+    separate([model])
+    assert [name for name, _ in weights_of(model)] == ["wrapped"]
+    assert torchao_descriptions(model) == {}
 
 
 @on_ranks(1)

@@ -62,6 +62,7 @@ def test_keys_that_are_not_strings() -> None:
     errors = errors_of({1: 2, "fp16": {None: 1}, "optimizer": {"type": "x", "params": {3: 4}}})
     assert set(errors) == {"1", "fp16.None", "optimizer.params.3"}
     assert all("string as the key" in sentence for sentence in errors.values())
+    assert list(errors_of({"fp16": {"half\udc80": 1}})) == ["fp16.half\\udc80"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,13 @@ def test_the_other_spelling_of_a_block() -> None:
     errors = errors_of({"bfloat16": {"enabled": 1, "enbled": True, "check_overflow": False}})
     assert set(errors) == {"bfloat16.enabled", "bfloat16.enbled", "bfloat16.check_overflow"}
     on = {"enabled": True, "bf16_optimizer_states": True}
-    assert list(errors_of({"bfloat16": on})) == ["bfloat16.bf16_optimizer_states"]
+    (sentence,) = errors_of({"bfloat16": on}).values()
+    assert "expected bfloat16.bf16_master_weights_and_grads = true" in sentence, "sentences are told in it too"
+    (sentence,) = errors_of(grads("fp16", bfloat16=ON)).values()
+    assert '"fp32" or "bf16"' in sentence
+    hierarchy = {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}
+    (sentence,) = errors_of({"zero_optimization": hierarchy}).values()
+    assert "beside zero_optimization.mics_shard_size" in sentence
 
 
 @pytest.mark.parametrize(("other", "name"), [pair for pair in OTHER_NAMES.items() if "." in pair[0]])
@@ -232,7 +239,8 @@ def test_blocks_with_a_switch(path: str, entry: Key) -> None:
     load_config(nested(path, {entry.switch: entry.accepted[0], "another": "anything"}))
     errors = errors_of(nested(path, {entry.switch: 12345}))
     assert list(errors) == [path] and f"only {entry.switch} = " in errors[path]
-    load_config(nested(path, {"another": "anything"}))
+    for off in ({"another": "anything"}, False, None):
+        load_config(nested(path, off))
 
 
 @pytest.mark.parametrize(

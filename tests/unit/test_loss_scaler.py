@@ -105,7 +105,7 @@ def test_refuses_a_broken_state_and_keeps_its_own(changes: dict, word: str) -> N
     ("options", "words"),
     [({"scale": 0.0}, "scale must be"), ({"scale": -1.0, "dynamic": False}, "scale must be"),
      ({"scale": math.inf}, "scale must be"), ({"scale": 2.0**127}, "up to 2\\*\\*126"),
-     ({"scale": 2.0, "min_scale": 4.0}, "below min_scale"), ({"window": 0}, "window"), ({"window": 1.5}, "window"),
+     ({"scale": 2.0, "min_scale": 4.0}, "fp16.min_loss_scale"), ({"window": 0}, "window"), ({"window": 1.5}, "window"),
      ({"hysteresis": 0}, "hysteresis"), ({"min_scale": 0.0}, "min_scale"),
      ({"window": 0, "hysteresis": 0}, "window.*hysteresis")],
 )  # fmt: skip

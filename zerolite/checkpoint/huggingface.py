@@ -89,11 +89,14 @@ def torchao_descriptions(model: torch.nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, weight in weights_of(model):
         try:
-            from torchao.prototype.safetensors import safetensors_utils as torchao  # type: ignore[import-not-found]
-        except ImportError:
+            from torchao.prototype.safetensors.safetensors_utils import (  # type: ignore[import-not-found]
+                ALLOWED_TENSORS_SUBCLASSES,
+                TensorSubclassAttributeJSONEncoder,
+            )
+        except ImportError:  # torchao 0.14 has other names
             break
-        if type(weight).__name__ in torchao.ALLOWED_TENSORS_SUBCLASSES:
-            found[clean(name)] = json.dumps(weight, cls=torchao.TensorSubclassAttributeJSONEncoder)
+        if type(weight).__name__ in ALLOWED_TENSORS_SUBCLASSES:
+            found[clean(name)] = json.dumps(weight, cls=TensorSubclassAttributeJSONEncoder)
     return found
 
 

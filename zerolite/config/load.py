@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
@@ -47,7 +48,8 @@ def load_config(source: Mapping[str, object] | str | os.PathLike[str] | Zerolite
         raise ConfigError([("", "expected a configuration, got values nested too deeply to be one")]) from None
     if raw.duplicates or loader.errors or config is None:
         raise ConfigError(
-            raw.duplicates + [(loader.as_written(path), text) for path, text in loader.errors], raw.origin
+            raw.duplicates + [(loader.as_written(path), loader.as_written(text)) for path, text in loader.errors],
+            raw.origin,
         )
     config = drop_ineffective(config, loader.without_effect)
     config.note_without_effect([(loader.as_written(path), text) for path, text in config.without_effect])
@@ -87,12 +89,11 @@ class _Loader:
             return config
         return None
 
-    def as_written(self, path: str) -> str:
-        """Return the path with the name that the user has written, if it has two."""
+    def as_written(self, text: str) -> str:
+        """Return a path or a sentence with the names that the user has written, where keys have two."""
         for name, other in self.written.items():
-            if path == name or path.startswith(f"{name}."):
-                return other + path.removeprefix(name)
-        return path
+            text = re.sub(rf'(?<![\w."]){re.escape(name)}(?![\w"])', other, text)  # not in quotes: a value
+        return text
 
     # ---------------------------------------------------------------- the walk over the raw values
 
@@ -104,6 +105,8 @@ class _Loader:
             known = isinstance(name, str) and "." not in name
             if not isinstance(name, str):
                 self.errors.append((key_path, f"expected a string as the key, got {show(name)}; write it in quotes"))
+            elif name.encode("utf-8", "ignore").decode() != name:  # pydantic takes no half of a character
+                self.errors.append((key_path, self._describe_unknown(path, name)))
             elif known and key_path in RENAMED:
                 self._check_renamed(key_path, value)
             elif known and key_path in UNSUPPORTED:
@@ -146,6 +149,8 @@ class _Loader:
         asked = value
         if entry.switch and isinstance(value, Mapping):
             asked = value.get(entry.switch)
+        elif entry.switch and value is False:
+            return
         if asked is None or entry.free or _is_one_of(entry.accepted, asked):
             return
         if entry.stage3 and self.stage is not None and self.stage < 3:

@@ -71,7 +71,10 @@ class LossScaler:
             if not _positive(min_scale):
                 errors.append(f"min_scale must be a positive number, but is {min_scale!r}")
             elif _positive(scale) and scale < min_scale:
-                errors.append(f"the initial scale is {scale!r}, which is below min_scale = {min_scale!r}")
+                errors.append(
+                    f"the initial scale (2 to the power of fp16.initial_scale_power) is {scale!r}, which is below "
+                    f"min_scale (fp16.min_loss_scale) = {min_scale!r}"
+                )
         if errors:
             raise ValueError("The loss scaler cannot be made: " + "; ".join(errors) + ".")
         self.dynamic = dynamic

@@ -158,8 +158,12 @@ def take_in_replaced(model: torch.nn.Module) -> None:
                 continue
             wrapper = Wrapper.of(weight, values)
             inner = {key: module.get_parameter(f"_{name}{key}") for key in wrappers[name].keys()}
-            if {key: p.shape for key, p in inner.items()} != {key: value.shape for key, value in values.items()}:
-                check_has_memory(f"{prefix}.{name}", weight)
+            before, after = ({key: _kept(tensor) for key, tensor in of.items()} for of in (inner, values))
+            if before != after:
+                raise ValueError(
+                    f"zerolite: expected '{prefix + '.' * bool(prefix)}{name}' to have inner tensors like those of the "
+                    f"weight before, {before}, got {after} in a {type(weight).__name__}; quantize it in the same way"
+                )
             for key, parameter in inner.items():
                 sharded_param, value = sharded_param_of(parameter), values[key].detach()
                 if sharded_param is None:
@@ -169,6 +173,11 @@ def take_in_replaced(model: torch.nn.Module) -> None:
             del module._parameters[name]
             wrappers[name] = wrapper
             vars(module)[name] = wrapper.build(inner)
+
+
+def _kept(inner: Tensor) -> tuple[object, ...]:
+    """Return what an inner tensor has in common with one that takes its place: its shape, and a quantized dtype."""
+    return (*inner.shape, *([inner.dtype] if is_quantized(inner.dtype) else ()))
 
 
 def attach(model: torch.nn.Module) -> None:
