@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#define ZL_ABI 7  // raised with every change of the interface; the Python side compares it
+#define ZL_ABI 8  // raised with every change of the interface; the Python side compares it
 
 enum zl_dtype { ZL_NONE = 0, ZL_F32 = 1, ZL_BF16 = 2, ZL_F16 = 3 };
 
@@ -36,7 +36,6 @@ typedef struct {
 // Tensors are lists of flat arrays; the i-th of every list has the same length. A segment is
 // (tensor, start, numel, row): elements [start, start + numel) of the tensor-th arrays, updated with rows[row].
 // Segments do not overlap. `factor` multiplies every gradient. If `skip` is not 0, nothing is changed. Both may be null.
-// With `uses`, segment i is left alone if uses[use[i]] is 0; it is updated in any case if use[i] is -1.
 // `outs` are null for ZL_NONE. Otherwise they hold the parameters rounded to `out_dtype` and receive the updated ones. If
 // an element differs from the rounded parameter, the user has written it, and the update starts from that value.
 typedef struct {
@@ -54,9 +53,6 @@ typedef struct {
   int64_t row_count;
   const float* factor;
   const float* skip;
-  const int64_t* use;  // [segments], or null together with `uses`
-  const double* uses;  // [use_count], where the tensors are
-  int64_t use_count;
   zl_threads threads;
 } zl_update;
 

@@ -107,12 +107,6 @@ bool ends_of(const Call& call, int64_t unit, int64_t limit, std::vector<int64_t>
   return true;
 }
 
-bool good_indices(const zl_update& call) {
-  for (int64_t i = 0; call.use && i < call.segments; i++)
-    if (call.use[i] < -1 || call.use[i] >= (call.uses ? call.use_count : 0)) return false;
-  return true;
-}
-
 int32_t quant(const zl_quant& call, zl::QuantRange zl::Path::*range) {
   const zl::Path* path = find_path(call.isa);
   if (!path) return ZL_BAD_ISA;
@@ -137,7 +131,7 @@ ZL_EXPORT int32_t zl_cpu_update(const zl_update* call) {
   if (call->out_dtype != ZL_NONE && call->out_dtype != ZL_BF16 && call->out_dtype != ZL_F16) return ZL_BAD_DTYPE;
   if (call->skip && *call->skip != 0.0f) return ZL_OK;
   std::vector<int64_t> ends;
-  if (!ends_of(*call, 1, call->row_count, ends) || !good_indices(*call)) return ZL_BAD_TABLE;
+  if (!ends_of(*call, 1, call->row_count, ends)) return ZL_BAD_TABLE;
   const int64_t total = ends.empty() ? 0 : ends.back();
   if (!total) return ZL_OK;
   spread(call->threads, total, UPDATE_GRAIN, 64,

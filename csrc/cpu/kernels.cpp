@@ -107,8 +107,7 @@ void update_range(const zl_update& call, const int64_t* ends, int64_t begin, int
     const int64_t* segment = call.table + i * ZL_TABLE_COLUMNS;
     const int64_t stop = ends[i] < end ? ends[i] : end;
     const int64_t shift = segment[1] + segment[2] - ends[i];  // from the common numbering to the tensor's
-    const bool used = !call.use || call.use[i] < 0 || call.uses[call.use[i]] != 0.0;
-    if (begin < stop && used) update_segment<Rule>(call, segment, begin + shift, stop + shift);
+    if (begin < stop) update_segment<Rule>(call, segment, begin + shift, stop + shift);
     begin = stop > begin ? stop : begin;
   }
 }

@@ -1,6 +1,6 @@
-// The entry points of the CUDA library. They take the calls of ../kernels.h, in which `factor`, `skip`, `uses`,
-// `partial`, `sums`, `packed`, `error` and the arrays of params, grads, states, outs and values lie on the
-// device, all else on the host.
+// The entry points of the CUDA library. They take the calls of ../kernels.h, in which `factor`, `skip`, `partial`,
+// `sums`, `packed`, `error` and the arrays of params, grads, states, outs and values lie on the device, all else on the
+// host.
 // They return ZL_OK, a zl_error, or the negative of a cudaError_t, and never wait for the device.
 //
 // A table too large for a launch's arguments (zl_cuda_*_bytes is not 0) is given in two copies: `filled`, on the host,
@@ -29,9 +29,6 @@ int32_t check(const zl_update& call) {
   if (call.rule < 0 || call.rule >= ZL_RULES) return ZL_BAD_RULE;
   if (!is_float(call.param_dtype) || !is_float(call.grad_dtype) || !is_float(call.state_dtype)) return ZL_BAD_DTYPE;
   if (call.out_dtype != ZL_NONE && call.out_dtype != ZL_BF16 && call.out_dtype != ZL_F16) return ZL_BAD_DTYPE;
-  if (call.use_count > INT32_MAX) return ZL_BAD_TABLE;
-  for (int64_t i = 0; call.use && i < call.segments; i++)
-    if (call.use[i] < -1 || call.use[i] >= (call.uses ? call.use_count : 0)) return ZL_BAD_TABLE;
   return zl::good_table(call, call.row_count, zl::UPDATE_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
 }
 
@@ -84,8 +81,7 @@ ZL_EXPORT const char* zl_cuda_error_string(int32_t code) {
     case ZL_BAD_RULE: return "unknown rule";
     case ZL_BAD_DTYPE: return "a dtype that is not fp32, bf16 or fp16";
     case ZL_BAD_TABLE:
-      return "a segment that is not within its tensor or names a row, a use or a group that is not there, or too many "
-             "elements";
+      return "a segment that is not within its tensor or names a row that is not there, or too many elements";
     case ZL_BAD_ROWS: return "rows that are not aligned, too short for their codes and scales, or not of 8 or 4 bits";
     default: return code < 0 ? cudaGetErrorString((cudaError_t)-code) : "unknown code";
   }
@@ -109,7 +105,6 @@ ZL_EXPORT int32_t zl_cuda_update(const zl_update* call, const void* filled, cons
   const zl::UpdateKernel kernel = zl::update_kernel_for(*call);
   zl::UpdateArguments a{call->factor,
                         call->skip,
-                        call->uses,
                         (int8_t)call->param_dtype,
                         (int8_t)call->grad_dtype,
                         (int8_t)call->state_dtype,

@@ -10,8 +10,7 @@ constexpr int UPDATE_CHUNK = 4096;  // elements of a block
 constexpr int UPDATE_BLOCKS = 4;    // blocks that fit on a multiprocessor: limits a thread to 64 registers
 
 // Elements [begin, end) of arrays whose start was moved down by `begin` elements, so that groups of four elements are
-// aligned in all arrays. If the arrays are aligned differently, `begin` and `aligned` are 0. `use` is an index
-// in the arguments' `uses`, or -1.
+// aligned in all arrays. If the arrays are aligned differently, `begin` and `aligned` are 0.
 struct UpdatePiece {
   char* param;
   const char* grad;
@@ -19,20 +18,18 @@ struct UpdatePiece {
   char* out;
   int64_t end;
   int8_t begin, aligned;
-  int32_t use;
   float row[ZL_COLUMNS];
 };
 
 struct UpdateArguments {
   const float* factor;
   const float* skip;
-  const double* uses;
   int8_t param_dtype, grad_dtype, state_dtype, out_dtype;
   Table<UpdatePiece> table;
 };
 static_assert(sizeof(UpdateArguments) <= 4096, "the arguments of a launch have 4 KB");
 // Only types that the compilers of host and device lay out in the same way.
-static_assert(sizeof(UpdatePiece) == 88 && sizeof(UpdateArguments) == 56 + 42 * 96, "as both compilers see it");
+static_assert(sizeof(UpdatePiece) == 88 && sizeof(UpdateArguments) == 48 + 42 * 96, "as both compilers see it");
 
 #ifdef ZL_HOST_ONLY
 
@@ -140,7 +137,6 @@ __global__ void __launch_bounds__(THREADS, UPDATE_BLOCKS) update_kernel(const __
   const int64_t* ends = a.table.all_ends();
   const int i = find_piece(ends, a.table.count, blockIdx.x);
   const UpdatePiece& piece = a.table.piece(i);
-  if (piece.use >= 0 && a.uses[piece.use] == 0.0) return;
   const int64_t chunk = (int64_t)blockIdx.x - (i ? ends[i - 1] : 0);
   const UpdateChunk<Rule, P, G, S> elements(a, piece, chunk * UPDATE_CHUNK);
   elements.update(Rule(piece.row, a.factor ? *a.factor : 1.0f));
@@ -192,7 +188,6 @@ struct UpdateMaker {
     for (int j = 1; j < 5; j++)
       if (at[j] && past_quad(at[j], size[j]) != begin) piece->aligned = 0;
     piece->begin = piece->aligned ? (int8_t)begin : (int8_t)0;
-    piece->use = call.use ? (int32_t)call.use[i] : -1;
     for (int j = 0; j < 5; j++)
       if (at[j]) at[j] -= piece->begin * size[j];
     piece->end = piece->begin + numel;

@@ -148,8 +148,6 @@ class Problem:
     dtypes: Dtypes = field(default_factory=Dtypes)
     factor: float | None = None
     skip: float | None = None
-    use: torch.Tensor | None = None
-    uses: torch.Tensor | None = None
 
     def run(self, kernels: Updates, offset: int = 0) -> list[torch.Tensor]:
         """Updates copies that begin ``offset`` elements further than a boundary of 64 bytes, each kind of array at
@@ -168,9 +166,8 @@ class Problem:
         states, outs = (rest, []) if self.dtypes.out is None else (rest[:-1], rest[-1])
         factor, skip = (None if x is None else torch.tensor(x) for x in (self.factor, self.skip))
         call = UpdateCall(
-            self.rule.rule.number, params, grads, tuple(states), outs, self.table, self.rows, factor, skip, self.use,
-            self.uses,
-        )  # fmt: skip
+            self.rule.rule.number, params, grads, tuple(states), outs, self.table, self.rows, factor, skip
+        )
         kernels.update(call)
         changeable = [arrays for kind, arrays in enumerate(placed) if kind != 1]
         for one in placed[1]:
@@ -190,9 +187,8 @@ class Problem:
     def _named(self) -> list[torch.Tensor]:
         """Return a mask for each tensor: the elements that lie in a segment."""
         masks = [torch.zeros(p.numel(), dtype=torch.bool) for p in self.params]
-        used = [True] * len(self.table) if self.use is None else [i < 0 or bool(self.uses[i]) for i in self.use]
-        for (tensor, start, numel, _), allowed in zip(self.table.tolist(), used, strict=True):
-            masks[tensor][start : start + numel] |= allowed
+        for tensor, start, numel, _ in self.table.tolist():
+            masks[tensor][start : start + numel] = True
         return masks
 
 

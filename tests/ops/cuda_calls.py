@@ -68,8 +68,6 @@ def make_call(
     table: Sequence[Sequence[int]] | None = None,
     factor: float | None = None,
     skip: float | None = None,
-    use: Sequence[int] | None = None,
-    uses: Sequence[float] = (),
 ) -> UpdateCall:
     """offset(array, tensor): elements before the tensor-th array of list 0 (parameters), 1 (gradients), 2 and 3
     (states), 4 (outs). table: by default a segment for each tensor, with the rows in turn."""
@@ -89,8 +87,6 @@ def make_call(
     outs = [written(new, old) for new, old in zip(arrays(4, out), arrays(0, param), strict=True)] if out else []
     segments = torch.tensor(table, dtype=torch.int64).reshape(-1, 4)
     scalars = [None if one is None else torch.tensor([one]) for one in (factor, skip)]
-    if use is not None:
-        scalars += [torch.tensor(use, dtype=torch.int64), torch.tensor(uses, dtype=torch.float64)]
     return UpdateCall(rule, arrays(0, param), arrays(1, grad), states, outs, segments, rows, *scalars)
 
 
@@ -116,10 +112,10 @@ def copy_call(call: UpdateCall, device: torch.device | str = "cpu") -> UpdateCal
     def arrays(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [copy_tensor(tensor, device) for tensor in tensors]
 
-    factor, skip, uses = (None if one is None else one.to(device) for one in (call.factor, call.skip, call.uses))
+    factor, skip = (None if one is None else one.to(device) for one in (call.factor, call.skip))
     return dataclasses.replace(
         call, params=arrays(call.params), grads=arrays(call.grads), states=[arrays(states) for states in call.states],
-        outs=arrays(call.outs), factor=factor, skip=skip, uses=uses,
+        outs=arrays(call.outs), factor=factor, skip=skip,
     )  # fmt: skip
 
 

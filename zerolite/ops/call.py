@@ -34,9 +34,6 @@ class UpdateCall:
         rows: fp32 [rows, 8] on the CPU, the scalars of csrc/rules.h.
         factor: fp32, one element on the tensors' device, by which gradients are multiplied; None for 1.
         skip: the same shape; if it is not zero, nothing is changed. None for 0.
-        use: int64 [segments] on the CPU: segment i is left alone if ``uses[use[i]]`` is zero. It is updated in any case
-            if ``use[i]`` is -1, or without ``use``.
-        uses: float64 [n] on the tensors' device; with ``use`` only.
         arguments: the C structure, which the kernels make in the first launch.
     """
 
@@ -49,8 +46,6 @@ class UpdateCall:
     rows: torch.Tensor
     factor: torch.Tensor | None = None
     skip: torch.Tensor | None = None
-    use: torch.Tensor | None = None
-    uses: torch.Tensor | None = None
     arguments: ctypes.Structure | None = field(default=None, init=False, repr=False, compare=False)
 
 

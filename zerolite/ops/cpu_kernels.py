@@ -19,7 +19,7 @@ _ERRORS = {
     1: "unknown rule",
     2: "a dtype that is not fp32, bf16 or fp16",
     3: "an instruction set that this processor lacks",
-    4: "the table has a segment that is not within its tensor, or names a row, a use or a group that is not there",
+    4: "the table has a segment that is not within its tensor, or names a row that is not there",
     5: "rows that are not aligned, too short for their codes and scales, or not of 8 or 4 bits",
 }
 

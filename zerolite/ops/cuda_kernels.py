@@ -40,8 +40,8 @@ class CudaKernels:
 
     During the capture of a CUDA graph there is no copy: a longer table becomes several launches. A replay uses the
     addresses, the table and the rows of scalars (lr, bias correction) of the captured call. It reads anew only what is
-    on the device: the tensors' elements, ``factor``, ``skip`` and ``uses``. Run a call once before it is captured, so
-    that its kernel is loaded.
+    on the device: the tensors' elements, ``factor`` and ``skip``. Run a call once before it is captured, so that its
+    kernel is loaded.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

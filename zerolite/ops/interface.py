@@ -10,7 +10,7 @@ import torch
 from zerolite.ops.call import QuantCall, SquaresCall, UpdateCall
 from zerolite.utils.builder import declare
 
-ABI = 7
+ABI = 8
 NORM_CHUNK = 16384
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -41,9 +41,6 @@ class Update(Structure):
         ("row_count", c_int64),
         ("factor", c_void_p),
         ("skip", c_void_p),
-        ("use", c_void_p),
-        ("uses", c_void_p),
-        ("use_count", c_int64),
         ("threads", Threads),
     ]
 
@@ -70,7 +67,6 @@ class Update(Structure):
             outs=outs if call.outs else None,
             table=call.table.data_ptr(),
             row_count=call.rows.shape[0],
-            use=None if call.use is None else call.use.data_ptr(),
             threads=threads or Threads(),
         )
 
@@ -81,8 +77,6 @@ class Update(Structure):
         self.rows = call.rows.data_ptr()
         self.factor = None if call.factor is None else call.factor.data_ptr()
         self.skip = None if call.skip is None else call.skip.data_ptr()
-        if call.uses is not None:
-            self.uses, self.use_count = call.uses.data_ptr(), call.uses.numel()
 
 
 class Norm(Structure):

@@ -22,9 +22,9 @@ from zerolite.utils.dtypes import FLOATS, HALF
 class UpdateLaunch:
     """Update of flat arrays by one launch, in step after step."""
 
-    def __init__(self, rule: int, table: torch.Tensor, use: torch.Tensor | None = None) -> None:
+    def __init__(self, rule: int, table: torch.Tensor) -> None:
         """Arguments as in :class:`UpdateCall`."""
-        self._rule, self._table, self._use = rule, table, use
+        self._rule, self._table = rule, table
         self._call: UpdateCall | None = None
         self._tensors: list[torch.Tensor] = []  # what `_call` changes
         self._like: list[object] = []  # description of its other arguments
@@ -39,7 +39,6 @@ class UpdateLaunch:
         rows: torch.Tensor,
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
-        uses: torch.Tensor | None = None,
     ) -> None:
         """Update once. Arguments as in :class:`UpdateCall`.
 
@@ -48,7 +47,7 @@ class UpdateLaunch:
         """
         tensors = [*params, *chain(*states), *outs]
         # A tensor that is the same object may have got other memory, by an assignment to its `data`.
-        described = (*grads, rows, factor, skip, uses, *tensors)
+        described = (*grads, rows, factor, skip, *tensors)
         like: list[object] = [None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in described]
         call = self._call
         if (
@@ -57,14 +56,13 @@ class UpdateLaunch:
             or len(tensors) != len(self._tensors)
             or not all(map(is_, tensors, self._tensors))
         ):
-            call = UpdateCall(self._rule, params, grads, states, outs, self._table, rows, factor, skip, self._use, uses)
+            call = UpdateCall(self._rule, params, grads, states, outs, self._table, rows, factor, skip)
             _check_update(call)
             computes = bool(params) and bool(self._table.shape[0]) and not is_fake(params[0])
             self._kernels = (kernels_for(params[0].device) or reference) if computes else None
             self._call, self._tensors, self._like = call, tensors, like
         else:
-            call.grads, call.rows = grads, rows
-            call.factor, call.skip, call.uses = factor, skip, uses
+            call.grads, call.rows, call.factor, call.skip = grads, rows, factor, skip
         try:
             if self._kernels is not None:
                 self._kernels.update(call)
@@ -132,26 +130,6 @@ def _check_update(call: UpdateCall) -> None:
         if scalar is not None and not (good and (not call.params or scalar.device == call.params[0].device)):
             raise ValueError(f"expected {name} to be one fp32 number on the device of params, got {_describe(scalar)}")
     _check_table(call.table, call.params, rows.shape[0])
-    _check_uses(call)
-
-
-def _check_uses(call: UpdateCall) -> None:
-    """Check the indices on the CPU, and the numbers on the device to which they point."""
-    use, uses, segments = call.use, call.uses, call.table.shape[0]
-    if use is None or uses is None:
-        if use is not uses:
-            raise ValueError("expected use and uses together, got one of them")
-        return
-    good = use.dtype == torch.int64 and use.shape == (segments,) and use.is_contiguous()
-    if not good or use.device.type != "cpu":
-        raise ValueError(f"expected contiguous int64 use [{segments}] on the CPU, got {_describe(use)}")
-    good = uses.dtype == torch.float64 and uses.dim() == 1 and uses.is_contiguous()
-    if not good or (call.params and uses.device != call.params[0].device):
-        raise ValueError(f"expected contiguous float64 uses [n] on the device of params, got {_describe(uses)}")
-    if segments and not (is_fake(use) or is_fake(uses)):
-        low, high = (int(bound) for bound in use.aminmax())
-        if low < -1 or high >= uses.numel():
-            raise ValueError(f"expected use below {uses.numel()}, got {low} to {high}")
 
 
 def _check_squares(call: SquaresCall) -> None:

@@ -23,7 +23,7 @@ from zerolite.ops.call import (
     SquaresCall,
     UpdateCall,
 )  # fmt: skip
-from zerolite.utils.accelerator import host_value, host_values
+from zerolite.utils.accelerator import host_value
 from zerolite.utils.dtypes import sync_master_from_param_
 
 _STRETCH = 1 << 20
@@ -39,11 +39,7 @@ def update(call: UpdateCall) -> None:
         return
     rule = _RULES[call.rule]
     rows = call.rows.double().tolist()
-    uses = [1.0] if call.uses is None else [*host_values(call.uses), 1.0]  # the last one for an index of -1
-    use = [-1] * len(call.table) if call.use is None else call.use.tolist()
-    for (tensor, start, numel, row), index in zip(call.table.tolist(), use, strict=True):
-        if not uses[index]:
-            continue
+    for tensor, start, numel, row in call.table.tolist():
         for at in range(start, start + numel, _STRETCH):
             part = slice(at, min(at + _STRETCH, start + numel))
             lists = (call.params, call.grads, *call.states)

@@ -121,8 +121,6 @@ def _call(
         torch.tensor([_ROWS[rule]], dtype=torch.float32, device="cpu"),
         torch.tensor([0.5], dtype=torch.float32, device=device),
         torch.tensor([skip], dtype=torch.float32, device=device),
-        torch.tensor([-1, 1, 0], dtype=torch.int64, device="cpu"),
-        torch.tensor([0.0, 2.0], dtype=torch.float64, device=device),
     )
 
 
