@@ -209,9 +209,11 @@ class Gradients:
 
     @torch.no_grad()
     def check_finite(self, gradients: Sequence[ShardedGradient], found_inf: torch.Tensor) -> None:
-        """Fill ``found_inf`` with 1 if one of these gradients is not finite on any rank."""
+        """Fill ``found_inf`` with 1 if one of these gradients is not finite on any rank, and no rank refuses the
+        update: the step, which the scaler would leave out, raises for that."""
         self._step.state.refuse_grad_scaler()
         bad = torch.stack(self.norms(gradients, 2)).isfinite().all().logical_not()
+        bad = bad & ~self._step.stats().is_refused()
         found_inf.copy_(torch.maximum(found_inf, bad.to(found_inf)))
 
     def _over_ranks(self, values: torch.Tensor, largest: bool) -> torch.Tensor:

@@ -63,6 +63,7 @@ class Reducer:
         by_group: True at stage 3, where ends of groups' backwards launch buckets, and no gradient.
         program_communicates: True if the program launches collectives of its own within backwards. The ranks need not
             agree on it: only a rank that waits there can hold up the others.
+        offloads: copies of mean gradients off the device; None if all stay on it.
         hooks: hooks that bring the gradients.
     """
 
@@ -70,6 +71,7 @@ class Reducer:
         memory = buffer.gradient_memory
         self.buffer, self._memory, self._observers = buffer, memory, observers
         self.groups, self._options, self.current = memory.groups, memory.options, memory.current
+        self.offloads = memory.offloads
         self.reduces_each_backward, self.keeps_shards = memory.options.reduce_each_backward, memory.options.shard
         self.order: list[Bucket] = []
         self.used: set[int] = set()
@@ -440,19 +442,14 @@ class Reducer:
             shards.append(value if value is None or self.keeps_shards else bucket.groups.states.shard(value))
         return shards
 
-    @property
-    def lost(self) -> OSError | None:
-        """Error by which the disk of this rank has lost a gradient since the last step; the statistics tell it."""
-        return None if self._memory.offloads is None else self._memory.offloads.lost
-
     def drop_reads(self) -> None:
         """Note that a stored gradient was written as a tensor: see :meth:`Placements.drop_reads`."""
         try:
             self.buffer.placements.drop_reads()
         except OSError as error:
-            if self._memory.offloads is None:
+            if self.offloads is None:
                 raise
-            self._memory.offloads.on_lost(error)
+            self.offloads.on_lost(error)
 
     @torch.no_grad()
     def drop(self, index: int) -> None:
@@ -467,10 +464,6 @@ class Reducer:
 
     def clear(self) -> None:
         """Drop all gradients of the accumulation, after their use or unused."""
-        offloads = self._memory.offloads
-        if offloads is not None:  # first: a gradient that the disk has lost is added to no more
-            for bucket in self.buffer.buckets:
-                bucket.clear_storage()
         if self.current.open:
             self.end_backward(complete=False)
         self._wait_for_all()
@@ -481,8 +474,10 @@ class Reducer:
             self._memory.clear()  # stages 1 to 3 promise that no rank holds more than its shard between steps
         self.current.on_consumed()
         self._engine_began = False
-        if offloads is not None:
-            offloads.clear()
+        if self.offloads is not None:  # last: what is written until here is dropped too
+            for bucket in self.buffer.buckets:
+                bucket.clear_storage()
+            self.offloads.clear()
         self.shown.close()
         self.used = set()  # the statistics of the last step still have this one
         self.bucket_sums.clear()

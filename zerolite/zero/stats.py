@@ -155,6 +155,10 @@ class StatsVector:
             skips = skips | (self.weight() == 0)
         return skips.float()
 
+    def is_refused(self) -> torch.Tensor:
+        """True if a rank refuses the update: 0-dim bool on the device."""
+        return self._values[self._layout.refusals][0] > 0
+
     def weight(self) -> torch.Tensor:
         """Sum of the weights, per rank on average, 0-dim float64 on the device."""
         return self._weights[0] / self.world_size
@@ -400,9 +404,9 @@ class StatsCollector:
             self._plan.add(squares, self._spans, reducer.owned_shards(self.noted))
             if self._squares is not None:
                 squares += self._squares
-        if reducer.lost is not None:
+        if (offloads := reducer.offloads) is not None and offloads.lost is not None:
             squares.fill_(math.nan)
-            refused = refused or reducer.lost
+            refused = refused or offloads.lost
         # Most steps use the same parameters as the step before. A new tensor would be a copy to the device.
         if reducer.used != self._flagged[0]:
             flags = torch.zeros(self._count, dtype=torch.float64, device="cpu")

@@ -158,6 +158,8 @@ class StepPipeline:
         """Drop the accumulated gradients, with their clipping and loss scale."""
         if not (self._updated or self._accumulation.empty):
             self.state.on_sums_dropped()
+            if (offloads := self._reducer.offloads) is not None:  # no step has told what it has lost
+                self.state.left_out = self.state.left_out or offloads.lost
         self._reducer.clear()  # first: it ends a backward that has raised here, and launches as other ranks have
         for notify in self._observers.on_gradients_dropped:
             notify()

@@ -107,8 +107,8 @@ class StepState:
         counters: counters of training.
         observers: of the engine's steps.
         options: of the steps.
-        left_out: error for which this rank alone has left out an update, because statistics had been collected before;
-            the next ones tell it.
+        left_out: error of this rank alone that no statistics have told the others; the next ones do. It has left out an
+            update, because statistics had been collected before, or the disk has lost gradients that were dropped.
     """
 
     def __init__(
