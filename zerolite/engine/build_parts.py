@@ -319,6 +319,9 @@ class PartsBuilder:
         boundary = GraphBoundary(pipeline.begin_backward, loss_scale, self.precision)
         if scales:
             self._observers.on_backward_begin.append(boundary.expect_scale)
+        if self.config.zero_optimization.feeds_errors_back:
+            # If the device has skipped the last step, the first reduction must not make up for its sums.
+            self._observers.before_backward.append(state.settle)
         if scales and compression is not None:
             set_scale = compression.set_scale
             self._observers.on_backward_begin.append(lambda: set_scale(state.loss_scale() / state.weight_unit()))

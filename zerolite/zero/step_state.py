@@ -134,8 +134,6 @@ class StepState:
         :meth:`GradAccumulation.on_backward`."""
         if self._scaler is not None:
             self.loss_scale()
-        elif self._buffer.gradient_memory.groups.compression is not None:
-            self.settle()  # if the last step was skipped, the first reduction must not make up for its sums
         self.accumulation.on_backward(scaled, weight, divided)
         self.counters.micro_steps += 1
 
