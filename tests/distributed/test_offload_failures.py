@@ -167,7 +167,7 @@ def test_a_gradient_that_one_disk_has_lost_is_said_on_all(where: str, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["scaler", "norm", "drop"])
+@pytest.mark.parametrize("loop", ["scaler", "norm", "save", "drop"])
 @on_ranks(2)
 def test_a_lost_gradient_is_no_overflow(loop: str, tmp_path: Path) -> None:
     """Loops that skip a batch for its gradients hear of the disk all the same. Of a batch that is dropped before anyone
@@ -184,12 +184,14 @@ def test_a_lost_gradient_is_no_overflow(loop: str, tmp_path: Path) -> None:
             engine.zero_grad()
         else:
             engine._parts.reducer.wait()
-    if loop == "norm":
+    if loop in ("norm", "save"):
         assert torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0).isnan()
         engine.zero_grad()
+    if loop == "norm":
         training.backward(engine, 1)
     if loop != "drop":
-        error = raised(lambda: scaler.step(engine.optimizer) if loop == "scaler" else engine.step())
+        calls = {"scaler": lambda: scaler.step(engine.optimizer), "save": lambda: engine.save_checkpoint(str(tmp_path))}
+        error = raised(calls.get(loop, engine.step))
         assert "the swap file of rank 1" in error and "failed after 0 of them" in error
         engine.zero_grad()
     assert_same_bits(training.snapshot(engine), before, loop)
