@@ -184,7 +184,7 @@ torch.distributed.all_reduce(total)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
     os._exit(7)
 zerolite.destroy()
-print("sum", int(total), "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+print(f"sum {int(total)} restart {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n", end="", flush=True)  # one write
 """
 
 
