@@ -143,7 +143,7 @@ UNSUPPORTED: dict[str, Key] = {
     "tensor_parallel.vocab_parallel_ce_backend": FREE,
     **_keys(OFF, "tp_overlap_comm keep_module_on_host replace_with_kernel_inject kernel_inject", "tensor_parallel."),
     **_keys(USE_PLAN, "injection_policy_tuple partition_config preset_model", "tensor_parallel."),
-    **_keys(Key((1,), "use tensor_parallel.size", switch="tp_size"), "tensor_parallel tp", "tensor_parallel."),
+    **_keys(Key((False, {}, {"tp_size": 1}), "use tensor_parallel.size"), "tensor_parallel tp", "tensor_parallel."),
     "pipeline.partition": Key(("best",), "use pipeline.partition_method"),
     "pipeline.seed_layers": Key((True, False), "an argument of PipelineModule"),
     **_keys(EITHER, "pipe_partitioned grad_partitioned", "pipeline."),

@@ -76,7 +76,7 @@ class NodeJob(JobSpec):
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    join_s: float = 120.0
+    join_s: float = 300.0
     devices: list[int] | None = None
     cwd: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
