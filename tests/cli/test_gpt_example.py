@@ -160,7 +160,7 @@ def test_configs_differ_in_stage_precision_and_grid_only(path: Path) -> None:
     assert config.zero_optimization.stage == stage
     assert (config.fp16.enabled, config.bf16.enabled) == (path.stem == "fp16", path.stem == "bf16")
     varying = {"zero_optimization", "fp16", "bf16"}
-    model_ranks = config.pipeline.stages * config.tensor_parallel.ranks
+    model_ranks = config.pipeline.stages * config.tensor_parallel.size
     assert (model_ranks > 1) == (path.stem in GRIDS and not path.stem.startswith("zero"))
     if model_ranks > 1:
         varying |= {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "pipeline", "tensor_parallel"}

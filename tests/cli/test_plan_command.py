@@ -144,7 +144,7 @@ BATCH = ("--batch", "plan_models:make_batch")
 @pytest.mark.parametrize(
     ("given", "options", "sentence"),
     [
-        ({"config": "nonsuch.json"}, (), rf'{WRONG}there is none at "nonsuch.json"'),
+        ({"config": "nonsuch.json"}, (), rf'{WRONG}expected a configuration file in UTF-8 at "nonsuch.json"'),
         (
             {"config": '{"zero_optimization": {"stagee": 1}}'},
             (),
