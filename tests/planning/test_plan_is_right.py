@@ -28,7 +28,10 @@ def assert_right(made: Plan, measured: Measurement, visible: float = VISIBLE, re
     for planned_items, items in (*places, (made.at_rest, measured.at_rest)):
         assert {item: planned_items[item] for item in HELD} == {item: items[item] for item in HELD}
     assert [row.model_copy(update={"inter_node": None}) for row in made.traffic] == measured.traffic
-    assert made.step_peak.bytes == pytest.approx(measured.step_peak, rel=visible)
+    peak = measured.step_peak
+    if made.nodes:  # gloo's thread may hold a message for a moment longer
+        peak = min(peak, max(made.step_peak.bytes, peak - MESSAGE))
+    assert made.step_peak.bytes == pytest.approx(peak, rel=visible)
     assert sum(made.at_rest.values()) == pytest.approx(sum(measured.at_rest.values()), rel=rest)
 
 
@@ -39,10 +42,7 @@ def check(pools: Pools, world: int, kind: str, nodes: int | None = None, first: 
     plans = {rank: planned(kind, world, rank, nodes, **setting) for rank in chosen}
     ranks = pools(world).run(MEASURED, case, timeout=180)
     for rank in chosen:
-        measured, planned_peak = ranks[rank], plans[rank].step_peak.bytes
-        if nodes and measured.step_peak > planned_peak:  # gloo's thread may hold a message for a moment longer
-            measured = measured.model_copy(update={"step_peak": max(planned_peak, measured.step_peak - MESSAGE)})
-        assert_right(plans[rank], measured)
+        assert_right(plans[rank], ranks[rank])
 
 
 # Each stage at each number of ranks, with each model and size of buckets; each model with each size of buckets.
