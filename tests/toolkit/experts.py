@@ -86,6 +86,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {},
     "minimax": {"head_dim": 6, "block_size": 8, **MIXED},
     "minimax_m2": {"head_dim": 6},
+    "llama4_text": {"intermediate_size_mlp": 16, "head_dim": 6},
     # Families that nothing here was written for.
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 6},

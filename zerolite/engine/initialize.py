@@ -260,7 +260,7 @@ def _spread_experts(model: torch.nn.Module, topology: Topology, device: torch.de
     check_equal_on_ranks(Description(facts), topology.world, device, different)
     if error is not None:
         raise error
-    spread_experts(found, topology, device, capacity)
+    spread_experts(model, found, topology, device, capacity)
 
 
 def _shard_layers(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:

@@ -1,9 +1,9 @@
 """Modules with the experts of a mixture: found by their structure, and spread over the ranks of a group.
 
 A module of experts has all weights of a layer's experts, one behind the other along the first dimension, and is called
-with hidden states [n, width], the experts of each token [n, k] and their weights [n, k]. Those of transformers are, and
-:class:`~zerolite.moe.expert_parallel.ExpertParallel` makes one of a list of modules. Routers, shared experts and losses
-are the model's own, and stay on every rank.
+with hidden states [n, width], the experts of each token [n, k] and their weights [n, k]. Those of transformers are (but
+for Llama-4's, see :class:`CallOfEveryRow`), and :class:`~zerolite.moe.expert_parallel.ExpertParallel` makes one of a
+list of modules. Routers, shared experts and losses are the model's own, and stay on every rank.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +22,25 @@ from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.config import ConfigError
 from zerolite.moe.copies import histogram
 from zerolite.moe.dispatch import in_parts, over_ranks, with_capacity
+from zerolite.moe.loads import equal_loads, read_numbers
 from zerolite.tensor_parallel.shard_spec import ShardSpec, is_partial, set_shard_spec, shard_parameter, shard_spec_of
 from zerolite.utils.torch_private import untraced
 from zerolite.zero.stage3.partitioned_parameter import sharded_param_of, unpartitioned_shape
 
 _KEY = "expert_parallel.size"
+_OF_EVERY_ROW = ("Llama4TextExperts",)  # classes known by name: the arguments of their forward do not tell
 _signature = functools.cache(inspect.signature)  # of the forwards of modules of experts
 
 
 @collective
-def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: torch.device, capacity: int) -> None:
+def spread_experts(
+    model: nn.Module, names: Iterable[str], topology: Topology, device: torch.device, capacity: int
+) -> None:
     """Leave each rank of ``topology.expert`` its part of the experts, with rank 0's values, and let their modules
     exchange tokens.
 
     Args:
-        found: result of :func:`find_experts`.
+        names: of the modules that :func:`find_experts` returns.
         capacity: most tokens of a rank that an expert takes in a forward; 0 for all.
 
     Ranks of a tensor group are called with the same tokens, and each of them sends a part of these. Where sequence
@@ -47,7 +51,8 @@ def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: t
         # NCCL connects ranks in their first collective, where the host waits for all of them. In a backward some would
         # wait there for the tokens of others.
         ranks.all_reduce_max(torch.zeros(1, dtype=torch.int64, device=device), "initial_sync")
-    for module in found.values():
+    for name in names:
+        module, top_k = model.get_submodule(name), _top_k(model, name)
         for parameter in module.parameters(recurse=False):
             if (sharded_param := sharded_param_of(parameter)) is not None:
                 sharded_param.unpartition()
@@ -55,7 +60,10 @@ def spread_experts(found: Mapping[str, nn.Module], topology: Topology, device: t
             shard_parameter(parameter, ShardSpec.of_experts(parameter.shape, comm.rank, comm.world_size))
         vars(module)["num_experts"] = _number(module) // comm.world_size
         has_own_tokens = any(map(is_partial, module.parameters(recurse=False)))
-        vars(module)["forward"] = SpreadCall(module, topology, capacity, not has_own_tokens)
+        if top_k:
+            vars(module)["forward"] = CallOfEveryRow(module, topology, capacity, not has_own_tokens, top_k)
+        else:
+            vars(module)["forward"] = SpreadCall(module, topology, capacity, not has_own_tokens)
 
 
 def spread_calls(model: nn.Module) -> dict[str, SpreadCall]:
@@ -73,11 +81,15 @@ def describe_experts(found: Mapping[str, nn.Module]) -> dict[str, dict[str, str]
     }
 
 
-def experts_in(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-    """Return the modules of experts in ``model``, by name, and descriptions of those that are called in another way."""
+def experts_in(model: nn.Module, of_every_row: bool = False) -> tuple[dict[str, nn.Module], list[str]]:
+    """Return the modules of experts in ``model``, by name, and descriptions of those that are called in another way.
+
+    Args:
+        of_every_row: those of :class:`CallOfEveryRow` are not called in another way.
+    """
     found, unknown = {}, []
     for name, module in model.named_modules():
-        if _is_experts(module):
+        if _is_experts(module) or (of_every_row and _top_k(model, name)):
             found[name] = module
         elif _resembles_experts(name, module) and not any(map(_is_experts, module.modules())):
             unknown.append(f"'{name}' ({type(module).__name__})")
@@ -98,7 +110,7 @@ def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
     Raises ConfigError if there are none, for one of which it is not known how it is called, and if ``size`` ranks
     cannot have equally many experts of one.
     """
-    found, unknown = experts_in(model)
+    found, unknown = experts_in(model, of_every_row=True)
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         sentence = (
@@ -130,6 +142,14 @@ def _check(name: str, module: nn.Module, size: int) -> None:
         sentence = f"expected the experts of module '{name}' with values, got them on the meta device; load them first"
     if sentence:
         raise ConfigError([(_KEY, sentence)])
+
+
+def _top_k(model: nn.Module, name: str) -> int:
+    """Return how many experts a token chooses in a block whose experts take every row, and 0 for others."""
+    if type(model.get_submodule(name)).__name__ not in _OF_EVERY_ROW:
+        return 0
+    block: Any = model.get_submodule(name.rpartition(".")[0])
+    return int(getattr(block, "top_k", 0))
 
 
 def _number(module: nn.Module) -> int:
@@ -205,7 +225,10 @@ class SpreadCall:
                 f"{list(hidden.shape)}, {list(index.shape)} and {list(weights.shape)}; use "
                 "zerolite.moe.ExpertParallel in its place"
             )
-        if self.load is not None and module.training:
+        return self._exchange(hidden, index, weights)
+
+    def _exchange(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if self.load is not None and self._module.training:
             self.load += histogram(index, self.experts + 1)[:-1]
         if self._shares_tokens:
             return in_parts(self.topology.tensor, self._compute, (hidden, index, weights))
@@ -214,15 +237,15 @@ class SpreadCall:
     def _compute(self, tokens: Sequence[Tensor]) -> Tensor:
         """Return the outputs of hidden states, the experts of each and their weights, which this rank alone has."""
         module, comm = self._module, self._comm
-
-        def forward(rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            result: Tensor = type(module).forward(module, rows, experts, weights)
-            return result
-
         if self._capacity:
-            return with_capacity(comm, _number(module), self._capacity, forward, tokens)
+            return with_capacity(comm, _number(module), self._capacity, self._forward, tokens)
         trained = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
-        return over_ranks(comm, _number(module), forward, trained, tokens)
+        return over_ranks(comm, _number(module), self._forward, trained, tokens)
+
+    def _forward(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return the outputs of pairs, sorted by this rank's expert: rows [m, width], experts and weights [m, 1]."""
+        result: Tensor = type(self._module).forward(self._module, rows, experts, weights)
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadCall:
         # The module copies its parameters before its forward. Their copies are the same part of the experts.
@@ -231,4 +254,41 @@ class SpreadCall:
             spec = shard_spec_of(parameter)
             if spec is not None and id(parameter) in memo:
                 set_shard_spec(memo[id(parameter)], spec)
-        return SpreadCall(copied, self.topology, self._capacity, self._shares_tokens)
+        call = copy.copy(self)
+        call._module, call.load = copied, None
+        return call
+
+
+class CallOfEveryRow(SpreadCall):
+    """Forward of a module of experts that is called with a row of every token for each expert, as Llama-4's is.
+
+    The row is the token times its weight of that expert. Without a choice this is 0, and experts without biases make 0
+    of it, with gradients of 0: so only the rows of choices travel.
+    """
+
+    def __init__(self, module: nn.Module, topology: Topology, capacity: int, shares_tokens: bool, top_k: int) -> None:
+        super().__init__(module, topology, capacity, shares_tokens)
+        self._top_k = top_k
+
+    @untraced
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: [experts x n, width], the n tokens for the first expert, then for the second, and so on."""
+        by_expert = hidden_states.detach().unflatten(0, (self.experts, -1))
+        is_chosen = by_expert.ne(0).any(-1).t().to(torch.uint8)
+        index = is_chosen.argsort(dim=1, descending=True, stable=True)[:, : self._top_k]
+        tokens = torch.arange(len(index), device=index.device)
+        places = (index * len(index) + tokens[:, None]).reshape(-1)
+        rows = hidden_states.index_select(0, places)
+        output = self._exchange(rows, index.reshape(-1, 1), rows.new_ones(len(rows), 1))
+        return torch.zeros_like(hidden_states).index_copy_(0, places, output)
+
+    def _forward(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        module, share, chosen = self._module, _number(self._module), experts.view(-1)
+        forward: Any = functools.partial(type(module).forward, module)
+        if self._capacity:  # equally many for each expert
+            return cast(Tensor, forward(rows))
+        counts = histogram(chosen, share)
+        most = max(read_numbers(counts, in_plan=equal_loads(len(rows), share)))
+        places = chosen * most + torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[chosen]
+        padded = rows.new_zeros(share * most, rows.shape[1]).index_copy_(0, places, rows)
+        return cast(Tensor, forward(padded).index_select(0, places))

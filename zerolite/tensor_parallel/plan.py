@@ -273,11 +273,14 @@ def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, S
         styles = _styles_of(module)
         if styles:
             inside.append(name)
+        of_experts = tuple(f"{pattern}." for pattern, style in styles.items() if style.startswith(_EXPERTS))
         for pattern, style in styles.items():
             full_name = f"{name}.{pattern}" if name else pattern
             target = modules.get(full_name)
             if style in _GATHERED_HEADS and target is not None and is_head(target, modules):
                 plan[full_name] = Style("vocab")
+            elif pattern.startswith(of_experts):
+                continue  # a weight in them
             elif style.startswith(_EXPERTS):
                 logger.info(
                     "tensor_parallel: experts ('%s') stay whole; expert_parallel spreads them over ranks", full_name

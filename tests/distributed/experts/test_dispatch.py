@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.toolkit import experts
 from tests.toolkit.experts import CHOSEN, EXPERTS, WIDTH
 from tests.toolkit.ranks import on_ranks
-from zerolite.comm import create_communicator, record
+from zerolite.comm import create_communicator, data_topology, record, with_experts
 from zerolite.moe.copies import Copies, copy_rows, sum_copies
 from zerolite.moe.dispatch import TAG, over_ranks, with_capacity
 from zerolite.moe.expert_parallel import ExpertParallel
+from zerolite.moe.experts import find_experts, spread_experts
 
 
 def layer() -> ExpertParallel:
@@ -172,3 +174,57 @@ def test_bytes_are_those_of_the_formula() -> None:
     assert counts == 2 * 8 * size**2
     assert (forth, back) == (sent * (8 * WIDTH + CHOSEN * (8 + 4)), came * 8 * WIDTH)
     assert (back_again, gradients) == (sent * 8 * WIDTH, came * (8 * WIDTH + CHOSEN * 8))
+
+
+class Llama4TextExperts(nn.Module):
+    """Experts that are called as Llama-4's, and known by that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * 5, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 5, WIDTH, dtype=torch.float64))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate, up = (hidden_states.view(len(self.up), -1, WIDTH) @ self.up).chunk(2, -1)
+        return (F.silu(gate) * up @ self.down).view(-1, WIDTH)
+
+
+class BlockOfEveryRow(nn.Module):
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.top_k, self.experts = top_k, Llama4TextExperts()
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        scores = weights.new_zeros(len(index), EXPERTS).scatter(1, index, weights)
+        rows = hidden.repeat(EXPERTS, 1) * scores.t().reshape(-1, 1)
+        out: Tensor = self.experts(rows).view(EXPERTS, len(hidden), WIDTH).sum(0)
+        return out
+
+
+@pytest.mark.fast("0-uneven-2")
+@on_ranks(2, 4, timeout=60)
+@pytest.mark.parametrize("how", [how for how in HOW if how != "empty places"])
+@pytest.mark.parametrize("capacity", [0, 100])
+def test_experts_that_are_called_with_every_row(how: str, capacity: int) -> None:
+    """Only the rows of choices travel, in one exchange. A token of zeros has no choice, and the same values."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches = [tokens_of(other, how) for other in range(size)]
+    for hidden, _, _ in batches:
+        hidden[::3] = 0.0
+    top_k = batches[0][1].shape[1]
+    whole, part = BlockOfEveryRow(top_k), BlockOfEveryRow(top_k)
+    device = torch.device("cpu")
+    topology = with_experts(data_topology(create_communicator(device)), device, size)
+    spread_experts(part, find_experts(part, size), topology, device, capacity)
+    with record() as recorder:
+        found = run(part, *batches[rank])
+    assert recorder.count("all_to_all", TAG) == 4 and recorder.count("all_gather", TAG) == (not capacity)
+    wanted = [run(whole, *batch) for batch in batches]
+    torch.testing.assert_close(found, wanted[rank], rtol=0, atol=1e-12)
+    share = EXPERTS // size
+    for one, other in zip(part.parameters(), whole.parameters(), strict=True):
+        gradient = other.grad[rank * share : (rank + 1) * share]  # type: ignore[index]
+        of_rank = torch.zeros_like(one) if one.grad is None else one.grad
+        torch.testing.assert_close(of_rank, gradient, rtol=0, atol=1e-12)

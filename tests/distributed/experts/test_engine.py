@@ -312,7 +312,6 @@ def test_refusals_change_nothing(case: int) -> None:
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("llama4_text", r"'model.layers.0.feed_forward.experts' \(Llama4TextExperts\) and 1 more"),
         ("jetmoe", r"'model.layers.0.mlp.input_linear' \(JetMoeParallelExperts\)"),
         ("longcat_flash", r"'model.layers.0.mlp.experts' \(LongcatFlashExperts\)"),
     ],

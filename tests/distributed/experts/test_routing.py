@@ -53,7 +53,7 @@ def other_choices(model: nn.Module, seed: int = 0, tokens: int = TOKENS) -> dict
 
 @needs_transformers
 @pytest.mark.fast("deepseek_v3", "gpt_oss")
-@pytest.mark.parametrize("name", ["Mixture", *experts.FAMILIES])
+@pytest.mark.parametrize("name", ["Mixture", *sorted(set(experts.FAMILIES) - {"llama4_text"})])
 def test_own_choices_give_the_same_bits(name: str) -> None:
     model = experts.build(name, False)
     batch = experts.batch_of(0, TOKENS // 2)

@@ -42,7 +42,7 @@ def test_experts_over_tensor_groups_match_one_process(stage: str) -> None:
 @needs_transformers
 @pytest.mark.slow
 @on_ranks(2, 4, timeout=120)
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3", "qwen3_moe", "llama4_text"])
 def test_families_of_hugging_face_match_one_process(name: str) -> None:
     for stage in ("2", "3 moving"):
         assert_like_one_process(name, 2, stage, ROUNDED, config={"tensor_parallel": {"size": 2}})
