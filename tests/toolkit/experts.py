@@ -38,13 +38,15 @@ class Block(nn.Module):
         self.norm, self.router, self.shared = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Expert(6)
         self.experts = ExpertParallel(Expert() for _ in range(EXPERTS))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, and the router's z-loss (arXiv:2202.08906, section 3.2)."""
         rows = self.norm(x).reshape(-1, WIDTH)
-        weights, index = self.router(rows).softmax(-1).topk(CHOSEN)
+        logits = self.router(rows)
+        weights, index = logits.softmax(-1).topk(CHOSEN)
         if self.favourite is not None:
             weights, index = weights[:, :1], torch.full_like(index[:, :1], self.favourite)
         mixed = self.experts(rows, index, weights / weights.sum(-1, keepdim=True).detach())
-        return x + mixed.view(x.shape) + self.shared(self.norm(x))
+        return x + mixed.view(x.shape) + self.shared(self.norm(x)), logits.logsumexp(-1).square().mean()
 
 
 class Mixture(nn.Module):
@@ -57,10 +59,11 @@ class Mixture(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(input_ids)
+        x, z_losses = self.embed(input_ids), []
         for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+            x, z_loss = block(x)
+            z_losses.append(z_loss)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.1 * sum(z_losses)
 
 
 ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}

@@ -192,13 +192,15 @@ class ByHand(experts.Mixture):
     """The model with the experts ``choices`` of its blocks, written out."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, choices: list[Tensor] | None = None) -> Tensor:
-        x = self.embed(input_ids)
+        x, z_losses = self.embed(input_ids), []
         for block, index in zip(cast(Any, self.blocks), choices or [], strict=True):
             rows = block.norm(x).reshape(-1, experts.WIDTH)
-            weights = block.router(rows).softmax(-1).gather(-1, index)
+            logits = block.router(rows)
+            z_losses.append(logits.logsumexp(-1).square().mean())
+            weights = logits.softmax(-1).gather(-1, index)
             mixed = block.experts(rows, index, weights / weights.sum(-1, keepdim=True).detach())
             x = x + mixed.view(x.shape) + block.shared(block.norm(x))
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.1 * sum(z_losses)
 
 
 @pytest.mark.fast("3 moving-2-1-2")

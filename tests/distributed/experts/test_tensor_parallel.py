@@ -15,6 +15,7 @@ from tests.checkpoint.exported import read_model
 from tests.distributed.experts.test_parity import EXACT, ROUNDED, assert_like_one_process
 from tests.toolkit import experts
 from tests.toolkit.compare import from_all_ranks
+from tests.toolkit.configs import STATIC_SCALE
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.sequences import needs_transformers
 
@@ -143,6 +144,49 @@ def test_full_values_are_those_of_the_whole_model(size: int, stage: str) -> None
     loaded = made(size, 2, stage)
     loaded.load_full_state_dict(state if dist.get_rank() == 0 else None)
     torch.testing.assert_close(loaded.full_state_dict(), state, rtol=0, atol=0)
+
+
+SIXTEEN: dict[str, tuple[float, dict[str, Any]]] = {
+    "bf16": (0.02, {"bf16": {"enabled": True, "check_grad_overflow": True}}),
+    "fp16": (0.003, {"fp16": {"enabled": True, "loss_scale": STATIC_SCALE}}),
+    "autocast": (0.02, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    "autocast fp16": (0.003, {"torch_autocast": {"enabled": True, "dtype": "float16"}}),
+}
+
+
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: zerolite.get_full_master(p) for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout=60)
+@pytest.mark.parametrize("stage", ["0", "2", "3 moving"])
+@pytest.mark.parametrize("precision", list(SIXTEEN))
+def test_16_bits_train_and_skip_together(precision: str, stage: str) -> None:
+    """A gradient that is not finite in the tokens of one tensor group skips the step on all ranks; the next one is that
+    of one process in fp32, but for rounding."""
+    error, how = SIXTEEN[precision]
+    engine = experts.make("Mixture", 2, stage, optimizer=("SGD", {"lr": 0.5}), tensor_parallel=TENSOR, **how)
+    before = masters(engine)
+    batches, rank = [experts.batch_of(r, 5 + r) for r in range(2)], engine.data_parallel_rank
+
+    def trains(factor: float) -> bool:
+        skipped = engine.skipped_steps
+        engine.backward(engine(**batches[rank]) * factor)
+        engine.step()
+        return bool(engine.skipped_steps == skipped)
+
+    if precision != "autocast":  # without a check of its gradients
+        assert not trains(float("nan") if rank else 1.0)
+        torch.testing.assert_close(masters(engine), before, rtol=0, atol=0)
+    assert any(trains(1.0) for _ in range(10))  # a dynamic loss scale is too large at first
+    plain = experts.build("Mixture", False)
+    sum(plain(**batch) / 2 for batch in batches).backward()
+    wanted = {name: -0.5 * p.grad for name, p in plain.named_parameters()}  # type: ignore[operator]
+    found = {
+        n: float((value - before[n] - wanted[n]).norm() / wanted[n].norm()) for n, value in masters(engine).items()
+    }
+    assert max(found.values()) < error, found
 
 
 @pytest.mark.slow
