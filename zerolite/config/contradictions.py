@@ -137,8 +137,8 @@ def _parallelism(config: ZeroliteConfig) -> Found:
 
 def _experts(config: ZeroliteConfig) -> Found:
     block, zero = config.expert_parallel, config.zero_optimization
-    for key, value in (("capacity", block.capacity), ("log_load", block.log_load)):
-        if value and block.ranks == 1:
+    for key in ("capacity", "load_balance_coeff", "log_load"):
+        if (value := getattr(block, key)) and block.ranks == 1:
             expected = f"no {key} where the ranks do not share experts (expert_parallel.size 1)"
             paths = f"expert_parallel.{key} expert_parallel.size"
             yield paths, expected, json.dumps(value), "leave it out: it would have no effect"

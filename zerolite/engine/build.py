@@ -37,7 +37,13 @@ from zerolite.engine.special_engines import (
     check_frozen,
     refuse_in_pipeline,
 )
-from zerolite.engine.step_observers import ExpertLoads, LearningRateSchedule, ProgramCollectives, Progress
+from zerolite.engine.step_observers import (
+    ExpertLoads,
+    LearningRateSchedule,
+    ProgramCollectives,
+    Progress,
+    RouterBiases,
+)
 from zerolite.engine.trained_params import UnfrozenParams
 from zerolite.moe.experts import spread_calls
 from zerolite.monitor.monitoring import Monitoring
@@ -175,8 +181,8 @@ def _make_engine(
     hooks += _tile(parts, is_pipe_stage=pipe_stage is not None)
     monitoring = Monitoring(parts)
     hooks += monitoring.watch_module()
-    if config.expert_parallel.log_load and (calls := spread_calls(model)):
-        observers.add(ExpertLoads(calls, parts.device, monitoring.log))
+    if config.expert_parallel.ranks > 1:
+        _watch_experts(parts, monitoring)
     schedule.observe()  # after the monitors, which log the learning rates of the step
     builder.fp32.attach()
     start_stage3(parts)
@@ -235,6 +241,15 @@ def _engine_class(trains: bool, is_pipe_stage: bool, divides_sequences: bool) ->
     if is_pipe_stage:
         return PipelineEngine if trains else PipelineEvaluationEngine
     return Engine if trains else EvaluationEngine
+
+
+def _watch_experts(parts: EngineParts, monitoring: Monitoring) -> None:
+    """Count the tokens of experts if the config asks for something that needs the numbers."""
+    config, calls = parts.config.expert_parallel, spread_calls(parts.model)
+    if config.log_load:
+        parts.observers.add(ExpertLoads(calls, parts.device, monitoring.log))
+    if config.load_balance_coeff and parts.trains:
+        parts.observers.add(RouterBiases(parts, calls, config.load_balance_coeff))
 
 
 def _watch_program(parts: EngineParts) -> None:

@@ -28,6 +28,7 @@ from zerolite.comm import (
     with_sequence,
 )
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.config.parallelism import ExpertParallelConfig
 from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics.rank_comparison import (
     Description,
@@ -233,7 +234,7 @@ def parallelize_model(
     if topology.tensor.world_size > 1:
         _shard_layers(model, config, topology, device)
     if topology.expert.world_size > 1:
-        _spread_experts(model, topology, device, config.expert_parallel.capacity)
+        _spread_experts(model, topology, device, config.expert_parallel)
     elif any(map(is_of_experts, model.parameters())):
         raise RuntimeError(
             "zerolite.initialize: expected a model with all experts, got one of which an engine with expert_parallel "
@@ -245,14 +246,19 @@ def parallelize_model(
     return pipe_stage if topology.pipe.world_size > 1 else None, loss_fn
 
 
-def _spread_experts(model: torch.nn.Module, topology: Topology, device: torch.device, capacity: int) -> None:
+def _spread_experts(
+    model: torch.nn.Module, topology: Topology, device: torch.device, config: ExpertParallelConfig
+) -> None:
     """Leave this rank its experts. Raises ConfigError on all ranks if the model has none that can be spread."""
+    from zerolite.moe.balancing import find_biases
     from zerolite.moe.experts import describe_experts, find_experts, spread_experts
 
     found: dict[str, torch.nn.Module] = {}
     error = None
     try:
         found = find_experts(model, topology.expert.world_size)
+        if config.load_balance_coeff:
+            find_biases(model, found)
         facts = describe_experts(found)
     except ConfigError as refused:
         error, facts = refused, {"the experts": {"": str(refused)}}
@@ -260,7 +266,7 @@ def _spread_experts(model: torch.nn.Module, topology: Topology, device: torch.de
     check_equal_on_ranks(Description(facts), topology.world, device, different)
     if error is not None:
         raise error
-    spread_experts(model, found, topology, device, capacity)
+    spread_experts(model, found, topology, device, config.capacity)
 
 
 def _shard_layers(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Observers of a step: learning rate schedule, progress, loads of experts, and the program's own collectives."""
+"""Observers of a step: learning rate schedule, progress, loads and biases of experts, the program's own collectives."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 from zerolite.activation_checkpointing import Attached
 from zerolite.comm.process_group import program_collectives
+from zerolite.moe.balancing import find_biases
 from zerolite.moe.experts import SpreadCall
 from zerolite.monitor import StepLog
 from zerolite.zero.engine_parts import EngineParts, ModuleCall
-from zerolite.zero.observers import StepObserver
+from zerolite.zero.observers import StepObserver, UpdateFacts
 from zerolite.zero.reducer import Reducer
 from zerolite.zero.step_state import StepState
 
@@ -78,13 +79,8 @@ class ExpertLoads(StepObserver):
         """
         self._calls, self._log = calls, log
         self.slice_size = sum(call.experts for call in calls.values())
-        for call in calls.values():
-            call.load = torch.zeros(call.experts, dtype=torch.int64, device=device)
+        self._loads = [call.count(device) for call in calls.values()]
         self._chosen = torch.zeros(self.slice_size, dtype=torch.float64)  # since the last step
-
-    @property
-    def _loads(self) -> list[torch.Tensor]:
-        return [call.load for call in self._calls.values() if call.load is not None]
 
     def write_slice(self, numbers: torch.Tensor) -> bool:
         numbers.copy_(torch.cat(self._loads))
@@ -104,6 +100,37 @@ class ExpertLoads(StepObserver):
             mean = sum(of_layer) / call.experts or 1.0
             values |= {f"{name}/{expert}": number / mean for expert, number in enumerate(of_layer)}
         self._log.write(step, values, "Experts")
+
+
+class RouterBiases(StepObserver):
+    """Moves the biases by which routers choose, so that experts have equal loads (arXiv:2412.19437, section 2.1.2):
+    after the micro-batches of a step, also of one that is skipped. It costs a small all-reduce and no wait."""
+
+    def __init__(self, parts: EngineParts, calls: Mapping[str, SpreadCall], coefficient: float) -> None:
+        """
+        Args:
+            calls: the calls of experts, by the name of their module.
+            coefficient: by which a bias moves.
+        """
+        self._coefficient, self._world = coefficient, parts.topology.world
+        self._biases = list(find_biases(parts.model, calls).values())
+        self._loads = [call.count(parts.device) for call in calls.values()]
+        for module, name in self._biases:
+            bias = module.get_buffer(name)
+            if bias.element_size() < 4:  # it would lose small steps
+                module._buffers[name] = bias.float()
+
+    @torch.no_grad()
+    def before_update(self, facts: UpdateFacts) -> None:
+        loads = torch.cat(self._loads).double()
+        self._world.all_reduce(loads, "experts").wait()
+        of_layers = loads.split([len(load) for load in self._loads])
+        for (module, name), load in zip(self._biases, of_layers, strict=True):
+            bias = module.get_buffer(name)
+            step = (load.mean() - load).sign().to(bias).view_as(bias)
+            bias.add_(step, alpha=self._coefficient)
+        for load in self._loads:
+            load.zero_()
 
 
 class ProgramCollectives(StepObserver):

@@ -195,11 +195,11 @@ class SpreadCall:
     """Forward of a module of experts, of which this rank has a part.
 
     Attributes:
-        load: number of this rank's choices of each of them in training, on their device; None if they are not counted.
+        counters: tensors to which each forward in training adds this rank's choices of each expert.
         topology: the grid of ranks; those of ``expert`` have the parts.
     """
 
-    load: Tensor | None = None
+    counters: tuple[Tensor, ...] = ()
 
     def __init__(self, module: nn.Module, topology: Topology, capacity: int, shares_tokens: bool) -> None:
         """
@@ -215,6 +215,12 @@ class SpreadCall:
         """The number of the layer's experts."""
         return _number(self._module) * self._comm.world_size
 
+    def count(self, device: torch.device) -> Tensor:
+        """Return a new counter, int64 [experts]."""
+        counter = torch.zeros(self.experts, dtype=torch.int64, device=device)
+        self.counters += (counter,)
+        return counter
+
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         module = self._module
@@ -228,8 +234,10 @@ class SpreadCall:
         return self._exchange(hidden, index, weights)
 
     def _exchange(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        if self.load is not None and self._module.training:
-            self.load += histogram(index, self.experts + 1)[:-1]
+        if self.counters and self._module.training:
+            chosen = histogram(index, self.experts + 1)[:-1]
+            for counter in self.counters:
+                counter += chosen
         if self._shares_tokens:
             return in_parts(self.topology.tensor, self._compute, (hidden, index, weights))
         return self._compute((hidden, index, weights))
@@ -255,7 +263,7 @@ class SpreadCall:
             if spec is not None and id(parameter) in memo:
                 set_shard_spec(memo[id(parameter)], spec)
         call = copy.copy(self)
-        call._module, call.load = copied, None
+        call._module, call.counters = copied, ()
         return call
 
 

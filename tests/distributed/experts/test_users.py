@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zerolite
+from tests.distributed.experts.test_parity import ROUNDED
 from tests.toolkit import experts
 from tests.toolkit.configs import at
 from tests.toolkit.monitoring import Lines
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.sequences import needs_transformers
+from zerolite.config import ConfigError
 from zerolite.engine.step_observers import ExpertLoads
-from zerolite.moe import ExpertParallel
+from zerolite.moe import ExpertParallel, record_routing
 
 
 @on_ranks(2, timeout=60)
@@ -59,16 +63,114 @@ def test_a_step_has_the_loads_of_all_its_statistics() -> None:
     """A save within an accumulation and a clip collect statistics too."""
     written: list[dict[str, float]] = []
     log: Any = SimpleNamespace(write=lambda step, values, group: written.append(values))
-    call: Any = SimpleNamespace(experts=2, load=None)
+    counter = torch.zeros(2, dtype=torch.int64)
+    call: Any = SimpleNamespace(experts=2, count=lambda device: counter)
     loads = ExpertLoads({"layer": call}, torch.device("cpu"), log)
     for step, collected in enumerate(([[1, 3], [5, 3]], [[2, 0]])):
         for chosen in collected:
-            call.load += torch.tensor(chosen)
+            counter.add_(torch.tensor(chosen))
             numbers = torch.zeros(2, dtype=torch.float64)
             loads.write_slice(numbers)
             loads.read_slice(True, numbers)
         loads.on_settled(step, 0.0)
     assert written == [{"layer/0": 1.0, "layer/1": 1.0}, {"layer/0": 2.0, "layer/1": 0.0}]
+
+
+def biases_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("bias")}
+
+
+@needs_transformers
+@pytest.mark.fast("deepseek_v3-2-2")
+@on_ranks(2, 4, timeout=120)
+@pytest.mark.parametrize("stage", ["0", "2", "3 moving"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2", "lfm2_moe"])
+def test_biases_balance_the_loads_of_the_joint_batch(name: str, stage: str) -> None:
+    """As a loop of one process moves them by the choices of all micro-batches, also beside the loads in monitors, with
+    clipping, and in a step that is loaded again."""
+    block = {"size": 2, "load_balance_coeff": 0.02, "log_load": True}
+    how = {"accumulation": 2, "clip": 0.3, "expert_parallel": block}
+    engine, plain = experts.make(name, 2, stage, **how), experts.build(name, False)
+    kind, settings = experts.optimizer_of(False)
+    optimizer = getattr(torch.optim, kind)(plain.parameters(), **settings)
+    ranks, rank = engine.data_parallel_world_size, engine.data_parallel_rank
+    for step in range(3):
+        loads = {}
+        for micro in range(2):
+            batches = [experts.batch_of((2 * step + micro) * ranks + r, 4 + r) for r in range(ranks)]
+            engine.backward(experts.loss_of(engine(**batches[rank])))
+            engine.step()
+            for batch in batches:
+                with record_routing(plain) as choices:
+                    loss = experts.loss_of(plain(**batch)) / (2 * ranks)
+                loss.backward()
+                for layer, index in choices.items():
+                    loads[layer] = loads.get(layer, 0) + index.flatten().bincount(minlength=4)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        for bias, load in zip(biases_of(plain).values(), loads.values(), strict=True):
+            bias += 0.02 * (load.double().mean() - load).sign()
+    found, wanted = biases_of(engine.module), biases_of(plain)
+    assert len(wanted) == len(loads) and all(bias.any() for bias in wanted.values())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-7)
+    values = {key: p.detach() for key, p in plain.named_parameters()}
+    torch.testing.assert_close(
+        experts.parameters_of(engine), experts.own_part(engine, values), rtol=0, atol=2 * ROUNDED
+    )
+
+
+@on_ranks(2, timeout=60)
+def test_routers_without_a_bias_are_refused() -> None:
+    model = experts.Mixture()
+    before = {name: p.shape for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match=r"load_balance_coeff: expected 0 .*, got one around 'blocks.0.experts'"):
+        zerolite.initialize(model, at("2", expert_parallel={"size": 2, "load_balance_coeff": 0.1}))
+    assert {name: p.shape for name, p in model.named_parameters()} == before
+
+
+@needs_transformers
+@pytest.mark.fast("2-2")
+@on_ranks(2, 4, timeout=60)
+@pytest.mark.parametrize("size", [1, 2])
+def test_auxiliary_losses_of_the_joint_batch(size: int) -> None:
+    """Ranks have different numbers of tokens, and some that do not count."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    engine = experts.make("mixtral", size, "2", options={"router_aux_loss_coef": 0.0})
+    ranks = engine.data_parallel_world_size
+    batches = [experts.batch_of(rank, 4 + 3 * rank) for rank in range(ranks)]
+    masks = [torch.ones_like(batch["input_ids"]) for batch in batches]
+    masks[0][1, 2:] = 0
+    for batch, mask in zip(batches, masks, strict=True):
+        batch["attention_mask"], batch["labels"] = mask, batch["labels"].masked_fill(mask == 0, -100)
+    own = batches[engine.data_parallel_rank]
+    outputs = engine(**own, output_router_logits=True)
+    shares = [
+        zerolite.moe.load_balancing_loss(engine, outputs.router_logits, 2, own["attention_mask"]),
+        zerolite.moe.router_z_loss(engine, outputs.router_logits, own["attention_mask"]),
+    ]
+    engine.backward(outputs.loss + 0.5 * shares[0] + 0.1 * shares[1])
+    engine.step()
+    plain = experts.build("mixtral", False, router_aux_loss_coef=0.0)
+    every = [plain(**batch, output_router_logits=True) for batch in batches]
+    counting = [mask.reshape(-1).bool() for mask in masks]
+    layers = tuple(
+        torch.cat([outputs.router_logits[layer][counts] for outputs, counts in zip(every, counting, strict=True)])
+        for layer in range(2)
+    )
+    joint = load_balancing_loss_func(layers, 4, 2), torch.cat(layers).logsumexp(-1).square().mean()
+    mean = sum(outputs.loss for outputs in every) / ranks
+    (mean + 0.5 * joint[0] + 0.1 * joint[1]).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    wanted = experts.own_part(engine, {name: p.detach() for name, p in plain.named_parameters()})
+    torch.testing.assert_close(experts.parameters_of(engine), wanted, rtol=0, atol=ROUNDED)
+    sums = torch.stack([share.detach() for share in shares])
+    dist.all_reduce(sums)
+    torch.testing.assert_close(sums / ranks, torch.stack(joint).detach(), rtol=1e-5, atol=0)
+    if size > 1:
+        with pytest.raises(ValueError, match="attention_mask: expected one number for each of the"):
+            zerolite.moe.router_z_loss(engine, outputs.router_logits, own["attention_mask"][:, 1:])
 
 
 def test_frozen_members_stay_frozen() -> None:
