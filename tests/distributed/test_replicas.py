@@ -16,7 +16,7 @@ import zerolite
 from tests.distributed.test_parity import OPTIMIZERS, SIZES, assert_matches, expected
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import SGD, at
+from tests.toolkit.configs import ADAMW, SGD, at
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, expect_words, make_engine, raised, run_steps, snapshot, train_many
@@ -108,6 +108,14 @@ def test_replicas_have_the_bits_of_one_process(name: str) -> None:
         replicated_bits(name, accumulation)
 
 
+@pytest.mark.slow
+@on_ranks(8)
+@pytest.mark.parametrize("size", [2, 4])
+def test_two_sets_of_four_ranks_and_four_of_two(size: int) -> None:
+    for name in SETS:
+        replicated_bits(name, 2, size)
+
+
 # -------------------------------------------------------------------- what users read and write
 
 
@@ -161,6 +169,44 @@ def test_replicas_count_once(name: str, tmp_path: Path) -> None:
     for engine, saved in ((from_plain, plain), (from_replicated, replicated)):
         values = states_of(engine)
         assert_same_bits(values, {name: saved[name] for name in values}, "loaded")
+
+
+def save(directory: str) -> dict[str, dict[str, Any]]:
+    """Train and save each kind of sets. Returns what was saved."""
+    saved = {}
+    for name, (stage, sets) in SETS.items():
+        engine = make_engine(at(stage, "fp32", 1, 0.0, ADAMW, zero=sets))
+        run_steps(engine, 2, model="OddModel")
+        engine.save_checkpoint(f"{directory}/{name}")
+        saved[name] = states_and_weights(engine)
+    return saved
+
+
+def load(directory: str, stages: list[str]) -> dict[str, dict[str, Any]]:
+    loaded = {}
+    for name in SETS:
+        for stage in stages:
+            engine = make_engine(at(stage, "fp32", 1, 0.0, ADAMW))
+            engine.load_checkpoint(f"{directory}/{name}")
+            loaded[f"{name} at {stage}"] = states_and_weights(engine)
+    return loaded
+
+
+def states_and_weights(engine: Any) -> dict[str, Any]:
+    parameters = dict(engine.module.named_parameters())
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    moments = zerolite.get_full_optimizer_state(trained.values(), "exp_avg_sq")
+    return snapshot(engine) | {f"moment {name}": m for name, m in zip(trained, moments, strict=True) if m is not None}
+
+
+@pytest.mark.slow
+def test_any_grid_reads_what_sets_have_saved(pools: Pools, tmp_path: Path) -> None:
+    """Two sets of two ranks save, and one, three and four ranks load at stages with and without shards."""
+    saved = pools(4).run(save, {"directory": str(tmp_path)}, timeout=120)[0]
+    for world, stages in ((1, ["0"]), (3, ["0", "1", "3 tight"]), (4, ["0", "2"])):
+        for values in pools(world).run(load, {"directory": str(tmp_path), "stages": stages}, timeout=120):
+            for name, found in values.items():
+                assert_same_bits(found, saved[name.partition(" ")[0]], f"{name}, {world} ranks")
 
 
 @on_ranks(4)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.toolkit import experts
 from tests.toolkit.ranks import on_ranks
@@ -54,5 +55,7 @@ def test_replicas_match_one_process(stage: str) -> None:
 @on_ranks(2, 4, timeout=120)
 @pytest.mark.parametrize("name", list(experts.FAMILIES))
 def test_families_of_hugging_face_match_one_process(name: str) -> None:
-    for stage in ("2", "3 moving"):
-        assert_like_one_process(name, 2, stage, ROUNDED)
+    """On four ranks ep x dp is 2 x 2 and 4 x 1."""
+    for size in {2, dist.get_world_size()}:
+        for stage in ("2", "3 moving"):
+            assert_like_one_process(name, size, stage, ROUNDED)
