@@ -1,4 +1,4 @@
-"""What users are told of models that are compiled."""
+"""Warnings about models that are compiled at their root."""
 
 from __future__ import annotations
 
