@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.toolkit.transports import LateGathers, RawMessage
@@ -315,6 +316,33 @@ def test_over_shared_memory_a_launch_waits_while_another_thread_ends_the_gather_
     assert events == ["ended", "launched"]
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_over_shared_memory_a_handler_that_interrupts_a_launch_reads_weights_beside_another_thread() -> None:
+    """One lock for both: whoever has it may take it again, in a launch or in a read."""
+    shared: Any = dry_communicator("shared_memory", 0, 4)
+    read: list[Tensor] = []
+    compare, model = shared._compare, stack(4)
+    comm, engine = overlapping(model)
+    with mock.patch.object(comm, "all_gather", shared.all_gather):
+        train(engine)
+    (weight,) = [p for p in model.parameters() if type(p) is not nn.Parameter]
+    reader = threading.Thread(target=lambda: read.append(weight.detach()), daemon=True)
+
+    def interrupt(*args: Any) -> None:  # as a signal would, where the launch waits for the gather of the weight
+        shared._compare = compare
+        reader.start()
+        time.sleep(0.1)
+        read.append(torch.tensor(weight))
+        compare(*args)
+
+    shared._compare = interrupt
+    launch = threading.Thread(target=lambda: shared.all_gather(torch.ones(8192), "launched").wait(), daemon=True)
+    launch.start()
+    for thread in (launch, reader):
+        thread.join(30)
+    assert len(read) == 2 and not launch.is_alive()
+
+
 def test_a_forked_process_finds_whole_weights() -> None:
     """A worker of a DataLoader: the threads that gather are not in it."""
     model = stack()
@@ -409,6 +437,19 @@ def test_a_wait_that_was_interrupted_is_repeated() -> None:
     train(engine)
 
 
+def test_gathers_of_a_step_that_was_interrupted_at_its_end_are_waited_for() -> None:
+    model = stack(4)
+    comm, engine = overlapping(model)
+    first = engine._parts.buffer.buckets[-1]  # of those that are hidden
+    hide = first.hide_parameters
+    with mock.patch.object(first, "hide_parameters", lambda: hide() and signal.raise_signal(signal.SIGINT)):
+        with pytest.raises(KeyboardInterrupt):
+            train(engine)
+    assert {type(p) is nn.Parameter for p in model.parameters()} == {True, False} and not comm.of("wait")
+    param_gatherer._end_all_gathers()  # as before a fork
+    assert sorted(comm.of("wait")) == [0, 1, 2, 3] and {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
 def test_a_message_is_waited_for_once_whenever_a_handler_waits_too() -> None:
     raw = mock.Mock()
     message = Message(raw)
@@ -456,7 +497,11 @@ def test_at_the_end_of_a_process_gathers_are_waited_for(caplog: pytest.LogCaptur
     model = stack(4)
     comm, engine = overlapping(model)
     train(engine)
-    param_gatherer._end_in_time()
+    with pytest.raises(ValueError, match="Invalid process group"):  # which is the program's own
+        dist.destroy_process_group(mock.Mock())
+    assert not comm.of("wait")
+    with pytest.raises(AssertionError):  # there is none
+        dist.destroy_process_group()
     assert sorted(comm.of("wait")) == [0, 1, 2, 3] and not caplog.text
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
 

@@ -50,14 +50,15 @@ _before_end: list[Callable[[], object]] = []
 
 
 def before_groups_end(notify: Callable[[], object]) -> None:
-    """Call ``notify()`` before process groups end, by :func:`destroy` or by torch's ``destroy_process_group``."""
+    """Call ``notify()`` before all process groups end, by :func:`destroy` or by torch's ``destroy_process_group``."""
     if not _before_end:
         destroy_groups = dist.destroy_process_group
 
         @functools.wraps(destroy_groups)
-        def destroy_process_group(*args: Any, **kwargs: Any) -> None:
-            _notify_of_end()
-            destroy_groups(*args, **kwargs)
+        def destroy_process_group(group: Any = None) -> None:
+            if group in (None, dist.group.WORLD):  # engines communicate on none that a program has made
+                _notify_of_end()
+            destroy_groups(group)
 
         modules: list[Any] = [dist, distributed_c10d]
         for module in modules:

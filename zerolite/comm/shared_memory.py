@@ -12,12 +12,20 @@ import torch
 from zerolite.comm.communicator import NOTHING, Pending, copy_elsewhere, divide, done, empty
 from zerolite.comm.flight_recorder import BRANCH_ADVICE, WAIT, Mismatch, collective, wait_for
 from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, pack_offsets
-from zerolite.comm.transport import Transport, Work
+from zerolite.comm.transport import Transport
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
 _PAGE = 4096  # bytes
 _SMALL = 4096  # sums of fewer elements use a lane of their own, so that they need not wait for large tensors
+
+LOCK = threading.RLock()
+"""Held by the thread that launches or ends a collective in shared memory, or ends a gather of updated parameters.
+
+Any thread may end such a gather, by a read of a parameter, while another thread launches. And a handler of a signal may
+read parameters in a thread that launches. So there is one lock for all: with two, threads could take them in both
+orders, and wait for each other.
+"""
 
 
 class _Announcement(NamedTuple):
@@ -58,8 +66,6 @@ class _Lane:
         count: turns so far.
         last: the latest collective, until it is finished.
         exhausted: a request for memory was refused. From then on some collectives take no turn.
-        lock: held by the thread that launches or ends a collective. Any thread may end one, by a read of a parameter
-            whose gather is in flight, while another thread launches the next.
     """
 
     def __init__(self, share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]]) -> None:
@@ -70,7 +76,6 @@ class _Lane:
         self.count = 0
         self.last: Pending | None = None
         self.exhausted = False
-        self.lock = threading.RLock()
 
     def close(self) -> None:
         """Drop the group and the memory."""
@@ -113,12 +118,8 @@ class _Lane:
 class _Turn(Pending):
     """A collective in flight in a lane."""
 
-    def __init__(self, lane: _Lane, fence: Work, keep: Sequence[torch.Tensor], finish: Callable[[], torch.Tensor]):
-        super().__init__((fence,), keep, finish)
-        self._lane = lane
-
     def wait(self) -> torch.Tensor:
-        with self._lane.lock:
+        with LOCK:
             return super().wait()
 
 
@@ -163,7 +164,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         if not launch.nbytes:  # nothing to share, and there may be no memory yet
             self._compare_now(launch, self._ticket(launch))
             return Pending((), tensors, lambda: finish([empty(0, torch.uint8, tensors[0])] * self.world_size))
-        with lane.lock:
+        with LOCK:
             if lane.last is not None:
                 lane.last.wait()
             if lane.exhausted and not lane.holds(launch.nbytes):
@@ -191,7 +192,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
                 lane.last = None  # not before: what is not read yet may be overwritten two turns later
                 return result
 
-            lane.last = turn = _Turn(lane, fence, tensors, conclude)
+            lane.last = turn = _Turn((fence,), tensors, conclude)
             return turn
 
     def _ticket(self, launch: _Announcement) -> list[int]:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import Pending, collective
 from zerolite.comm.process_group import before_groups_end
+from zerolite.comm.shared_memory import LOCK
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.utils.torch_private import (
@@ -50,7 +51,7 @@ _READ_CHILDREN = (
 
 # Any thread may read a parameter in flight. The lock is held during a wait, so that each gather is ended once. The
 # thread that holds it may take it again.
-_lock = threading.Condition()
+_lock = threading.Condition(LOCK)
 _in_flight: list[ParamGatherer] = []  # those with gathers that have outlived their step
 _hook: list[RemovableHandle] = []  # while there are such
 _is_read_unseen = False  # something may read parameters that no code of Python sees, so no gather outlives its step
@@ -62,7 +63,8 @@ def _end_all_gathers() -> None:
 
 
 def _is_waiting() -> bool:
-    """Return True if this thread is inside a wait: in a signal's handler, or in a finalizer that collection runs."""
+    """Return True if this thread is inside a wait or a launch: in a signal's handler, or in a finalizer that collection
+    runs."""
     try:
         _lock.notify(0)
     except RuntimeError:  # it has not acquired the lock
@@ -232,18 +234,18 @@ class ParamGatherer:
                     self._update_stream = torch.cuda.current_stream(self._buffer.placements.device)
                 elif in_flight and profiler_is_on():  # the profiler may stop before they end
                     in_flight = []
+                if in_flight:
+                    self._outlive_step(hides=not in_flight[0].layout.rows)  # first: an exception (Ctrl-C) may follow
                 for bucket in list(self.pending):
                     if bucket not in in_flight or not bucket.hide_parameters():
                         self._end_gather(bucket)
-                if self.pending:
-                    self._outlive_step()
         for notify in self._observers.on_parameters_updated:
             notify()
 
-    def _outlive_step(self) -> None:
+    def _outlive_step(self, hides: bool) -> None:
         if self not in _in_flight:
             _in_flight.append(self)
-        if not _hook and any(bucket.is_hidden for bucket in self.pending):
+        if hides and not _hook:
             # Installed only while there is something to wait for: hooks on the modules would cost every forward, turn
             # off the fast path of torch's transformer layers, and show in copies.
             _hook.append(register_module_forward_pre_hook(_before_forward))
