@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerolite
 from tests.checkpoint.runs import differences, facts, make_engine
 from tests.distributed.test_offload import RUNS, engine_loop, offload
 from tests.toolkit import training
@@ -129,7 +130,7 @@ def losing(kind: str) -> Iterator[None]:
 
 
 @pytest.mark.fast("4-statistics")
-@pytest.mark.parametrize("where", ["statistics", "norms", "reductions", "sums over replicas"])
+@pytest.mark.parametrize("where", ["statistics", "norms", "reductions", "sums over replicas", "written"])
 @on_ranks(4)
 def test_a_gradient_that_one_disk_has_lost_is_said_on_all(where: str, tmp_path: Path) -> None:
     """In the same step, in which nothing is updated; after that training goes on as if the batch had been dropped."""
@@ -150,11 +151,15 @@ def test_a_gradient_that_one_disk_has_lost_is_said_on_all(where: str, tmp_path: 
         engine.module.first.weight.grad.copy_(torch.ones(13, 7, dtype=torch.bfloat16))
     elif where == "sums over replicas":
         engine._parts.reducer.wait()
+    elif where == "written":
+        broken = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+        with mock.patch.object(swap_file.os, "fdatasync", broken) if fails else contextlib.nullcontext():
+            zerolite.set_full_grad(engine.module.first.weight, torch.ones(13, 7))
     elif where == "norms":
         norms = [p.grad.norm(torch.inf) for p in engine.module.parameters()]
         assert any(map(torch.isnan, norms)), "a norm of what has gone"
         assert_same_on_ranks({str(number): norm.isnan() for number, norm in enumerate(norms)})
-    with losing("read") if fails else contextlib.nullcontext():
+    with losing("read") if fails and where != "written" else contextlib.nullcontext():
         error = training.raised(lambda: engine.step(flush=True))
     kinds = ("OSError", "UnexpectedEnd") if fails else "RuntimeError: zerolite: rank 1 cannot make the update: "
     assert error.startswith(kinds)
@@ -210,12 +215,20 @@ def test_an_update_in_which_one_disk_fails_is_said_on_all(stage: int, tmp_path: 
     engine = training.make_engine(at(stage, "bf16", 1, 0.5, ADAMW, zero=zero), sizes={"width": 61, "hidden": 331})
     training.run_steps(engine, 1, model="OddModel")
     engine.save_checkpoint(str(tmp_path), tag="good")
-    fails, updated, last = dist.get_rank() == 1, set(), -1
+    fails, updated, last, causes = dist.get_rank() == 1, set(), -1, []
+
+    def step() -> None:
+        try:
+            engine.step()
+        except OSError as error:
+            causes.append(str(error.__cause__))
+            raise
+
     while True:
         training.backward(engine, 1, model="OddModel")
         engine._parts.reducer.wait()  # what has failed before is a refusal
         with failing(last + 1 if fails else -1) as requests:
-            error = training.raised(engine.step)
+            error = training.raised(step)
         if not error:
             break
         last, (counted,) = last + 1, re.findall("has updated its parts of ([0-9]+) of [0-9]+ parameters", error)
@@ -226,12 +239,20 @@ def test_an_update_in_which_one_disk_fails_is_said_on_all(stage: int, tmp_path: 
         for call in (engine.step, lambda: engine.save_checkpoint(str(tmp_path), tag="bad"), engine.full_state_dict):
             assert "an update has failed in its middle" in training.raised(call)
         engine.load_checkpoint(str(tmp_path), tag="good")
-    assert not fails or last + 1 == len(requests) > 20
-    assert len(updated) > 1
+    assert not fails or last + 1 == len(requests) == len(causes) > 20
+    assert len(updated) > 1 and all("the swap file of rank 1" in cause for cause in causes)
     wanted = training.snapshot(engine)
     engine.load_checkpoint(str(tmp_path), tag="good")
     training.run_steps(engine, 1, 1, model="OddModel")
     assert_same_bits(training.snapshot(engine), wanted, "after the errors")
+    for is_counted in (False, True):
+        engine.zero_grad()
+        with failing(len(requests) - 1 if is_counted and fails else -1) as requests:
+            training.backward(engine, 1, model="OddModel")
+            engine.clip_gradients(1.0)  # the statistics come before the error of the last write
+    error = training.raised(engine.step)
+    assert "a gradient is lost: writing" in error and "has updated its parts of" in error, error
+    engine.zero_grad()  # it forgets the error, whose traceback keeps the engine
 
 
 # -------------------------------------------------------------------- disks that are not there, or full

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,6 +91,8 @@ def part(
         elif doing == "stop":
             time.sleep(0.5)  # until it has said in which step it is
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif doing == "fail in the update":
+            engine._parts.optimizer.method.update = mock.Mock(side_effect=ValueError("of this rank alone"))
         elif doing == "unfreeze":
             model.head.bias.requires_grad_(True)
         elif doing.startswith("save") or (how == "save again" and step == 0):
@@ -102,7 +106,8 @@ def part(
                 torch.sort(model.inner.weight.grad)  # type: ignore[call-overload]
             if doing == "skip the step":
                 continue
-            engine.step()
+            with contextlib.suppress(ValueError):
+                engine.step()
         except flight_recorder.Mismatch as error:
             raised = str(error)
             if not caught:
@@ -133,6 +138,7 @@ PARTINGS: dict[str, tuple[int, list[str]]] = {
         3,
         ["rank 1 began to train parameter 'head.bias' in step 3, and ranks 0 and 2 did not", "on all ranks"],
     ),
+    "fail in the update": (2, ["rank 1 raised ValueError in its update, and rank 0 did not"]),
     "metric": (0, ["rank 1 called engine.reduce(), and the other", "for metrics"]),
 }
 
@@ -150,7 +156,8 @@ def run_until_ended(pools: Pools, world_size: int, directory: Path, case: dict[s
 def test_every_rank_ends_with_the_same_diagnosis(pools: Pools, tmp_path: Path, how: str) -> None:
     stage, sentences = PARTINGS[how]
     world_size = 2 + stage % 2
-    by_messages = how in ("branch", "metric", "gradient")  # shared memory would find these out by itself
+    # Shared memory would find these out by itself.
+    by_messages = how in ("branch", "metric", "gradient", "fail in the update")
     case = {"how": how, "stage": stage, "timeout_s": TIMEOUT_S, "shared_memory": not by_messages}
     said, messages = run_until_ended(pools, world_size, tmp_path, case)
     answered = [rank for rank in range(world_size) if not (how == "stop" and rank == ODD)]

@@ -201,7 +201,7 @@ class ParameterAccess:
                 part.zero_()
             else:
                 _copy(bucket, fragment, part, values * self._pipeline.divisor())
-            self._buffer.placements.drop_reads()
+        self._reducer.drop_reads()
         self._pipeline.grads.set_by_call(index, values is not None)
 
     # ---------------------------------------------------------------- masters

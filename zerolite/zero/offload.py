@@ -411,19 +411,21 @@ class OffloadUpdate:
         }
         names = [slot.name for slot in self._layout.slots if slot.index not in missing]
         some = ", ".join(f"'{name}'" for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-        return type(error)(
+        described = type(error)(
             error.errno,
             f"{error.strerror}. This rank has updated its parts of {len(names)} of {len(self._layout.slots)} parameters"
             f"{f' ({some})' if names else ''}, and others may have updated all of theirs: load the last checkpoint",
         )
+        described.__cause__ = error
+        return described
 
     def _begin(self, plans: Sequence[_SpanPlan], buffer_bytes: int, longest: int) -> _SubGroup:
         buckets = [plan.span.bucket for plan in plans]
         self._param_gatherer.wait(buckets)  # a gather of the step before may still send what this update writes
         for bucket in buckets:
             bucket.wait_for_storage()
-        if self._gradients is not None and self._gradients.lost is not None:
-            raise self._gradients.lost
+        if self._gradients is not None and (lost := self._gradients.lost) is not None:
+            raise type(lost)(lost.errno, f"a gradient is lost: {lost.strerror}") from lost
         on_host = buckets[0].updates_on_host or not self._placements.separate_memory
         return _SubGroup(plans, None if on_host else self._placements.device, self._transfers, buffer_bytes, longest)
 

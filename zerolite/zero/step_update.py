@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from zerolite.comm import raise_together
+from zerolite.comm.flight_recorder import EVENTS
 from zerolite.zero.bucket import Bucket
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import Observers
@@ -99,8 +100,9 @@ class StepUpdate:
             notify()
         if self._order is not self._reducer.order:  # it was learned in a backward
             self.plan()
+        alone = True
         try:
-            failed = self._update_all(inputs)
+            failed, alone = self._update_all(inputs), False
             if self.buffer.placements.on_disk:
                 agree, device = self.buffer.gradient_memory.groups.agree, self.buffer.placements.device
                 raise_together(agree, device, "update", failed, "zerolite", failed="failed in its update:")
@@ -108,6 +110,8 @@ class StepUpdate:
                 raise failed
         except BaseException as error:  # between two buckets it leaves some masters ahead
             self.failed_update = f"{type(error).__name__}: {error}"
+            if alone:  # the others wait for this rank, if the program goes on
+                EVENTS.append(f"raised {type(error).__name__} in its update")
             raise
 
     def _update_all(self, inputs: UpdateInputs | None) -> OSError | None:

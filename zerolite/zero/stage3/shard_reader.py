@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from zerolite.comm.flight_recorder import EVENTS
 from zerolite.offload.placement import SPAN_ALIGNMENT, DiskPlacement, Placements, Transfer
 from zerolite.offload.transfers import StagedTransfer, StagingPool, Transfers
 from zerolite.utils.memory_tags import DEVICE, DISK, STAGING, tag_memory
@@ -244,7 +245,8 @@ class ShardReader:
                     shards[index] = full
             elif self._separate_memory:
                 self._to_device(shards, sharded_params, copies)
-        except BaseException:  # no copy may write into memory that is freed now
+        except BaseException as error:  # no copy may write into memory that is freed now
+            EVENTS.append(f"raised {type(error).__name__} when it read parameters that are offloaded")
             for copy in copies:
                 copy.finish()
             staged.release()
