@@ -129,6 +129,9 @@ class RouterBiases(StepObserver):
             bias = module.get_buffer(name)
             step = (load.mean() - load).sign().to(bias).view_as(bias)
             bias.add_(step, alpha=self._coefficient)
+        self.on_gradients_dropped()
+
+    def on_gradients_dropped(self) -> None:
         for load in self._loads:
             load.zero_()
 

@@ -87,13 +87,15 @@ def biases_of(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2", "lfm2_moe"])
 def test_biases_balance_the_loads_of_the_joint_batch(name: str, stage: str) -> None:
     """As a loop of one process moves them by the choices of all micro-batches, also beside the loads in monitors, with
-    clipping, and in a step that is loaded again."""
+    clipping, and after gradients that are dropped."""
     block = {"size": 2, "load_balance_coeff": 0.02, "log_load": True}
     how = {"accumulation": 2, "clip": 0.3, "expert_parallel": block}
     engine, plain = experts.make(name, 2, stage, **how), experts.build(name, False)
     kind, settings = experts.optimizer_of(False)
     optimizer = getattr(torch.optim, kind)(plain.parameters(), **settings)
     ranks, rank = engine.data_parallel_world_size, engine.data_parallel_rank
+    engine.backward(experts.loss_of(engine(**experts.batch_of(99, 7))))
+    engine.zero_grad()
     for step in range(3):
         loads = {}
         for micro in range(2):
@@ -118,6 +120,20 @@ def test_biases_balance_the_loads_of_the_joint_batch(name: str, stage: str) -> N
     torch.testing.assert_close(
         experts.parameters_of(engine), experts.own_part(engine, values), rtol=0, atol=2 * ROUNDED
     )
+
+
+@needs_transformers
+@on_ranks(2, timeout=60)
+def test_biases_of_16_bits_become_fp32() -> None:
+    model = experts.build("deepseek_v3", False).bfloat16()
+    config = at("2", bf16={"enabled": True}, expert_parallel={"size": 2, "load_balance_coeff": 1e-3})
+    engine = zerolite.initialize(model, config)
+    for place in range(5):
+        engine.backward(experts.loss_of(engine(**experts.batch_of(place, 4))))
+        engine.step()
+    (bias,) = biases_of(model).values()
+    assert bias.dtype == torch.float32 and bias.any()
+    torch.testing.assert_close(bias / 1e-3, (bias / 1e-3).round(), rtol=0, atol=1e-3)
 
 
 @on_ranks(2, timeout=60)
