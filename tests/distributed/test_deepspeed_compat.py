@@ -134,6 +134,28 @@ def test_a_loop_trains_as_plain_pytorch(stage: int, kind: str, zero: dict[str, A
     engine.destroy()
 
 
+@pytest.mark.fast("2-2")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_step_after_coalesced_backwards_has_their_sum(stage: int) -> None:
+    """Each block of ``coalesce_grad_reduction`` is one step, whose losses the loop divides."""
+    config = {**config_of(stage), "train_batch_size": "auto", "gradient_accumulation_steps": 1}
+    model = Net()
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    for step in range(STEPS):
+        with engine.coalesce_grad_reduction():
+            for micro in range(MICRO_BATCHES):
+                loss = engine(batch(MICRO_BATCHES * step + micro, dist.get_rank()))
+                engine.backward(loss / MICRO_BATCHES)
+        engine.step()
+    state, norm = expected(STEPS)
+    found = engine._zero3_consolidated_16bit_state_dict()
+    if found is not None:
+        torch.testing.assert_close({name: found[name] for name in state}, state, rtol=0, atol=2e-6)
+    assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    assert engine.global_steps == STEPS
+
+
 # -------------------------------------------------------------------- checkpoints
 
 

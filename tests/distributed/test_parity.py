@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.toolkit import models, reference
 from tests.toolkit.compare import (
@@ -193,3 +194,34 @@ def test_an_option_gives_the_right_numbers(name: str) -> None:
         assert norms == pytest.approx(wanted.norms, rel=tolerance), f"stage {stage}"
         found = {parameter: value.float() for parameter, value in snapshot(engine).items()}
         torch.testing.assert_close(found, wanted.parameters, rtol=tolerance, atol=tolerance / 2)
+
+
+SUMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prescaled": {"prescale_gradients": True},
+    "predivided": {"gradient_predivide_factor": 1.5},
+    "in sets": {"zero": {"shard_size": 2}},
+}
+
+
+@pytest.mark.fast("plain-4")
+@on_ranks(3, 4)
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_are_summed_over_ranks(name: str) -> None:
+    """With accumulation, and clipped: norms are those of the sums."""
+    world = dist.get_world_size()
+    if name == "in sets" and world % 2:
+        return
+    model, clip = models.build(models.OddModel), 2.0
+    wanted = reference.train(
+        model, lambda m, b: world * models.token_loss(m, b), batches_of(world, 2, 4), "fp32", SGD, world * clip
+    )
+    assert max(wanted.norms) > world * clip > min(wanted.norms)
+    for stage in ("0", "1", "2", "3 tight"):
+        op = {"gradient_allreduce_op": "Sum", **SUMS[name]}
+        engine = make_engine(at(stage, "fp32", 2, world * clip, SGD, **op))
+        norms = train_engine(engine, "OddModel", 4)["norms"]
+        assert_same_on_ranks(snapshot(engine))
+        assert norms == pytest.approx(wanted.norms, rel=FP32_RELATIVE), f"stage {stage}"
+        # Gradients are as many times larger, and so are their roundings.
+        torch.testing.assert_close(snapshot(engine), wanted.parameters, rtol=0, atol=world * FP32_SGD)

@@ -139,15 +139,15 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def in_one_process(
-    name: str, windows: list[list[dict[str, Tensor]]], double: bool, clip: float, **options: Any
+    name: str, windows: list[list[dict[str, Tensor]]], double: bool, clip: float, factor: int = 1, **options: Any
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Train on the mean loss of each window. Returns parameters and norms."""
+    """Train on ``factor`` times the mean loss of each window. Returns parameters and norms."""
     made, norms = build(name, double, **options), []
     kind, settings = optimizer_of(double)
     optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(made.parameters(), **settings)
     for window in windows:
         for batch in window:
-            (loss_of(made(**batch)) / len(window)).backward()
+            (loss_of(made(**batch)) * factor / len(window)).backward()
         norms.append(float(nn.utils.clip_grad_norm_(made.parameters(), clip or float("inf"))))
         optimizer.step()
         optimizer.zero_grad()

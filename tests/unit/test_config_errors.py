@@ -155,6 +155,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("bf16.enabled", {"bf16": ON, "torch_autocast": ON}, "torch_autocast.enabled"),
     ("bf16.bf16_optimizer_states", {"bf16": {**ON, "bf16_optimizer_states": True}}, "master_weights"),
     ("gradient_predivide_factor", {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "prescale_gradients"),
+    ("gradient_allreduce_op", {"gradient_allreduce_op": "SUM", "sequence_parallel": {"size": 2}}, "parts of one loss"),
     (ACCUMULATION, {UNMANAGED: False, ACCUMULATION: 2}, "every engine.step() updates"),
     (UNMANAGED, {UNMANAGED: False, "pipeline": PIPE}, "runs whole steps"),
     (DTYPE, grads("bf16"), "fp32"),
@@ -247,7 +248,7 @@ def test_blocks_with_a_switch(path: str, entry: Key) -> None:
     ("path", "value"),
     [("disable_python_gc", True), ("disable_python_gc", 0), ("aio.use_gds", True),
      ("zero_optimization.offload_optimizer.super_offload", True), ("zero_optimization.zenflow", {}),
-     ("gradient_allreduce_op", "sum"), ("comet", True), ("comet", {"enabled": True}),
+     ("comet", True), ("comet", {"enabled": True}),
      ("amp", {"enabled": True, "opt_level": "O1"}), ("zero_optimization.load_from_fp32_weights", False),
      ("datastates_ckpt", {}), ("checkpoint.writer", {"type": "fast"}), ("sparse_attention", {"mode": "dense"})],
 )  # fmt: skip

@@ -130,6 +130,9 @@ def _parallelism(config: ZeroliteConfig) -> Found:
     size = config.sequence_parallel.size
     if size > 1 and config.pipeline.stages > 1:
         yield "sequence_parallel.size pipeline.stages", f"1 with a pipeline ({_stages(config)})", size, _ONE_OUT
+    if size > 1 and config.gradient_allreduce_op == "sum":
+        expected = f'"mean" with sequence_parallel.size = {size}, whose ranks have parts of one loss'
+        yield "gradient_allreduce_op sequence_parallel.size", expected, '"sum"', _ONE_OUT
     if size > 1 and config.tensor_parallel.sequence_parallel and config.tensor_parallel.size > 1:
         expected = "1 with tensor_parallel.sequence_parallel, which divides each part of a sequence again"
         yield "sequence_parallel.size tensor_parallel.sequence_parallel", expected, size, _ONE_OUT

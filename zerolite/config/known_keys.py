@@ -74,7 +74,6 @@ UNSUPPORTED: dict[str, Key] = {
     **_keys(Key(reason=REMOVED), "sparse_gradients graph_harvesting"),
     **_keys(OFF, "use_data_before_expert_parallelism disable_python_gc optimizer.legacy_fusion pipeline.use_reentrant"),
     "seq_parallel_communication_data_type": Key((None, "fp32")),
-    "gradient_allreduce_op": Key(("mean",)),
     "disable_allgather": Key(ignored="updated parameters are always all-gathered"),
     "zero_force_ds_cpu_optimizer": EITHER,
     "vocabulary_size": NULL,

@@ -39,6 +39,9 @@ Interval = Annotated[
     # Infinity, which accelerate writes for "never", is text when hjson reads it.
     BeforeValidator(lambda value: None if value in (math.inf, "Infinity") else value),
 ]
+ReduceOp = Annotated[
+    Literal["mean", "sum"], BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+]
 Tiles = Annotated[
     Literal["auto"] | Bool | Count,
     Field(title='tokens of a tile, at least 1, or true, false or "auto"', description="write one of these"),
@@ -135,6 +138,10 @@ class ZeroliteConfig(Block):
     divide_plain_backward: Bool = False
     """Divide the gradients of a plain `loss.backward()` by `gradient_accumulation_steps`, as `engine.backward(loss)`
     does. false: your loop divides the loss itself, as without an engine."""
+    gradient_allreduce_op: ReduceOp = "mean"
+    """Gradient that an update gets: the `"mean"` over data-parallel ranks, or their `"sum"`, for losses that your loop
+    has divided by the samples of all ranks. Accumulation, norms and clipping are the same. With `"sum"`,
+    `engine.backward(loss, weight=...)` gives the weighted mean times the number of ranks."""
     prescale_gradients: Bool = False
     """Divide gradients by the number of ranks before they are summed, not after."""
     gradient_predivide_factor: Positive = 1.0

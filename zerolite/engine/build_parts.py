@@ -106,6 +106,8 @@ class PartsBuilder:
             self._groups.compress(zero.zero_quantized_weights, zero.zero_quantized_gradients, feedback)
         if topology.expert_spread > 1:  # otherwise each data rank has the same experts, as it has the same layers
             self._groups.spread_experts(RankGroups.of_experts(topology, self.policy, zero.is_hierarchical))
+        if config.gradient_allreduce_op == "sum":
+            self._groups.take_sums()
         self._observers = Observers()
         self.shared_grads: SharedGradReducer | None = None
 
@@ -267,7 +269,7 @@ class PartsBuilder:
             self.config,
             self.policy,
             self.precision,
-            self._groups.mean.world_size,
+            self._groups,
             accumulation.micro_batches > 1 or isinstance(accumulation, UnmanagedAccumulation),
             self._communication_dtype,
             keep_buckets=self.device_kind == "cpu",

@@ -19,6 +19,7 @@ from zerolite.precision.dtypes import Precision
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.dtypes import DTYPES
 from zerolite.zero.gradient_dtypes import ReductionOptions
+from zerolite.zero.groups import RankGroups
 from zerolite.zero.layout import ParameterSpec, auto_bucket_numel
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.group_plan import LEAST_MAX_LIVE, LeafRule, default_max_live, leaf_rule
@@ -130,7 +131,7 @@ def reduction_options(
     config: ZeroliteConfig,
     policy: StagePolicy,
     precision: Precision,
-    world_size: int,
+    groups: RankGroups,
     several_expected: bool,
     communication: Callable[[torch.nn.Parameter], torch.dtype | None],
     keep_buckets: bool,
@@ -139,7 +140,7 @@ def reduction_options(
     """Return the options of gradient reduction.
 
     Args:
-        world_size: data-parallel ranks, over which the mean is taken.
+        groups: the groups of the reductions.
         several_expected: a step may have several backwards.
         communication: the dtype in which a parameter's gradient is reduced.
         alone: there is only one process. A gradient that is not finite then need not be traced to its rank.
@@ -150,10 +151,11 @@ def reduction_options(
         accumulate: torch.dtype | None = DTYPES[asked]
     else:
         accumulate = torch.float32 if precision.separate_masters else None
-    predivide = float(world_size) if config.prescale_gradients else config.gradient_predivide_factor
+    predivide = float(groups.mean.world_size) if config.prescale_gradients else config.gradient_predivide_factor
     # Dividing by a power of two is exact. So by default the mean is taken while gradients are copied into their
     # buckets, at no cost. Not in fp16, where it could push small gradients below the smallest number.
-    free = predivide == 1.0 and world_size & (world_size - 1) == 0 and precision.compute != torch.float16
+    divisor = groups.divisor
+    free = predivide == 1.0 and divisor & (divisor - 1) == 0 and precision.compute != torch.float16
     return ReductionOptions(
         reduce_each_backward=policy.shard_gradients,
         shard=policy.shard_optimizer,
@@ -161,7 +163,7 @@ def reduction_options(
         accumulate_dtype=accumulate,
         several_expected=several_expected,
         communication_dtype=communication,
-        copy_factor=1.0 / world_size if free else 1.0,
+        copy_factor=1.0 / divisor if free else 1.0,
         predivide_factor=predivide,
         copy_on_arrival=zero.contiguous_gradients,
         overlap=zero.overlap_comm is not False,

@@ -46,7 +46,7 @@ class RankGroups:
         is_first_owner: so does its part of the states, in norms and in checkpoints.
         compression: carries what goes over ``replicate`` in few bits; None if nothing does.
         divisor: number of ranks whose losses the gradients are the mean of: those of ``mean``, and for experts all that
-            may have sent them tokens.
+            may have sent them tokens. 1 if gradients are sums.
         spread: neighbouring ranks that have other parameters: see :class:`~zerolite.zero.layout.BucketLayout`.
         experts: groups of the parameters of experts, which neighbouring data ranks have others of; None if all of them
             have the same.
@@ -124,6 +124,11 @@ class RankGroups:
         self.experts = experts
         if self.two_hops is not None and experts.two_hops is not None:
             experts.two_hops.behind = self.two_hops.behind  # one order of launches between the sets
+
+    def take_sums(self) -> None:
+        """Let gradients be the sums over ranks, not the means."""
+        for groups in filter(None, (self, self.experts)):
+            groups.divisor = 1
 
     def of_spread(self, spread: int) -> RankGroups:
         """Return the groups of a bucket: see :class:`~zerolite.zero.layout.BucketLayout`."""

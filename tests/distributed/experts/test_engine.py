@@ -34,6 +34,17 @@ def test_all_tokens_for_one_expert(stage: str) -> None:
     assert_like_one_process("Mixture", 2, stage, EXACT, double=True, favourite=0, clip=0.3)
 
 
+@pytest.mark.fast("3 moving-4")
+@on_ranks(2, 4, timeout=60)
+@pytest.mark.parametrize("stage", ["1", "2", "3 moving"])
+def test_gradients_are_summed_over_ranks(stage: str) -> None:
+    """An expert's gradients are summed over all ranks that have sent it tokens."""
+    op = {"gradient_allreduce_op": "sum"}
+    assert_like_one_process(
+        "Mixture", 2, stage, EXACT, double=True, accumulation=2, clip=0.9, config=op, factor=dist.get_world_size()
+    )
+
+
 @needs_transformers
 @pytest.mark.fast("3 moving-True-2")
 @on_ranks(2, timeout=60)

@@ -16,7 +16,7 @@ EXACT, ROUNDED = 1e-12, 1e-6
 
 
 def assert_like_one_process(name: str, size: int, stage: str, tolerance: float, **how: Any) -> None:
-    engine, norms, windows = experts.train(name, size, stage, **how)
+    engine, norms, windows = experts.train(name, size, stage, **{k: v for k, v in how.items() if k != "factor"})
     clip, double = how.get("clip", 0.0), how.get("double", False)
     options = {k: v for k, v in how.items() if k not in ("clip", "double", "accumulation", "steps", "config")}
     wanted, wanted_norms = experts.in_one_process(name, windows, double, clip, **options)
