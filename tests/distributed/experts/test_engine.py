@@ -344,7 +344,7 @@ def test_dictionaries_of_experts_are_refused_by_name() -> None:
 
 @on_ranks(2, timeout=60)
 def test_keys_of_deepspeed() -> None:
-    keys = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe"}
+    keys = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe", "load_balance_coeff": None}
     engine = zerolite.initialize(experts.Mixture(), at("2", expert_parallel=keys))
     assert engine.module.blocks[0].experts.up_weight.shape[0] == experts.EXPERTS // 2
     off = zerolite.initialize(experts.Mixture(), at("2", expert_parallel=keys | {"enabled": False}))
