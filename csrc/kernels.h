@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#define ZL_ABI 8  // raised with every change of the interface; the Python side compares it
+#define ZL_ABI 9  // raised with every change of the interface; the Python side compares it
 
 enum zl_dtype { ZL_NONE = 0, ZL_F32 = 1, ZL_BF16 = 2, ZL_F16 = 3 };
 
@@ -97,3 +97,30 @@ typedef struct {
   void* error;
   zl_threads threads;
 } zl_quant;
+
+// A step of AdamW on one flat array whose moments are codes of 8 bits, in blocks of ZL_QUANT_BLOCK elements, each with
+// its largest magnitude. The array begins `lead` elements after the beginning of its first block. A moment is
+// numbers[code] x maximum, and a code is the number of `borders` below moment / maximum.
+//
+// A cell has the numbers from -1 to 1 with one sign and the same upper 16 bits, counted from those of ZL_CELL_LEAST,
+// which stands for all smaller magnitudes too. Negative numbers have the second half of the cells. cells[i] is the code
+// of the lowest number of the cell. Each cell has at most one border.
+enum { ZL_CELLS = 8192, ZL_CELL_LEAST = 0x337f, ZL_CODES = 256 };
+typedef struct {
+  uint8_t* codes;        // [numel]
+  float* maxima;         // [blocks]
+  const float* numbers;  // [ZL_CODES]
+  const float* borders;  // [ZL_CODES], infinities at the end
+  const uint8_t* cells;  // [ZL_CELLS]
+} zl_moment;
+typedef struct {
+  int32_t param_dtype, grad_dtype;
+  int32_t isa;
+  // 1 - lr x decay, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2^t), eps, -lr / (1 - beta1^t)
+  float keep, mean, keep_square, square, correction2, eps, step;
+  int64_t numel, lead;
+  void* param;
+  const void* grad;
+  zl_moment moments[2];
+  zl_threads threads;
+} zl_adam8;

@@ -13,6 +13,7 @@ namespace {
 
 // Elements per thread: with fewer, another thread costs more time than it saves.
 constexpr int64_t UPDATE_GRAIN = 16384, NORM_GRAIN_CHUNKS = 4, QUANT_GRAIN_BLOCKS = 256;
+constexpr int64_t ADAM8_GRAIN_BLOCKS = 32;
 
 int best_isa() {
 #if defined(ZL_ONLY_PLAIN)
@@ -157,3 +158,15 @@ ZL_EXPORT int32_t zl_cpu_norm(const zl_norm* call) {
 
 ZL_EXPORT int32_t zl_cpu_quantize(const zl_quant* call) { return quant(*call, &zl::Path::quantize); }
 ZL_EXPORT int32_t zl_cpu_dequantize(const zl_quant* call) { return quant(*call, &zl::Path::dequantize); }
+
+ZL_EXPORT int32_t zl_cpu_adam8(const zl_adam8* call) {
+  const zl::Path* path = find_path(call->isa);
+  if (!path) return ZL_BAD_ISA;
+  if (!is_float(call->param_dtype) || !is_float(call->grad_dtype)) return ZL_BAD_DTYPE;
+  if (call->numel < 0 || call->lead < 0 || call->lead >= ZL_QUANT_BLOCK) return ZL_BAD_ROWS;
+  if (!call->numel) return ZL_OK;
+  const int64_t blocks = (call->lead + call->numel + ZL_QUANT_BLOCK - 1) / ZL_QUANT_BLOCK;
+  spread(call->threads, blocks, ADAM8_GRAIN_BLOCKS, 1,
+         [&](int64_t begin, int64_t end) { path->adam8(*call, begin, end); });
+  return ZL_OK;
+}

@@ -1,8 +1,8 @@
 // The inner loops. Compiled once for every instruction set, with ZL_ISA as its name.
 #include <string.h>
 
+#include "moments.h"
 #include "paths.h"
-#include "quantize.h"
 #include "vec.h"
 
 #define ZL_JOIN2(a, b) a##b
@@ -185,5 +185,5 @@ void norm(const zl_norm& call, const int64_t* ends, int64_t begin, int64_t end) 
 
 namespace zl {
 extern const Path ZL_JOIN(path_, ZL_ISA);
-const Path ZL_JOIN(path_, ZL_ISA) = {update, norm, quantize, dequantize};
+const Path ZL_JOIN(path_, ZL_ISA) = {update, norm, quantize, dequantize, adam8};
 }  // namespace zl

@@ -14,10 +14,14 @@ typedef void (*NormRange)(const zl_norm&, const int64_t* ends, int64_t begin, in
 // Blocks [begin, end), numbered row by row; those of one row where rows are summed.
 typedef void (*QuantRange)(const zl_quant&, int64_t begin, int64_t end);
 
+// Blocks [begin, end) of an array.
+typedef void (*Adam8Range)(const zl_adam8&, int64_t begin, int64_t end);
+
 struct Path {
   UpdateRange update;
   NormRange norm;
   QuantRange quantize, dequantize;
+  Adam8Range adam8;
 };
 
 extern const Path path_plain;

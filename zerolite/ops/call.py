@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -120,3 +121,45 @@ def row_bytes(numel: int, bits: int) -> int:
     to a multiple of 16."""
     blocks = (numel + QUANT_BLOCK - 1) // QUANT_BLOCK
     return scale_offset(numel, bits) + (blocks * 4 + 15) // 16 * 16
+
+
+CODES = 256
+CELLS = 8192
+CELL_LEAST = 0x337F  # upper 16 bits of a float; the first cell has all smaller magnitudes too
+
+
+class CodeTable(NamedTuple):
+    """The codes of a moment in 8 bits: see ``zl_moment`` in csrc/kernels.h. All tensors are on one device.
+
+    Attributes:
+        numbers: fp32 [256], in ascending order; NaN for codes that do not exist.
+        borders: fp32 [256], between the numbers; infinite behind the last one.
+        cells: uint8 [8192], the code of the lowest number of each cell.
+    """
+
+    numbers: torch.Tensor
+    borders: torch.Tensor
+    cells: torch.Tensor
+
+
+@dataclass
+class Adam8Call:
+    """A step of AdamW on one flat array on the host, whose moments are codes of 8 bits in blocks of 256.
+
+    Attributes:
+        param: fp32, bf16 or fp16 [elements], updated in place.
+        grad: fp32, bf16 or fp16 [elements].
+        codes: of both moments, uint8 [elements]; updated in place.
+        maxima: of both moments, fp32 [blocks]; updated in place.
+        tables: of both moments.
+        lead: elements of the first block that are before the array.
+        scalars: 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2^t), eps, -lr / (1 - beta1^t).
+    """
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    codes: tuple[torch.Tensor, torch.Tensor]
+    maxima: tuple[torch.Tensor, torch.Tensor]
+    tables: tuple[CodeTable, CodeTable]
+    lead: int
+    scalars: tuple[float, float, float, float, float, float, float]

@@ -9,8 +9,8 @@ from typing import cast
 
 import torch
 
-from zerolite.ops.call import QuantCall, SquaresCall, UpdateCall
-from zerolite.ops.interface import Norm, Quant, Threads, Update, check_abi
+from zerolite.ops.call import Adam8Call, QuantCall, SquaresCall, UpdateCall
+from zerolite.ops.interface import Adam8, Norm, Quant, Threads, Update, check_abi
 from zerolite.utils.builder import declare
 
 ISA_NAMES = ("plain", "avx2", "avx512")
@@ -41,6 +41,7 @@ class CpuKernels:
         self._norm = declare(library.zl_cpu_norm, c_int32, POINTER(Norm))
         self._quantize = declare(library.zl_cpu_quantize, c_int32, POINTER(Quant))
         self._dequantize = declare(library.zl_cpu_dequantize, c_int32, POINTER(Quant))
+        self._adam8 = declare(library.zl_cpu_adam8, c_int32, POINTER(Adam8))
         self.best_isa: int = declare(library.zl_best_isa, c_int32)()
         self._isa, self._openmp = isa, _openmp()
 
@@ -75,6 +76,12 @@ class CpuKernels:
         each row of a sum, and the value is written once."""
         if error := self._dequantize(Quant(call, self._isa, Threads(*self._openmp, torch.get_num_threads()))):
             raise _refusal(error, "quantization")
+
+    def adam8(self, call: Adam8Call) -> None:
+        """Make a step of AdamW with moments in 8 bits. Memory traffic for each element: parameter and moments (2
+        bytes) are read and written, the gradient is read."""
+        if error := self._adam8(Adam8(call, self._isa, Threads(*self._openmp, torch.get_num_threads()))):
+            raise _refusal(error, "update with moments in 8 bits")
 
 
 def _refusal(code: int, what: str) -> ValueError:

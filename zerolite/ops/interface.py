@@ -7,10 +7,10 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
-from zerolite.ops.call import QuantCall, SquaresCall, UpdateCall
+from zerolite.ops.call import Adam8Call, QuantCall, SquaresCall, UpdateCall
 from zerolite.utils.builder import declare
 
-ABI = 8
+ABI = 9
 NORM_CHUNK = 16384
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -166,6 +166,57 @@ class Quant(Structure):
             packed=call.packed.data_ptr(),
             error=None if call.error is None else call.error.data_ptr(),
             threads=threads or Threads(),
+        )
+
+
+class Moment(Structure):
+    _fields_ = [
+        ("codes", c_void_p),
+        ("maxima", c_void_p),
+        ("numbers", c_void_p),
+        ("borders", c_void_p),
+        ("cells", c_void_p),
+    ]
+
+
+class Adam8(Structure):
+    """Arguments of a step of AdamW with moments in 8 bits."""
+
+    _fields_ = [
+        ("param_dtype", c_int32),
+        ("grad_dtype", c_int32),
+        ("isa", c_int32),
+        ("keep", c_float),
+        ("mean", c_float),
+        ("keep_square", c_float),
+        ("square", c_float),
+        ("correction2", c_float),
+        ("eps", c_float),
+        ("step", c_float),
+        ("numel", c_int64),
+        ("lead", c_int64),
+        ("param", c_void_p),
+        ("grad", c_void_p),
+        ("moments", Moment * 2),
+        ("threads", Threads),
+    ]
+
+    def __init__(self, call: Adam8Call, isa: int, threads: Threads) -> None:
+        moments = [
+            Moment(*(tensor.data_ptr() for tensor in (codes, maxima, *table)))
+            for codes, maxima, table in zip(call.codes, call.maxima, call.tables, strict=True)
+        ]
+        super().__init__(
+            DTYPES[call.param.dtype],
+            DTYPES[call.grad.dtype],
+            isa,
+            *call.scalars,
+            call.param.numel(),
+            call.lead,
+            call.param.data_ptr(),
+            call.grad.data_ptr(),
+            (Moment * 2)(*moments),
+            threads,
         )
 
 

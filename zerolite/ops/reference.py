@@ -141,7 +141,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1)
 
 
-def _root(value: torch.Tensor) -> torch.Tensor:
+def correct_root(value: torch.Tensor) -> torch.Tensor:
     """Return the correctly rounded fp32 square root.
 
     torch's fp32 root comes from the vector library of its build, and may be off by one unit in the last place. The root
@@ -161,7 +161,7 @@ def _adam(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]
         v.add_(difference, alpha=weight2)
     else:
         torch.add(g * g, difference, alpha=weight2 - 1.0, out=v)
-    change = (m * step).div_(_root(v).div_(correction2).add_(eps))
+    change = (m * step).div_(correct_root(v).div_(correction2).add_(eps))
     p.add_(change.add_(p, alpha=decay) if decay else change)
 
 
@@ -179,7 +179,7 @@ def _adagrad(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tens
     if l2:
         g = g.add(p, alpha=l2)
     total.addcmul_(g, g, value=1)
-    p.addcdiv_(g, _root(total).add_(eps), value=step)
+    p.addcdiv_(g, correct_root(total).add_(eps), value=step)
 
 
 def _sgd(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ never becomes zero, which would make the next step of its element as large as th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,18 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch.optim import Optimizer
 
+from zerolite.ops.call import CELL_LEAST, CELLS, CODES, Adam8Call, CodeTable
+from zerolite.ops.moments import adam8_step
+from zerolite.ops.reference import correct_root
+
 BLOCK = 256  # elements that share a maximum
 _CHUNK = 1 << 22  # elements whose moments are in fp32 at a time
 _EXPONENTS = 7  # powers of ten in a table
+_BORDERS = 254  # of a table, without the infinite ones
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAXIMA = ("exp_avg_max", "exp_avg_sq_max")  # of the moments' blocks
-
-
-class _Table(NamedTuple):
-    """The numbers of the codes in ascending order, and the borders between them, fp32 on one device."""
-
-    numbers: torch.Tensor
-    borders: torch.Tensor
 
 
 class Blocks(NamedTuple):
@@ -49,7 +48,7 @@ class Blocks(NamedTuple):
     codes: torch.Tensor
     maxima: torch.Tensor
     lead: int
-    table: _Table
+    table: CodeTable
 
     def chunks(self) -> Iterator[slice]:
         """Yield ranges of elements, each with whole blocks."""
@@ -73,8 +72,8 @@ class Blocks(NamedTuple):
         maxima = blocks.abs().amax(1)
         self.maxima[self._blocks(chunk)] = maxima
         relative = blocks / torch.where(maxima > 0, maxima, 1.0).unsqueeze(1)
-        codes = torch.bucketize(relative, self.table.borders, out_int32=True).view(-1)
-        self.codes[chunk] = codes.narrow(0, lead, numbers.numel()).to(torch.uint8)
+        codes = _codes(relative, self.table.borders).view(-1)
+        self.codes[chunk] = codes.narrow(0, lead, numbers.numel())
 
     def _blocks(self, chunk: slice) -> slice:
         return slice((chunk.start + self.lead) // BLOCK, block_count(chunk.stop, self.lead))
@@ -107,7 +106,7 @@ class AdamW8bit(Optimizer):
                 raise ValueError(f"Invalid {name}: {value}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Invalid betas: {betas}")
-        self._tables: dict[torch.device, tuple[_Table, _Table]] = {}
+        self._tables: dict[torch.device, tuple[CodeTable, CodeTable]] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -133,9 +132,14 @@ class AdamW8bit(Optimizer):
             _adamw(flat, gradient, _flat(state["exp_avg"]), _flat(state["exp_avg_sq"]), state["step"], group)
             return
         first, second = self.blocks(parameter, state)
+        moments = (first.codes, second.codes), (first.maxima, second.maxima), (first.table, second.table)
+        if adam8_step(Adam8Call(flat, gradient, *moments, first.lead, _scalars(state["step"], group))):
+            return
+        # The kernel's root, so that ranks without it have its bits. On CUDA torch's own is rounded correctly.
+        root = correct_root if flat.device.type == "cpu" else torch.sqrt
         for chunk in first.chunks():
             exp_avg, exp_avg_sq = first.read(chunk), second.read(chunk)
-            _adamw(flat[chunk], gradient[chunk], exp_avg, exp_avg_sq, state["step"], group)
+            _adamw(flat[chunk], gradient[chunk], exp_avg, exp_avg_sq, state["step"], group, root)
             first.write(chunk, exp_avg)
             second.write(chunk, exp_avg_sq)
 
@@ -229,17 +233,26 @@ def _adamw(
     exp_avg_sq: torch.Tensor,
     step: int,
     group: dict[str, Any],
+    root: Callable[[torch.Tensor], torch.Tensor] = torch.sqrt,
 ) -> None:
     """Make a step of torch's AdamW, in place and with its order of operations."""
-    gradient, lr, (beta1, beta2) = gradient.float(), float(group["lr"]), group["betas"]
-    parameter.mul_(1 - lr * group["weight_decay"])
-    exp_avg.lerp_(gradient, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-    parameter.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+    gradient = gradient.float()
+    keep, mean, keep_square, square, correction2, eps, change = _scalars(step, group)
+    parameter.mul_(keep)
+    exp_avg.lerp_(gradient, mean)
+    exp_avg_sq.mul_(keep_square).addcmul_(gradient, gradient, value=square)
+    denominator = (root(exp_avg_sq) / correction2).add_(eps)
+    parameter.addcdiv_(exp_avg, denominator, value=change)
 
 
-def _table(signed: bool, device: torch.device) -> _Table:
+def _scalars(step: int, group: dict[str, Any]) -> tuple[float, float, float, float, float, float, float]:
+    """Return the scalars of a step, counted from 1, as Adam8Call describes them."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    keep, correction2 = 1 - lr * group["weight_decay"], (1 - beta2**step) ** 0.5
+    return keep, 1 - beta1, beta2, 1 - beta2, correction2, group["eps"], -lr / (1 - beta1**step)
+
+
+def _table(signed: bool, device: torch.device) -> CodeTable:
     """Make a table: each power of ten has twice as many numbers as the one below, evenly spaced."""
     positive: list[float] = []
     for exponent in range(_EXPONENTS):
@@ -251,7 +264,22 @@ def _table(signed: bool, device: torch.device) -> _Table:
     borders = [(low + high) / 2 for low, high in zip(numbers, numbers[1:], strict=False)]
     if not signed:
         borders[0] = 0.0  # what is above zero stays above zero
-    return _Table(torch.tensor(numbers, device=device), torch.tensor(borders, device=device))
+    numbers += [math.nan] * (CODES - len(numbers))
+    borders += [math.inf] * (CODES - len(borders))
+    table = torch.tensor([numbers, borders], dtype=torch.float32, device=device)
+    return CodeTable(table[0], table[1], _codes(_lowest_of_cells(device), table[1]))
+
+
+def _lowest_of_cells(device: torch.device) -> torch.Tensor:
+    """Return the lowest number of each cell of csrc/kernels.h, fp32 [8192]."""
+    upper = torch.arange(CELL_LEAST, CELL_LEAST + CELLS // 2, dtype=torch.int32, device=device) << 16
+    positive, negative = upper.view(torch.float32), -(upper + 0xFFFF).view(torch.float32)
+    return torch.cat([positive.masked_fill(upper == CELL_LEAST << 16, 0.0), negative])
+
+
+def _codes(relative: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
+    """Return the codes of numbers from -1 to 1, uint8. NaN has the last code."""
+    return torch.bucketize(relative, borders[:_BORDERS], out_int32=True).to(torch.uint8)
 
 
 def _in_blocks(flat: torch.Tensor, lead: int) -> torch.Tensor:
