@@ -47,7 +47,8 @@ from zerolite.planning import Machine, plan
 RANKS, NODES = 4, 2
 WIDTH, BATCH = 512, 4
 PORT = 29_631
-SETS = ("shard_size", "zero_hpz_partition_size")
+FEW_BITS = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
+OF_SETS = ("shard_size", "zero_hpz_partition_size", *FEW_BITS)
 SMALL, LARGE = 1 << 10, 1 << 18  # elements of the exchanges that are timed
 REPEATS = 8  # of an exchange in a turn
 CHECKS = "consistency_check_interval"
@@ -63,6 +64,7 @@ ZEROLITE: dict[str, dict[str, Any]] = {
     "zerolite-1-replicas": {"stage": 1, "shard_size": 2},
     "zerolite-3-replicas": {"stage": 3, "shard_size": 2, **ALL_RELEASED},
     "zerolite-3-hierarchical": {"stage": 3, "zero_hpz_partition_size": 2, **ALL_RELEASED},
+    "zerolite-3-compressed": {"stage": 3, "zero_hpz_partition_size": 2, **FEW_BITS, **ALL_RELEASED},
 }
 WAITS = "-waits"  # for the values of the update at the end of a step; a plan has no such step
 DEEPSPEED: dict[str, dict[str, Any]] = {
@@ -219,7 +221,7 @@ def all_of(names: list[str], layers: int) -> dict[str, Callable[[], Callable[[],
 
     def alone(name: str) -> Callable[[], object]:
         with use_communicator(lambda rank, world: Communicator()):
-            return make_step(name, layers, SETS)
+            return make_step(name, layers, OF_SETS)
 
     for name in names:
         made[name] = functools.partial(make_step, name, layers)

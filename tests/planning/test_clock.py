@@ -18,7 +18,7 @@ from zerolite.planning.clock import Compute, Event, Launch, Trace, Wait, step_ti
 from zerolite.planning.command import parse_command_line
 from zerolite.planning.fake_backend import DryPlatform
 from zerolite.planning.report import render
-from zerolite.planning.result import StepTime, Traffic
+from zerolite.planning.result import Comparison, StepTime, Traffic
 from zerolite.planning.settings import compare
 from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import Grid
@@ -190,19 +190,41 @@ def test_mistakes_on_the_command_line(given: list[str], expected: str, capsys: p
     assert ended.value.code == 2 and expected in capsys.readouterr().err
 
 
-def test_a_comparison_of_nodes() -> None:
-    """Replicas stand beside the plain stages, and the fastest that fits is chosen."""
+SETS = [*(f"stage {stage}, replicas of 2" for stage in (1, 2, 3)), "stage 3, parameters in 2"]
+COMPARED = [*(f"stage {stage}" for stage in range(4)), *SETS, *(f"{name}, compressed" for name in SETS)]
+
+
+def compared(**zero: Any) -> Comparison:
+    """Compare settings on 2 nodes of 2 ranks, whose wire is so slow that the fewest bytes are the fastest step."""
     batch = lambda: torch.ones(2, 64)  # noqa: E731
-    made = compare(stack, small(0), 4, nodes=2, machine=MACHINE, batch=batch, device_memory=10**9)
-    assert [name for name, _ in made.rows] == [
-        *(f"stage {stage}" for stage in range(4)), *(f"stage {stage}, replicas of 2" for stage in (1, 2, 3)),
-        "stage 3, parameters in 2",
-    ]  # fmt: skip
-    times = [one.time.step for _, one in made.rows if one.time is not None]
-    assert len(times) == 8 and made.chosen == times.index(min(times))
-    text = render(made)
+    machine = MACHINE.model_copy(update={"inter_bandwidth": 0.01, "latency": 0})
+    own = small(0) | {"zero_optimization": {"stage": 3, **zero}}
+    return compare(stack, own, 4, nodes=2, machine=machine, batch=batch, device_memory=10**9)
+
+
+def test_a_comparison_of_nodes() -> None:
+    """Replicas and compressed traffic stand beside the plain stages, and the fastest that keeps the numbers is
+    chosen."""
+    made = compared()
+    assert [name for name, _ in made.rows] == COMPARED
+    rows, times = dict(made.rows), [one.time.step for _, one in made.rows if one.time is not None]
+    assert len(times) == 12 and made.chosen == times.index(min(times[:8])) != times.index(min(times))
+    text, sent = render(made), {name: one.inter_node or 0 for name, one in rows.items()}
     assert "exposed" in text and "is the fastest that fits" in text
+    assert f"{COMPARED[times.index(min(times))].capitalize()} is the fastest that fits, and is not" in made.left_out[-1]
+    # Gradients in 4 bits, replicas' sums in 8: 1.53 in place of 8 bytes. Hierarchical shards: 1.53 in place of 8, too.
+    for name in SETS:
+        assert 1.5 / 8 < sent[f"{name}, compressed"] / sent[name] < 1.8 / 8
     assert json.loads(made.model_dump_json())["rows"][0][1]["time"]["step"] == times[0]
+
+
+def test_a_comparison_for_a_config_that_compresses() -> None:
+    """Rows have the config's own compression, which may be chosen; the others are without."""
+    made = compared(zero_hpz_partition_size=2, zero_quantized_weights=True)
+    assert [name for name, _ in made.rows] == [*COMPARED[:8], f"{SETS[3]}, compressed"]
+    sent = {name: one.inter_node or 0 for name, one in made.rows}
+    assert 5 / 8 < sent[f"{SETS[3]}, compressed"] / sent[SETS[3]] < 5.7 / 8  # values in 1 byte, not 4
+    assert made.chosen is not None and made.rows[made.chosen][0] == f"{SETS[3]}, compressed"
 
 
 def rows_of(traffic: list[Traffic]) -> dict[tuple[str, str, str], int]:

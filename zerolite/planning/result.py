@@ -266,8 +266,9 @@ class Comparison(_Frozen):
     Attributes:
         rows: (setting, plan).
         chosen: index of the fastest setting that fits, or without times of the first; None if none does or no memory
-            was given.
-        left_out: sentences about settings that the engine refuses or that were not planned.
+            was given. Compressed traffic is chosen only for a config that has its keys.
+        left_out: sentences about settings that the engine refuses, that were not planned, or that are not chosen though
+            they are faster.
     """
 
     rows: list[tuple[str, Plan]]

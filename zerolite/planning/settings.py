@@ -24,6 +24,12 @@ _ALL_RANKS: dict[str, Any] = {
     "zero_quantized_gradients": False,
     "zeropp_loco_param": LocoConfig(),
 }
+_FEW_BITS: dict[str, Any] = {
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+    "zeropp_loco_param": LocoConfig(err_beta=0.8),
+}
+"""Compression that is planned for a config without these keys; error feedback as in docs/many-nodes.md."""
 _NO_OFFLOAD = (
     "Settings with offload are not planned, because others fit. To plan them, add offload_optimizer to the config."
 )
@@ -35,6 +41,10 @@ class Setting(NamedTuple):
     name: str
     keys: dict[str, Any]
 
+    @property
+    def is_compressed(self) -> bool:
+        return any(self.keys.get(name) for name in ("zero_quantized_weights", "zero_quantized_gradients"))
+
 
 @older_objects_frozen()
 def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_size: int, **options: Any) -> Comparison:
@@ -42,33 +52,60 @@ def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_s
     fastest one.
 
     Settings come in this order: everything on the device, offload to the host, offload to disk; within each the lowest
-    stage first. Where there are several nodes, stages 1 to 3 come with replicas too. If a setting without offload fits,
-    those with offload are planned only if ``config`` offloads. Settings that the engine refuses are left out. Arguments
-    and errors are those of :func:`~zerolite.planning.make.plan`; an error is raised only if no setting can be planned.
+    stage first. Where there are several nodes, stages 1 to 3 come with sets of ranks too, then with compressed traffic
+    between the sets, which is chosen only if ``config`` compresses: it changes the numbers of a training. If a setting
+    without offload fits, those with offload are planned only if ``config`` offloads. Settings that the engine refuses
+    are left out. Arguments and errors are those of :func:`~zerolite.planning.make.plan`; an error is raised only if no
+    setting can be planned.
     """
     loaded = load_config(config)
     rows: list[tuple[str, Plan]] = []
+    compressed: set[int] = set()  # indices of rows
     refused: list[tuple[str, RefusedError | ConfigError]] = []
 
     def add(settings: Iterable[Setting]) -> None:
-        for name, keys in settings:
+        for setting in settings:
             try:
-                rows.append((name, plan(model_fn, with_zero(loaded, **keys), world_size, **options)))
+                made = plan(model_fn, with_zero(loaded, **setting.keys), world_size, **options)
             except (RefusedError, ConfigError) as error:  # for example an optimizer that works at stage 0 only
-                refused.append((name, error))
+                refused.append((setting.name, error))
+                continue
+            compressed.update([len(rows)] if setting.is_compressed else [])
+            rows.append((setting.name, made))
 
     add(plain_settings(loaded))
-    add(replica_settings(loaded, world_size, options.get("nodes")))
+    add(settings_of_sets(loaded, world_size, options.get("nodes")))
     with_offload = offloads(loaded) or not any(made.fits for _, made in rows)
     if with_offload:
         add(offload_settings(loaded, options.get("device", "cuda")))
     if not rows:
         raise refused[0][1]
-    fitting = [index for index, (_, made) in enumerate(rows) if made.fits]
     seconds = [made.time.step if made.time is not None else math.inf for _, made in rows]
-    chosen = min(fitting, key=lambda index: seconds[index], default=None)  # the first of equals
+
+    def fastest(indices: Iterable[int]) -> int | None:
+        """Return the first of equals."""
+        return min((index for index in indices if rows[index][1].fits), key=lambda index: seconds[index], default=None)
+
+    barred = set() if compresses(loaded) else compressed
+    chosen, best = fastest(index for index in range(len(rows)) if index not in barred), fastest(range(len(rows)))
     left_out = [*_left_out(refused), *([] if with_offload else [_NO_OFFLOAD])]
+    if best is not None and best in barred:
+        left_out.append(_not_chosen(rows[best][0]))
     return Comparison(rows=rows, chosen=chosen, left_out=left_out)
+
+
+def compresses(config: ZeroliteConfig) -> bool:
+    """Return True if ``config`` has keys of compressed traffic."""
+    zero = config.zero_optimization
+    return zero.zero_quantized_weights or zero.zero_quantized_gradients
+
+
+def _not_chosen(name: str) -> str:
+    return (
+        f"{name[0].upper()}{name[1:]} is the fastest that fits, and is not chosen because compressed traffic changes "
+        "the numbers of a training. To have it chosen, add zero_quantized_weights or zero_quantized_gradients to the "
+        "config."
+    )
 
 
 def _left_out(refused: Iterable[tuple[str, RefusedError | ConfigError]]) -> Iterator[str]:
@@ -102,30 +139,35 @@ def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
 
 
 def plain_settings(config: ZeroliteConfig) -> list[Setting]:
-    """Return the settings without offload and replicas: stages 0 to 3."""
+    """Return the settings without offload and sets of ranks: stages 0 to 3."""
     on_device = _devices(config, "none", "none")
     return [Setting(f"stage {stage}", {"stage": stage, **_ALL_RANKS, **on_device}) for stage in range(4)]
 
 
-def replica_settings(config: ZeroliteConfig, world_size: int, nodes: int | None) -> list[Setting]:
+def settings_of_sets(config: ZeroliteConfig, world_size: int, nodes: int | None) -> list[Setting]:
     """Return stages 1 to 3 with a replica of the states in each node, or in as many ranks as ``config`` says, and
-    stage 3 with parameters divided there and states over all ranks.
+    stage 3 with parameters divided there and states over all ranks; then the same with compressed traffic.
 
-    There are none on one node, or where a node has one data-parallel rank.
+    What is compressed is what ``config`` compresses, or all of it if it compresses nothing. There are no settings on
+    one node, or where a node has one data-parallel rank.
     """
     zero = config.zero_optimization
     ranks = zero.ranks_of_shards or world_size // ((nodes or 1) * config.tensor_parallel.size)
     if (nodes or 1) == 1 or ranks <= 1:
         return []
-    compressed = {name: getattr(zero, name) for name in ("zero_quantized_gradients", "zeropp_loco_param")}
-    keys = {**_ALL_RANKS, **_devices(config, "none", "none"), **compressed}
-    replicas = [
+    few_bits = {name: getattr(zero, name) for name in _FEW_BITS} if compresses(config) else _FEW_BITS
+    of_gradients = few_bits | {"zero_quantized_weights": False}  # replicas send no weights
+    keys = {**_ALL_RANKS, **_devices(config, "none", "none")}
+    plain = [
         Setting(f"stage {stage}, replicas of {ranks}", {**keys, "stage": stage, "shard_size": ranks})
         for stage in (1, 2, 3)
     ]
-    weights = zero.zero_quantized_weights
-    parts = {**keys, "stage": 3, "zero_hpz_partition_size": ranks, "zero_quantized_weights": weights}
-    return [*replicas, Setting(f"stage 3, parameters in {ranks}", parts)]
+    plain.append(Setting(f"stage 3, parameters in {ranks}", {**keys, "stage": 3, "zero_hpz_partition_size": ranks}))
+    compressed = [
+        Setting(f"{name}, compressed", {**own, **(of_gradients if own["shard_size"] else few_bits)})
+        for name, own in plain
+    ]
+    return [*plain, *(setting for setting in compressed if setting.is_compressed)]
 
 
 def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
