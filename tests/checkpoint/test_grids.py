@@ -25,7 +25,7 @@ from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
 from zerolite.checkpoint.export import export_checkpoint
-from zerolite.checkpoint.full_state import forbid_partial_state_dicts
+from zerolite.checkpoint.partial_state import forbid_partial_state_dicts
 from zerolite.comm import create_communicator, create_topology
 from zerolite.config import load_config
 from zerolite.engine.arguments import Arguments
@@ -233,8 +233,9 @@ def test_what_only_the_whole_can_do(tmp_path: Path, grid: Grid, partial: bool, w
     engine.save_checkpoint(tmp_path / "within an accumulation")
     train(engine, 1, 2)
     forbid_partial_state_dicts(engine.module, engine.topology)
+    full = engine.full_state_dict()
     for call, given, instead in (
-        ("state_dict", [], "engine.full_state_dict()"), ("load_state_dict", [{}], "load_full_state_dict(state)"),
+        ("state_dict", [], "engine.full_state_dict()"), ("load_state_dict", [full], "load_full_state_dict(state)"),
     ):  # fmt: skip
         said = raised(getattr(engine.module, call), *given)
         assert said.startswith(f"RuntimeError: {call}: this rank has ") and why in said and instead in said

@@ -155,6 +155,22 @@ def test_trainer_with_lora(tmp_path: Path) -> None:
         assert "adapter_model.safetensors" in result["files"] and "adapter_model.safetensors" in result["model"], case
 
 
+def test_trainer_with_experts_of_several_ranks(tmp_path: Path) -> None:
+    """The losses and the saved files are those of experts that every rank has, at every stage."""
+    need("accelerate", "transformers", "peft")
+    from safetensors.torch import load_file
+
+    for kind, file in (("", "model.safetensors"), ("_lora", "adapter_model.safetensors")):
+        plain, *cases = f"mixture{kind},0", *(f"experts{kind},{stage}" for stage in range(4) if not kind or stage > 1)
+        results = run(tmp_path, "trainer_loop.py", plain, *cases)
+        saved = load_file(tmp_path / f"out.json.{plain}.model" / file)
+        for case in cases:
+            for name in ("losses", "evals", "resumed", "tokens"):
+                assert results[case][name] == pytest.approx(results[plain][name], rel=1e-6), (case, name)
+            of_experts = load_file(tmp_path / f"out.json.{case}.model" / file)
+            torch.testing.assert_close(of_experts, saved, rtol=0, atol=1e-6, msg=case)
+
+
 def test_trained_copies_of_modules_are_saved_and_weights_synced(tmp_path: Path) -> None:
     """PEFT's ``modules_to_save`` of tied embeddings, resized. A save reads their names on rank 0 alone."""
     need("accelerate", "transformers", "peft", "trl")

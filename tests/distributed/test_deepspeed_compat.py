@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 import zerolite.compat.deepspeed as deepspeed
 from tests.checkpoint.deepspeed_fakes import Fake
-from tests.toolkit import pipes
+from tests.toolkit import experts, grids, models, pipes
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.ranks import on_ranks
 from zerolite.compat.deepspeed.utils import groups
@@ -301,6 +302,34 @@ def test_masters_gradients_and_states_are_read_and_set() -> None:
     with deepspeed.zero.GatheredParameters(engine.module.first.weight):
         gathered = engine.module.first.weight.detach().clone()
     assert torch.equal(gathered, utils.safe_get_full_fp32_param(engine.module.first.weight))
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("of", ["experts", "tensor-parallel shards"])
+def test_copies_of_state_dicts_have_all_of_a_parameter(of: str) -> None:
+    """accelerate's ``get_state_dict`` at stages 0 to 2. The state dict itself has no values, for no rank has them."""
+    config = config_of(2) | {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
+    if of == "experts":
+        model, name = experts.build("Mixture", False), "blocks.1.experts.up_weight"
+        engine = deepspeed.initialize(model=model, config=config | {"expert_parallel": {"size": 2}})[0]
+    else:
+        model, name = models.build(grids.Gpt), "head.weight"  # tied
+        engine = deepspeed.initialize(
+            model=model, config=config | {"tensor_parallel": {"size": 2, "plan": grids.PLAN}}
+        )[0]
+    full, state = engine.zerolite.full_state_dict(), engine.module.state_dict()
+    assert {key: value.shape for key, value in state.items()} == {key: value.shape for key, value in full.items()}
+    with pytest.raises(RuntimeError, match=f"a part of parameter '{name}'.*accelerator.get_state_dict"):
+        torch.save(state[name], io.BytesIO())
+    with pytest.raises(RuntimeError, match="state_dict: this rank has .*full_state_dict"):
+        copy.deepcopy(engine.module).state_dict()
+    clone = deepspeed.checkpoint.utils.clone_tensors_for_torch_save
+    cloned = clone(state)
+    assert_same_bits(cloned, full, of)
+    addresses = [value.data_ptr() for value in cloned.values() if value.numel()]
+    assert len(set(addresses)) == len(addresses)  # tied ones too, as safetensors wants them
+    below = engine.module.blocks[1]
+    assert_same_bits(clone(below.state_dict()), {key: full[f"blocks.1.{key}"] for key in below.state_dict()}, of)
 
 
 # -------------------------------------------------------------------- released parameters

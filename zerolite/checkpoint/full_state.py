@@ -1,13 +1,12 @@
-"""Full state dicts and 16-bit models at every stage, and the hooks that refuse partial ones."""
+"""Full state dicts and 16-bit models at every stage."""
 
 from __future__ import annotations
 
 import logging
 import os
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,79 +16,20 @@ from zerolite.checkpoint.huggingface import plan_files, torchao_descriptions, to
 from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.parameter_access import ParameterAccess
+from zerolite.checkpoint.partial_state import parts_in_state_dicts
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.saving import directory_of
 from zerolite.checkpoint.state import clean
 from zerolite.checkpoint.weight_stream import Piece, StreamOptions, StreamPlan, WeightStream, fingerprint, plan_buckets
-from zerolite.comm import HostGroup, RaiseTogether, Topology, collective, raise_together
+from zerolite.comm import HostGroup, RaiseTogether, collective, raise_together
 from zerolite.comm.flight_recorder import NOTHING_MAY_FOLLOW
-from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS, HALF
-from zerolite.utils.module_hook import ModuleHook
 from zerolite.utils.torch_private import as_plain_tensors
 from zerolite.zero import inner_tensors
 
 logger = logging.getLogger("zerolite")
 
 _EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
-
-_allowed = 0  # calls in progress that may see a rank's part of the state
-
-
-class _Refusal(ModuleHook):
-    """Hook that raises RuntimeError where a rank's part of a model would be taken for the full one.
-
-    A copy of the module keeps the hook if it is such a part too.
-    """
-
-    def __init__(self, module: torch.nn.Module, call: str, instead: str, stage: str) -> None:
-        """
-        Args:
-            call: the method of the module that raises.
-            instead: the engine's method for the full model.
-            stage: what this rank has of a pipeline; "" if the module may only have tensor-parallel shards.
-        """
-        self._module = weakref.ref(module)
-        self._call, self._instead, self._stage = call, instead, stage
-
-    def __call__(self, module: torch.nn.Module, *args: Any) -> None:
-        has = "" if _allowed else self._part_of(module)
-        if has:
-            raise RuntimeError(f"{self._call}: this rank has {has}. Call engine.{self._instead} on all ranks")
-
-    def _part_of(self, module: torch.nn.Module) -> str:
-        if self._stage:
-            return self._stage
-        named = dict(module.named_parameters(remove_duplicate=False))
-        specs = {name: spec for name, p in named.items() if (spec := shard_spec_of(p)) is not None}
-        if not specs:
-            return ""
-        of_experts = any(spec.dimension == "expert" for spec in specs.values())
-        what = "parts of parameters of experts" if of_experts else "tensor-parallel shards of parameters"
-        return f"{what}: {listed(list(specs))}"
-
-    def stays_in_copies(self) -> bool:
-        module = self._module()
-        return module is None or bool(self._part_of(module))
-
-
-def forbid_partial_state_dicts(model: torch.nn.Module, topology: Topology) -> None:
-    """Let ``state_dict`` and ``load_state_dict`` raise RuntimeError where a part would be taken for the full model.
-
-    This holds for all modules with tensor-parallel shards, and for the model of a pipeline stage. The hooks are never
-    removed, because the model stays a part of the full one when its engine is deleted.
-    """
-    pipe = topology.pipe
-    stage = f"stage {pipe.rank + 1} of {pipe.world_size} of the model only" if pipe.world_size > 1 else ""
-    divides_layers = topology.tensor.world_size > 1 or topology.expert.world_size > 1
-    parts = list(model.modules()) if divides_layers else [model] if stage else []
-    for module in parts:
-        if not any(isinstance(hook, _Refusal) for hook in module._state_dict_pre_hooks.values()):
-            of_stage = stage if module is model else ""
-            save = _Refusal(module, "state_dict", "full_state_dict()", of_stage)
-            load = _Refusal(module, "load_state_dict", "load_full_state_dict(state)", of_stage)
-            save.install(module.register_state_dict_pre_hook)
-            load.install(module.register_load_state_dict_pre_hook)
 
 
 @collective
@@ -119,6 +59,14 @@ class FullState:
             state[name] = copies[entry.owner] if isinstance(entry, FullTensor) else entry
         needed = not rank0_only or self._topology.world.rank == 0
         return inner_tensors.join_all(self._parts.model, state) if needed else {}
+
+    @torch.no_grad()
+    def of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of the full values of parameters of this model, on the CPU of all ranks."""
+        self._check_readable()
+        full = self._full_model()
+        entries = {id(full.local(entry)[0]): entry for _, entry in full.tensors()}
+        return [cast(torch.Tensor, full.get(entries[id(one)], None, rank0_only=False)) for one in parameters]
 
     @torch.no_grad()
     def stream(self, options: StreamOptions) -> WeightStream:
@@ -247,13 +195,8 @@ class FullState:
 def _local_state_dict(model: torch.nn.Module) -> dict[str, object]:
     """Return ``model.state_dict()``, although users may not call it. Partitioned parameters are empty in it, and
     weights that consist of other tensors are these."""
-    global _allowed
-    _allowed += 1
-    try:
-        with as_plain_tensors(), inner_tensors.inner_only():
-            return dict(model.state_dict())
-    finally:
-        _allowed -= 1
+    with parts_in_state_dicts(), as_plain_tensors(), inner_tensors.inner_only():
+        return dict(model.state_dict())
 
 
 # -------------------------------------------------------------------- a model in files

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.checkpoint.full_state import forbid_partial_state_dicts
+from zerolite.checkpoint.partial_state import forbid_partial_state_dicts
 from zerolite.comm import (
     Communicator,
     HostGroup,

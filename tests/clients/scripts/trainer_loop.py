@@ -2,7 +2,8 @@
 
 A small Llama from a config, trained for six steps with evaluation and checkpoints, resumed from the third by a second
 Trainer, and asked to generate. Rank 0 writes the losses of both. `too_large,2` begins with a batch for which there is
-no memory. `file,z3_offload` and `file_lora,z3` take a JSON file of LLaMA-Factory.
+no memory. `file,z3_offload` and `file_lora,z3` take a JSON file of LLaMA-Factory. `mixture,0` trains a small Qwen3-MoE,
+`experts,2` one whose experts the ranks spread, and `experts_lora,2` adapters of it.
 """
 
 import json
@@ -15,6 +16,7 @@ from shared import auto, run_cases, small_llama
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from tests.clients.published_configs import CONFIGS
+from tests.toolkit import experts
 
 ROWS = 48
 
@@ -71,6 +73,9 @@ def make_trainer(out, kind, stage):
     PartialState(backend="gloo")
     set_seed(5)
     config = config_file(out, stage) if kind.startswith("file") else ds_config(int(stage))
+    if kind.startswith("experts"):  # DeepSpeed's keys, and ours
+        names = ("enabled", "autoep_size") if stage == "1" else ("size",)
+        config["expert_parallel"] = {name: name == "enabled" or 2 for name in names}
     arguments = TrainingArguments(
         output_dir=out + ".runs", deepspeed=config, report_to=[], disable_tqdm=True,
         per_device_train_batch_size=4 if kind == "too_large" else 2, auto_find_batch_size=kind == "too_large",
@@ -79,7 +84,10 @@ def make_trainer(out, kind, stage):
         logging_steps=1, eval_strategy="steps", eval_steps=3, save_steps=3,
         accelerator_config={"use_configured_state": True},  # on CPUs accelerate has to be told of gloo, above
     )  # fmt: skip
-    model = LlamaForCausalLM(small_llama(tie_word_embeddings=True))
+    if kind.startswith(("experts", "mixture")):
+        model = experts.family("qwen3_moe", vocab_size=96)
+    else:
+        model = LlamaForCausalLM(small_llama(tie_word_embeddings=True))
     if "lora" in kind:
         from peft import LoraConfig, get_peft_model
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,8 @@ from zerolite.config import ConfigError
 from zerolite.engine.step_observers import ExpertLoads
 from zerolite.moe import ExpertParallel, record_routing
 
+EXPERTS: dict[str, Any] = {"expert_parallel": {"size": 2}}
+
 
 @on_ranks(2, timeout=60)
 def test_generation_and_external_parameters_are_refused() -> None:
@@ -31,6 +36,48 @@ def test_generation_and_external_parameters_are_refused() -> None:
     first, second = engine.module.blocks
     with pytest.raises(ValueError, match=r"got 'blocks.1.experts.up_weight' of experts"):
         zerolite.zero.register_external_parameter(first, second.experts.up_weight)
+
+
+def adapted() -> Any:
+    """A Qwen3-MoE with LoRA on its attention."""
+    peft = pytest.importorskip("peft")
+    model: Any = experts.build("qwen3_moe", False)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("stage", ["2", "3 moving"])
+def test_adapters_are_saved_and_loaded_beside_frozen_experts(tmp_path: Path, stage: str) -> None:
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    engine = zerolite.initialize(adapted(), at(stage, **EXPERTS, optimizer=("AdamW", {"lr": 1e-2})))
+    for step in range(2):
+        engine.backward(engine(**experts.batch_of(2 * step + dist.get_rank(), 6)).loss)
+        engine.step()
+    full = engine.full_state_dict()
+    if stage == "2" and dist.get_rank() == 0:  # at stage 3 a state dict gathers the adapters, on all ranks
+        engine.module.save_pretrained(tmp_path)
+        from safetensors.torch import load_file
+
+        assert len(load_file(tmp_path / "adapter_model.safetensors")) == 8
+    adapters = {name: value.clone() for name, value in get_peft_model_state_dict(engine.module).items()}
+    assert len(adapters) == 8
+    for name, value in adapters.items():
+        assert torch.equal(value, full[name.replace(".weight", ".default.weight")]), name
+    name = next(name for name in full if name.endswith("down_proj"))
+    entry = engine.module.state_dict()[name]
+    assert entry.shape == full[name].shape and entry.dtype == full[name].dtype and name in repr(entry)
+    for use in (torch.clone, torch.Tensor.data_ptr, torch.Tensor.tolist, copy.deepcopy, pickle.dumps, torch.Tensor.t):
+        with pytest.raises(RuntimeError, match=rf"a part of parameter '{name}'.*full_state_dict"):
+            use(entry)
+    with pytest.raises(RuntimeError, match=rf"load_state_dict: this rank has parts .*{name}"):
+        engine.module.load_state_dict({name: full[name]}, strict=False)
+    if stage == "2":
+        set_peft_model_state_dict(engine.module, {name: 2 * value for name, value in adapters.items()})
+        for name, value in get_peft_model_state_dict(engine.module).items():
+            assert torch.equal(value, 2 * adapters[name]), name
 
 
 @on_ranks(2, timeout=60)

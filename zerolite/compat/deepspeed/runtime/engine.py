@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerolite.checkpoint.partial_state import gather_in_copies
 from zerolite.comm import collective
 from zerolite.compat.deepspeed.absent import sentence_for
 from zerolite.compat.deepspeed.runtime import checkpoints
@@ -63,6 +64,8 @@ class DeepSpeedEngine(torch.nn.Module):
         self.zerolite = engine
         self.optimizer = make_optimizer(engine)
         refuse_operations(engine.module.parameters())  # programs for DeepSpeed read parameters on one rank alone
+        if engine.topology.pipe.world_size == 1:
+            gather_in_copies(engine.module, engine._full_state.of)  # which accelerate makes of state dicts
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
         self._at_boundary = False  # the last step() was at the boundary of a gradient accumulation
