@@ -124,7 +124,7 @@ def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
         raise ConfigError([(_KEY, sentence)])
     owners: dict[int, str] = {}
     for name, module in found.items():
-        _check(name, module, size)
+        _check(name, module, size, _adapted_by(model, name))
         for parameter in module.parameters():
             if (other := owners.setdefault(id(parameter), name)) != name:
                 sentence = f"expected 1 for experts that share weights, which '{other}' and '{name}' do, got {size}"
@@ -132,12 +132,27 @@ def find_experts(model: nn.Module, size: int) -> dict[str, nn.Module]:
     return found
 
 
-def _check(name: str, module: nn.Module, size: int) -> None:
+def _adapted_by(model: nn.Module, name: str) -> str:
+    """Return the parameter of the experts ``name`` that PEFT adapts (``target_parameters``); "" if it adapts none."""
+    while name.endswith(".base_layer"):  # a wrapper for each parameter, one around the other
+        name = name.removesuffix(".base_layer")
+        adapted = getattr(model.get_submodule(name), "parameter_name", None)
+        if isinstance(adapted, str):
+            return adapted
+    return ""
+
+
+def _check(name: str, module: nn.Module, size: int, adapted: str) -> None:
     experts, sentence = _number(module), ""
     if experts % size:
         sentence = f"expected a divisor of the {experts} experts of module '{name}', got {size}; choose one"
     elif "forward" in vars(module):
         sentence = f"expected module '{name}' with its class's forward, got another one; remove what has replaced it"
+    elif adapted:
+        sentence = (
+            f"expected 1 for adapters of the weights of all experts, which module '{name}' has for '{adapted}' "
+            f"(target_parameters of PEFT), got {size}; leave the block out, or adapt other modules (target_modules)"
+        )
     elif any(parameter.is_meta for parameter in module.parameters(recurse=False)):
         sentence = f"expected the experts of module '{name}' with values, got them on the meta device; load them first"
     if sentence:

@@ -80,6 +80,33 @@ def test_adapters_are_saved_and_loaded_beside_frozen_experts(tmp_path: Path, sta
             assert torch.equal(value, 2 * adapters[name]), name
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@on_ranks(2, timeout=60)
+def test_adapters_of_experts_are_refused() -> None:
+    """PEFT's ``target_parameters`` add adapters of all experts to the weights in each forward."""
+    import peft
+
+    def make(stage: str, size: int) -> Any:
+        model: Any = experts.build("qwen3_moe", False)
+        lora = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+        optimizer = ("AdamW", {"lr": 1e-2})
+        return zerolite.initialize(
+            peft.get_peft_model(model, lora), at(stage, optimizer=optimizer, expert_parallel={"size": size})
+        )
+
+    message = (
+        r"all experts, which module '.*layers.0.mlp.experts.base_layer.base_layer' has for 'gate_up_proj' \(target_p"
+    )
+    for stage in ("2", "3 moving"):
+        with pytest.raises(zerolite.ConfigError, match=message):
+            make(stage, 2)
+    batch = experts.batch_of(dist.get_rank(), 5)
+    make("2", 1)(**batch)
+    with pytest.raises(RuntimeError, match=r"down_proj' is partitioned .* PEFT's target_parameters do .* use stage 2"):
+        make("3 moving", 1)(**batch)
+
+
 @on_ranks(2, timeout=60)
 def test_a_monitor_has_the_load_of_each_expert(tmp_path: Path) -> None:
     """Loads are relative to the mean of a layer, over both ranks and both micro-batches, and a clipped step has one."""

@@ -211,7 +211,13 @@ def run_released(function: Function, args: Arguments, kwargs: Keywords, released
             kwargs.pop("memory_format", None)
         if function in _CASTS and _stays(function, args, kwargs, first):
             return released[0]
-        if function in _MEMORY_FUNCTIONS and not (function is _T.set_ and first.context.initialising):
+        if function is _T.set_ and not first.context.initialising:
+            raise no_values_error(
+                first.name,
+                "so it cannot be parametrized in a forward, as torch.nn.utils.parametrize and PEFT's "
+                "target_parameters do by Tensor.set_: use stage 2",
+            )
+        if function in _MEMORY_FUNCTIONS and function is not _T.set_:
             raise no_values_error(first.name, f"Tensor.{function.__name__} hands out memory that it does not have")
         if function == _SET_DATA or function is _T.set_:
             return _assign(first, args[1])
