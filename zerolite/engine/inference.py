@@ -10,6 +10,7 @@ import torch
 from zerolite.checkpoint.weight_stream import Names, StreamOptions, WeightStream
 from zerolite.comm import collective
 from zerolite.engine.engine_base import EngineBase
+from zerolite.moe.experts import experts_on_every_rank
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 
 
@@ -59,28 +60,24 @@ def gathered_for_generation(engine: EngineBase) -> Iterator[torch.nn.Module]:
             tokens = model.generate(prompts, max_new_tokens=512)
 
     At stage 3 one all-gather brings the parameters and the end of the context releases them, so each device needs room
-    for all of them. Forwards inside launch nothing: ranks may run different numbers of them, or one alone. With tensor
-    parallelism they launch what the layers need, and ranks of one group run equally many. The parameters are for
-    reading; changes do not reach the shards.
+    for all of them. Experts of several ranks are gathered at every stage, one all-gather for each of their weights, so
+    each device needs room for all experts beside its own. They exchange no tokens and drop none for a capacity.
+
+    Forwards inside launch nothing: ranks may run different numbers of them, or one alone. With tensor parallelism they
+    launch what the layers need, and ranks of one group run equally many. The parameters are for reading: changes do not
+    reach the shards, and a backward to experts of several ranks raises.
 
     Args:
         engine: the engine.
 
     Raises:
-        RuntimeError: with a pipeline, or with experts on several ranks.
+        RuntimeError: with a pipeline.
     """
-    if engine.topology.expert.world_size > 1:
-        raise RuntimeError(
-            "zerolite.gathered_for_generation: expected all experts on every rank, got "
-            f"expert_parallel.size {engine.topology.expert.world_size}, with which every forward exchanges tokens; "
-            "generate with a copy of the model that has engine.full_state_dict(), or with an inference engine that "
-            "zerolite.stream_full_weights fills"
-        )
     if engine.topology.pipe.world_size > 1:
         raise RuntimeError(
             "zerolite.gathered_for_generation: expected all layers on every rank, got a pipeline, whose stages each "
             "have their own; generate with a copy of the model that has engine.full_state_dict()"
         )
     engine._parts.pipeline.check_available()
-    with GatheredParameters(engine.module, check=False):
+    with GatheredParameters(engine.module, check=False), experts_on_every_rank(engine.module):
         yield engine.module

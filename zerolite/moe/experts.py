@@ -8,6 +8,7 @@ list of modules. Routers, shared experts and losses are the model's own, and sta
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -70,6 +71,17 @@ def spread_calls(model: nn.Module) -> dict[str, SpreadCall]:
     """Return the calls of the experts that this rank has a part of, by the name of their module."""
     calls = {name: vars(module).get("forward") for name, module in model.named_modules()}
     return {name: call for name, call in calls.items() if isinstance(call, SpreadCall)}
+
+
+@collective
+@contextlib.contextmanager
+def experts_on_every_rank(model: nn.Module) -> Iterator[None]:
+    """Context in which every rank has all experts of ``model``, and forwards exchange no tokens. Their parameters are
+    others there, for reading; released parameters of stage 3 are gathered before."""
+    with contextlib.ExitStack() as undo:
+        for call in spread_calls(model).values():
+            undo.enter_context(call.gathered())
+        yield
 
 
 def describe_experts(found: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
@@ -206,6 +218,13 @@ def _takes_routes(module: nn.Module) -> bool:
     return len(names) == 3 and "ind" in names[1] and ("weight" in names[2] or "score" in names[2])
 
 
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise RuntimeError(
+        "expected forwards without a backward where every rank has all experts (zerolite.gathered_for_generation), got "
+        "gradients of experts; call the model under torch.no_grad() there, and train outside of the context"
+    )
+
+
 class SpreadCall:
     """Forward of a module of experts, of which this rank has a part.
 
@@ -235,6 +254,33 @@ class SpreadCall:
         counter = torch.zeros(self.experts, dtype=torch.int64, device=device)
         self.counters += (counter,)
         return counter
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which the module has the experts of all ranks, and its own forward. Entered on all ranks."""
+        module, share = self._module, _number(self._module)
+        parts = dict(module._parameters)
+        full = {name: self._full(p) for name, p in parts.items() if p is not None}
+        module._parameters.update(full)
+        vars(module)["num_experts"] = self.experts
+        del vars(module)["forward"]
+        try:
+            yield
+        finally:
+            module._parameters.update(parts)
+            vars(module).update(num_experts=share, forward=self)
+
+    @torch.no_grad()
+    def _full(self, part: nn.Parameter) -> nn.Parameter:
+        """Return the experts of all ranks, which a backward refuses if they are trained."""
+        values = part.detach()
+        full = values.new_empty(self.experts, *values.shape[1:])
+        self._comm.shard(full.view(-1)).copy_(values.reshape(-1))
+        self._comm.all_gather(full.view(-1), "parameters").wait()
+        gathered = nn.Parameter(full, requires_grad=part.requires_grad)
+        if part.requires_grad:
+            gathered.register_hook(_refuse_gradient)
+        return gathered
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 import zerolite
 from tests.distributed.experts.test_parity import ROUNDED
+from tests.distributed.test_generation import greedy
 from tests.toolkit import experts
 from tests.toolkit.configs import at
 from tests.toolkit.monitoring import Lines
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.sequences import needs_transformers
+from zerolite.comm import record
 from zerolite.config import ConfigError
 from zerolite.engine.step_observers import ExpertLoads
 from zerolite.moe import ExpertParallel, record_routing
@@ -28,14 +30,42 @@ EXPERTS: dict[str, Any] = {"expert_parallel": {"size": 2}}
 
 
 @on_ranks(2, timeout=60)
-def test_generation_and_external_parameters_are_refused() -> None:
-    engine = experts.make("Mixture", 2, "3 moving")
-    message = r"expected all experts on every rank, got expert_parallel.size 2"
-    with pytest.raises(RuntimeError, match=message), zerolite.gathered_for_generation(engine):
-        pass
-    first, second = engine.module.blocks
+def test_external_parameters_are_refused() -> None:
+    first, second = experts.make("Mixture", 2, "3 moving").module.blocks
     with pytest.raises(ValueError, match=r"got 'blocks.1.experts.up_weight' of experts"):
         zerolite.zero.register_external_parameter(first, second.experts.up_weight)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize(
+    ("family", "stage"),
+    [("qwen3_moe", "0"), ("qwen3_moe", "2"), ("qwen3_moe", "3 tight"), ("gpt_oss", "3 moving"), ("llama4_text", "2")],
+)
+def test_ranks_generate_different_lengths_with_all_experts(family: str, stage: str) -> None:
+    engine, rank = experts.make(family, 2, stage, expert_parallel={"size": 2, "capacity": 9}), dist.get_rank()
+    batch, plain = experts.batch_of(rank, 5), experts.build(family, False).eval()
+    for step in range(2):
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        with torch.no_grad():
+            before = engine(**batch).loss
+        plain.load_state_dict(engine.full_state_dict())
+        with record() as recorder, zerolite.gathered_for_generation(engine) as model:
+            gathered = recorder.count("all_gather")
+            engine.eval()
+            assert torch.equal(greedy(model, 2 + 3 * rank), greedy(plain, 2 + 3 * rank)), step
+            assert len(recorder.calls) == gathered
+            if rank == 0:
+                torch.testing.assert_close(copy.deepcopy(model).state_dict(), plain.state_dict(), rtol=0, atol=0)
+            engine.train()
+            loss: Any = model(**batch).loss
+            of_experts = next(p for name, p in model.named_parameters() if name.endswith("down_proj"))
+            with pytest.raises(RuntimeError, match="expected forwards without a backward where every rank has all"):
+                torch.autograd.grad(loss, of_experts)
+        with torch.no_grad():
+            assert torch.equal(engine(**batch).loss, before)
 
 
 def adapted() -> Any:
