@@ -1,7 +1,8 @@
 """TRL on two ranks: `trl_loop.py OUT sft,2 dpo,3 ...`, a run for each kind and stage.
 
 "dpo" and "grpo" have a reference model. Three steps of a small Llama on tokenized rows; GRPO generates what it is
-rewarded for. Rank 0 writes the losses.
+rewarded for. "mixture" is GRPO with a small Qwen3-MoE and completions of different lengths, and "experts" the same with
+experts that the ranks spread. Rank 0 writes the losses.
 """
 
 import torch
@@ -14,6 +15,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.models import unwrap_model_for_generation
 
+from tests.toolkit import experts
+
 WORDS = [f"w{number}" for number in range(60)]
 
 
@@ -24,8 +27,10 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def make_model():
+def make_model(kind):
     set_seed(5)
+    if kind in ("mixture", "experts"):
+        return experts.family("qwen3_moe", vocab_size=64, eos_token_id=1, bos_token_id=1)
     return LlamaForCausalLM(small_llama(vocab_size=64, eos_token_id=1, bos_token_id=1))
 
 
@@ -42,7 +47,7 @@ def generate_with_reference(trainer):
     prompt = torch.tensor([[5, 9, 3]])
     with unwrap_model_for_generation(trainer.ref_model, trainer.accelerator) as model:
         here = model.generate(prompt, max_new_tokens=5, do_sample=False)
-    return [here.tolist(), make_model().generate(prompt, max_new_tokens=5, do_sample=False).tolist()]
+    return [here.tolist(), make_model("dpo").generate(prompt, max_new_tokens=5, do_sample=False).tolist()]
 
 
 def run(out, kind, stage):
@@ -50,6 +55,8 @@ def run(out, kind, stage):
     PartialState(backend="gloo")
     sizes = auto("train_micro_batch_size_per_gpu train_batch_size gradient_accumulation_steps")
     config = {**sizes, "zero_optimization": {"stage": int(stage)}}
+    if kind == "experts":
+        config["expert_parallel"] = {"size": 2}
     common = {
         "output_dir": out + ".runs", "deepspeed": config, "per_device_train_batch_size": 2, "max_steps": 3,
         "learning_rate": 1e-3, "logging_steps": 1, "save_steps": 3, "report_to": [], "bf16": False,
@@ -57,22 +64,26 @@ def run(out, kind, stage):
     }  # fmt: skip
     if kind == "sft":
         rows = [{"text": text(n, 12)} for n in range(24)]
-    elif kind == "grpo":
+    elif kind in ("grpo", "mixture", "experts"):
         rows = [{"prompt": text(n, 4)} for n in range(24)]
     else:
         rows = [{"prompt": text(n, 4), "chosen": text(n + 1, 5), "rejected": text(n + 2, 5)} for n in range(24)]
     data = {"train_dataset": Dataset.from_list(rows), "processing_class": make_tokenizer()}
     if kind == "sft":
-        trainer = SFTTrainer(make_model(), SFTConfig(max_length=32, **common), **data)
-    elif kind == "grpo":
+        trainer = SFTTrainer(make_model(kind), SFTConfig(max_length=32, **common), **data)
+    elif kind in ("grpo", "mixture", "experts"):
         options = {"num_generations": 2, "max_completion_length": 6, "model_init_kwargs": {"dtype": "float32"}}
+        if kind != "grpo":  # an end becomes likely, at another length for each
+            options["generation_kwargs"] = {"exponential_decay_length_penalty": (1, 2.0)}
+            options["max_completion_length"] = 12
         model = out + ".model"  # a path, from which the reference model is loaded as well
         if PartialState().is_main_process:
-            make_model().save_pretrained(model)
+            make_model(kind).save_pretrained(model)
         PartialState().wait_for_everyone()
         trainer = GRPOTrainer(model, reward, GRPOConfig(beta=0.1, **options, **common), **data)
     else:
-        trainer = DPOTrainer(make_model(), ref_model=make_model(), args=DPOConfig(max_length=32, **common), **data)
+        arguments = DPOConfig(max_length=32, **common)
+        trainer = DPOTrainer(make_model(kind), ref_model=make_model(kind), args=arguments, **data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     generated = generate_with_reference(trainer) if kind == "dpo" else None

@@ -12,6 +12,7 @@ import torch
 import zerolite.zero
 from zerolite.comm import collective
 from zerolite.compat.deepspeed.runtime.config import read_config
+from zerolite.moe.experts import experts_on_every_rank
 from zerolite.zero import (
     ZeroParamStatus,
     register_external_parameter,
@@ -84,7 +85,8 @@ class GatheredParameters(zerolite.zero.GatheredParameters):
 @collective
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
-    """Context in which the parameters of an engine's module are gathered. It yields the module."""
+    """Context in which the parameters of an engine's module are gathered, experts of several ranks included. It yields
+    the module."""
     module = getattr(model, "module", model)
-    with GatheredParameters(module):
+    with GatheredParameters(module), experts_on_every_rank(module):
         yield module

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import operator
 import os
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from zerolite.compat.deepspeed.runtime import checkpoints
 from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, forward_to, make_optimizer
 from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
 from zerolite.engine.engine import Engine
+from zerolite.moe.experts import spread_calls
 from zerolite.zero.stage3.live_view import refuse_operations
 
 
@@ -34,6 +37,31 @@ def _setting(path: str) -> Callable[[DeepSpeedEngine], Any]:
 
     setting.__doc__ = f"Return the config's ``{path}``."
     return setting
+
+
+class SyncedGenerate:
+    """``generate`` of transformers' models whose experts are on several ranks: all run equally many forwards, because
+    they exchange tokens in each. TRL asks for that at stage 3 alone."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    @classmethod
+    def install(cls, model: torch.nn.Module) -> None:
+        """Replace ``generate`` of the modules that have such an argument."""
+        for module in model.modules():
+            generate = getattr(type(module), "generate", None)
+            if generate is not None and "synced_gpus" in inspect.signature(generate).parameters:
+                vars(module)["generate"] = cls(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module
+        if spread_calls(module):  # and not gathered for generation
+            kwargs.setdefault("synced_gpus", True)
+        return type(module).generate(module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncedGenerate:
+        return SyncedGenerate(copy.deepcopy(self._module, memo))
 
 
 class ThroughputTimer:
@@ -66,6 +94,8 @@ class DeepSpeedEngine(torch.nn.Module):
         refuse_operations(engine.module.parameters())  # programs for DeepSpeed read parameters on one rank alone
         if engine.topology.pipe.world_size == 1:
             gather_in_copies(engine.module, engine._full_state.of)  # which accelerate makes of state dicts
+        if engine.topology.expert.world_size > 1:
+            SyncedGenerate.install(engine.module)
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
         self._at_boundary = False  # the last step() was at the boundary of a gradient accumulation
