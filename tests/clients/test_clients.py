@@ -309,6 +309,17 @@ def test_the_first_step_of_deepspeed_chat(tmp_path: Path) -> None:
         assert result["numel"] == results["0,none"]["numel"]
 
 
+def test_replicas_of_shards_by_accelerate(tmp_path: Path) -> None:
+    """``ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)`` is a shard_size of 2, and has the same losses."""
+    need("accelerate")
+    four = (*LAUNCHER[:3], "4", *LAUNCHER[4:])
+    results = run(tmp_path, "accelerate_loop.py", "2,fp32", "2,fp32,2", "3,fp32,2", launcher=four)
+    assert [result["shard_size"] for result in results.values()] == [None, 2, 2]
+    for result in results.values():
+        assert result["losses"] == pytest.approx(results["2,fp32"]["losses"], rel=1e-6)
+        assert result["moved"] > 0 == result["difference"]
+
+
 def test_accelerate_launch(tmp_path: Path) -> None:
     """accelerate's own launcher, which looks for DeepSpeed itself and hands the config to the script."""
     need("accelerate")

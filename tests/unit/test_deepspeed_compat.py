@@ -9,14 +9,16 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import zerolite
 import zerolite.compat.deepspeed as deepspeed
-from zerolite.compat.deepspeed.runtime.config import read_config
+from zerolite.compat.deepspeed.runtime.config import read_config, with_accelerates_replicas
 from zerolite.compat.deepspeed.utils import logging as log
 from zerolite.config import ConfigError, load_config
 
@@ -42,6 +44,7 @@ def test_left_over_auto_and_unknown_keys_are_left_out(caplog: pytest.LogCaptureF
         "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.98], "weight_decay": 0.0}},
         "zero_optimization": {"stage": 2, "allgather_bucket_size": 5e8},
         "steps_per_print": float("inf"),
+        "gradient_clipping": 1.0,
     }
     load_config(config.zerolite)
     assert [record.args or record.message for record in caplog.records] == [
@@ -78,6 +81,79 @@ def test_what_changes_no_numbers_is_left_out(given: dict[str, object], caplog: p
 def test_the_shard_size_of_mics_is_used() -> None:
     config = read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 4}})
     assert load_config(config.zerolite).zero_optimization.shard_size == 4
+
+
+AUTO_EP: dict[str, object] = {
+    "expert_tensor_parallel_size": 1, "validate_folding_routing": False, "async_split_plan": True, "preset_model": None,
+    "use_grouped_mm": False, "comm_backend": "deepep", "route_norm": None, "route_scale": 1.0, "score_apply": "auto",
+    "num_expert_groups": None, "score_func": "auto", "top_k": "auto", "routed_scaling_factor": "auto",
+    "load_balance_coeff": None, "expert_w3": None, "expert_activation": None,
+}  # fmt: skip
+
+
+def test_deepspeeds_block_of_experts(caplog: pytest.LogCaptureFixture) -> None:
+    """What says the default or tunes speed is accepted, and what would change numbers is an error."""
+
+    def load(**keys: object) -> Any:
+        block = {**AUTO_EP, "autoep_size": 2, **keys}
+        return load_config(read_config({"expert_parallel": block}).zerolite)
+
+    on = load(enabled=True)
+    assert on.expert_parallel.ranks == 2 and not on.without_effect
+    ((path, _),) = load(enabled=True, preset_model="mixtral").without_effect
+    assert path == "expert_parallel.preset_model"
+    wrong = {"score_func": "sigmoid", "route_norm": False, "route_scale": 2.5, "expert_tensor_parallel_size": 2}
+    with pytest.raises(ConfigError) as caught:
+        load(enabled=True, **wrong)
+    assert {path for path, _ in caught.value.errors} == {f"expert_parallel.{key}" for key in wrong}
+    log._warned.clear()
+    with caplog.at_level(logging.WARNING, logger="zerolite"):
+        assert load().expert_parallel.ranks == load(enabled=False).expert_parallel.ranks == 1, "off unless it says so"
+    assert caplog.text.count("no effect without") == 1
+    ours = {"expert_parallel": {"size": 4, "preset_model": "mixtral"}}
+    for config in (load_config(ours), load_config(read_config(ours).zerolite)):
+        assert config.expert_parallel.ranks == 4 and len(config.without_effect) == 1
+
+
+def test_shared_sequences_are_named_by_the_block() -> None:
+    """DeepSpeed's keys make a mesh whose sequence ranks sum no gradients, so nothing here means the same."""
+    both = {"sequence_parallel_size": 2, "data_parallel_size": 2}
+    for load in (load_config, lambda given: load_config(read_config(given).zerolite)):
+        with pytest.raises(ConfigError, match='write "sequence_parallel": {"size": ...}'):
+            load(both)
+        assert [path for path, _ in load(both | {"sequence_parallel_size": 1}).without_effect] == ["data_parallel_size"]
+    with pytest.raises(ValueError, match='write "sequence_parallel"'):
+        deepspeed.initialize(model=torch.nn.Linear(1, 1), config={}, mesh_param=(2, 2))
+    mpu: Any = deepspeed.utils.groups.SequenceGroups(2, False, True)  # as accelerate's sp_size gives
+    values = deepspeed.start._with_deepspeeds_defaults(both, torch.nn.Linear(1, 1), mpu)
+    assert load_config(values).sequence_parallel.size == 2
+
+
+def test_replicas_of_accelerate_are_shard_sizes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = types.SimpleNamespace(dp_replicate_size=2, dp_shard_size=4, sp_size=1)
+    state = types.SimpleNamespace(parallelism_config=sizes)
+    made = types.SimpleNamespace(is_initialized=lambda: True, AcceleratorState=lambda: state)
+    monkeypatch.setitem(sys.modules, "accelerate.state", made)
+
+    def shard_size(**zero: object) -> int | None:
+        values = with_accelerates_replicas({"zero_optimization": {"stage": 3, **zero}})
+        return load_config(values).zero_optimization.shard_size
+
+    assert shard_size() == shard_size(mics_shard_size=4) == shard_size(mics_shard_size=-1) == 4
+    assert shard_size(zero_hpz_partition_size=1) == 4 and shard_size(zero_hpz_partition_size=4) is None
+    for key in ("shard_size", "mics_shard_size", "zero_hpz_partition_size"):
+        with pytest.raises(ConfigError, match=f"zero_optimization.{key}: expected 4, as dp_shard_size"):
+            shard_size(**{key: 2})
+    sizes.sp_size = 2
+    assert shard_size() == 8
+    sizes.dp_shard_size = sizes.sp_size = 1
+    log._warned.clear()
+    with caplog.at_level(logging.WARNING, logger="zerolite"):
+        assert shard_size() is None and "dp_replicate_size without dp_shard_size" in caplog.text
+    sizes.dp_replicate_size, sizes.dp_shard_size = 1, 8
+    assert shard_size() is None, "all ranks divide the states"
 
 
 @pytest.mark.parametrize(

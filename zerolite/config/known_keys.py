@@ -40,6 +40,8 @@ ONE_LINE = "the profile is one line; torch.utils.flop_counter counts by module"
 REMOVED = "DeepSpeed has removed it as well"
 REMOVED_BLOCK = Key(reason=REMOVED, switch="enabled")
 USE_PLAN = Key((None,), "use tensor_parallel.plan")
+OF_THE_MODEL = "the model's own router and experts compute it; set it in the model's config"
+ROUTER_AUTO, ROUTER_NULL = Key(("auto",), OF_THE_MODEL), Key((None,), OF_THE_MODEL)
 
 
 def _keys(entry: Key, names: str, block: str = "") -> dict[str, Key]:
@@ -60,7 +62,22 @@ UNSUPPORTED: dict[str, Key] = {
         "number of ranks",
         switch="enabled",
     ),
-    "expert_parallel.preset_model": Key((None,), ignored="experts are found by the structure of their modules"),
+    **_keys(
+        Key((None,), ignored="experts are found by the structure of their modules"),
+        "preset_model moe_layer_pattern router_pattern expert_pattern expert_w1 expert_w2 expert_w3 num_experts_attr "
+        "top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern",
+        "expert_parallel.",
+    ),
+    **_keys(
+        Key((), "numbers do not depend on it", free=True),
+        "use_grouped_mm disable_triton_grouped_mm combine_impl row_weighting_impl gate_up_impl comm_backend "
+        "comm_num_sm comm_qp_margin comm_max_tokens_per_rank async_split_plan validate_folding_routing",
+        "expert_parallel.",
+    ),
+    "expert_parallel.expert_tensor_parallel_size": Key((1,), "each expert is whole on the ranks that have it"),
+    **_keys(ROUTER_AUTO, "score_func score_apply top_k routed_scaling_factor", "expert_parallel."),
+    **_keys(ROUTER_NULL, "route_norm num_expert_groups num_limited_groups expert_activation", "expert_parallel."),
+    "expert_parallel.route_scale": Key((1.0,), OF_THE_MODEL),
     "checkpoint.keep_last": Key((None,), "all stay; docs/checkpoints.md has the loop that removes older ones"),
     "checkpoint.timeout_s": Key(reason="saves and loads wait as long as desync_timeout_s says"),
     "check_collectives": Key(reason="set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch compares the ranks' collectives"),
@@ -74,6 +91,10 @@ UNSUPPORTED: dict[str, Key] = {
     **_keys(Key(reason=REMOVED), "sparse_gradients graph_harvesting"),
     **_keys(OFF, "use_data_before_expert_parallelism disable_python_gc optimizer.legacy_fusion pipeline.use_reentrant"),
     "seq_parallel_communication_data_type": Key((None, "fp32")),
+    "sequence_parallel_size": Key(
+        (1,), 'write "sequence_parallel": {"size": ...}, and "inputs": "parts" in it if your loader cuts the sequences'
+    ),
+    "data_parallel_size": Key((None,), ignored="it is the number of ranks, divided by the sizes of the other groups"),
     "disable_allgather": Key(ignored="updated parameters are always all-gathered"),
     "zero_force_ds_cpu_optimizer": EITHER,
     "vocabulary_size": NULL,

@@ -110,7 +110,7 @@ class _Loader:
             elif known and key_path in RENAMED:
                 self._check_renamed(key_path, value)
             elif known and key_path in UNSUPPORTED:
-                is_off = join_path(path, "enabled") in supported_keys() and not values.get("enabled")
+                is_off = not values.get("enabled", supported_keys().get(join_path(path, "enabled"), True))
                 self._check_unsupported(UNSUPPORTED[key_path], value, key_path, is_off)
             elif isinstance(value, Mapping):
                 clean[name] = self._check_values(value, key_path)

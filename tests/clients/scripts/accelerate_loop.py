@@ -1,11 +1,14 @@
 """A training loop with accelerate: `accelerate_loop.py OUT 0,fp32 1,fp32 ...`, one run for each stage and precision.
+With `,2` behind them two sets of ranks hold the same shards.
 
 Two ranks, gradient accumulation, clipping and a schedule, then a save, a load into a second model and one more step.
 Rank 0 writes the losses and the largest weight difference after the load.
 """
 
+import os
+
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, set_seed
 from shared import auto, run_cases
@@ -22,7 +25,7 @@ class Net(torch.nn.Module):
         return self.head(self.body(x)) * self.scale
 
 
-def make_accelerator(stage, precision):
+def make_accelerator(stage, precision, sets):
     config = {
         **auto("train_micro_batch_size_per_gpu train_batch_size"),
         "gradient_accumulation_steps": 2,
@@ -36,13 +39,19 @@ def make_accelerator(stage, precision):
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     precision = {"fp32": "no"}.get(precision, precision)
     kwargs = [InitProcessGroupKwargs(backend="gloo")]
-    return Accelerator(kwargs_handlers=kwargs, deepspeed_plugin=plugin, mixed_precision=precision)
+    replicas = None
+    if sets:
+        size = int(os.environ["WORLD_SIZE"]) // int(sets)
+        replicas = ParallelismConfig(dp_replicate_size=int(sets), dp_shard_size=size)
+    return Accelerator(
+        kwargs_handlers=kwargs, deepspeed_plugin=plugin, mixed_precision=precision, parallelism_config=replicas
+    )
 
 
-def run(saved, stage, precision):
+def run(saved, stage, precision, sets=None):
     AcceleratorState._reset_state(reset_partial_state=True)
     set_seed(7)
-    accelerator = make_accelerator(stage, precision)
+    accelerator = make_accelerator(stage, precision, sets)
     data = [(torch.randn(8), torch.randn(1)) for _ in range(64)]
     loader = torch.utils.data.DataLoader(data, batch_size=4)
     model = Net()
@@ -68,9 +77,11 @@ def run(saved, stage, precision):
     accelerator.load_state(saved)
     state = accelerator.get_state_dict(model) or {}
     difference, rate = largest_difference(before, state), scheduler.get_last_lr()[0]
+    engine = getattr(model, "zerolite", None)
+    shard_size = engine and engine.config.zero_optimization.shard_size
     accelerator.free_memory(model)
     return {"losses": losses, "norms": norms, "moved": moved, "difference": difference, "lr": rate,
-            "names": sorted(state)}  # fmt: skip
+            "names": sorted(state), "shard_size": shard_size}  # fmt: skip
 
 
 def largest_difference(one, other):

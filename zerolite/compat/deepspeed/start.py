@@ -11,7 +11,7 @@ import zerolite
 from zerolite.comm import collective
 from zerolite.compat.deepspeed.comm import init_distributed
 from zerolite.compat.deepspeed.pipe import PipelineModule
-from zerolite.compat.deepspeed.runtime.config import is_stage3, read_config
+from zerolite.compat.deepspeed.runtime.config import is_stage3, read_config, with_accelerates_replicas
 from zerolite.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from zerolite.compat.deepspeed.utils import z3_leaf_module
 from zerolite.compat.deepspeed.utils.groups import SequenceGroups
@@ -104,25 +104,29 @@ def _config_of(args: object, config: object, config_params: object) -> object:
 def _check_arguments(model: object, mpu: object, mesh_param: object) -> None:
     if model is None:
         raise ValueError("deepspeed.initialize: expected a model, got None; pass model=")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None and not isinstance(value, SequenceGroups):
-            raise ValueError(
-                f"deepspeed.initialize: expected no {name}, got {value!r}; set tensor_parallel.size in the config"
-            )
+    if mpu is not None and not isinstance(mpu, SequenceGroups):
+        raise ValueError(f"deepspeed.initialize: expected no mpu, got {mpu!r}; set tensor_parallel.size in the config")
+    if mesh_param:
+        raise ValueError(
+            f"deepspeed.initialize: expected no mesh_param, got {mesh_param!r}; for sequences that ranks share write "
+            '"sequence_parallel": {"size": ...} into the config, and "inputs": "parts" in it if your loader cuts them'
+        )
 
 
 def _with_deepspeeds_defaults(settings: dict[str, Any], model: torch.nn.Module, mpu: object) -> dict[str, Any]:
     """Return the config with keys for DeepSpeed's implicit behaviour, and for groups that share sequences.
 
     A plain ``loss.backward()`` is divided by gradient_accumulation_steps. A save replaces a checkpoint of another run
-    with the same tag. A PipelineModule sets the number of stages. At stage 3, modules marked by ``set_z3_leaf_modules``
-    are gathered as a unit.
+    with the same tag. accelerate's ``ParallelismConfig`` says which ranks divide states. A PipelineModule sets the
+    number of stages. At stage 3, modules marked by ``set_z3_leaf_modules`` are gathered as a unit.
     """
-    values = {"divide_plain_backward": True, **settings}
+    values = with_accelerates_replicas({"divide_plain_backward": True, **settings})
     values["checkpoint"] = {"overwrite": True, **(values.get("checkpoint") or {})}
     if isinstance(mpu, SequenceGroups):
         block = values.get("sequence_parallel") or {}
         values["sequence_parallel"] = {**block, "size": mpu.size, "inputs": mpu.inputs}
+        if values.get("sequence_parallel_size") == mpu.size:
+            del values["sequence_parallel_size"]
     if isinstance(model, PipelineModule) and model.num_stages is not None:
         values["pipeline"] = {"stages": model.num_stages, **(values.get("pipeline") or {})}
     names = [name for name, module in model.named_modules() if z3_leaf_module(module)] if is_stage3(values) else []

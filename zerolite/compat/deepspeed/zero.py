@@ -11,7 +11,7 @@ import torch
 
 import zerolite.zero
 from zerolite.comm import collective
-from zerolite.compat.deepspeed.runtime.config import read_config
+from zerolite.compat.deepspeed.runtime.config import read_config, with_accelerates_replicas
 from zerolite.moe.experts import experts_on_every_rank
 from zerolite.zero import (
     ZeroParamStatus,
@@ -62,7 +62,7 @@ class Init(zerolite.zero.Init):
             if name in _UNSUPPORTED and value:
                 raise ValueError(f"zero.Init: expected no {name}, got {value!r}: {_UNSUPPORTED[name]}; leave it out")
         source = config_dict_or_path if config_dict_or_path is not None else config
-        cleaned = None if source is None or not enabled else read_config(source).zerolite
+        cleaned = None if source is None or not enabled else with_accelerates_replicas(read_config(source).zerolite)
         super().__init__(module, cleaned, remote_device, dtype, enabled)
 
 

@@ -11,6 +11,7 @@ import base64
 import binascii
 import copy
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from zerolite.config.errors import ConfigError, printable
 from zerolite.config.known_keys import OTHER_NAMES, RENAMED, UNSUPPORTED
 from zerolite.config.load import supported_keys
 from zerolite.config.source import read_source
+from zerolite.config.values import as_number
 
 _TOP_LEVEL = frozenset(path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *OTHER_NAMES))
 
@@ -145,7 +147,14 @@ _SUPPORTED = frozenset(supported_keys())
 
 
 def _set_defaults(values: dict[str, object]) -> None:
-    """Set DeepSpeed's defaults that differ from zerolite's: Adam without weight decay, and bf16 outputs."""
+    """Set DeepSpeed's defaults that differ from zerolite's: Adam without weight decay, bf16 outputs, gradients clipped
+    at 1, and experts that are not spread unless the block says so."""
+    values.setdefault("gradient_clipping", 1.0)
+    experts = values.get("expert_parallel")
+    if isinstance(experts, dict) and not experts.get("enabled", "size" in experts):
+        if "enabled" not in experts and as_number(experts.get("autoep_size")) not in (None, 0, 1):
+            warn_once('config: expert_parallel has no effect without "enabled": true in it, as in DeepSpeed')
+        del values["expert_parallel"]
     zero = values.get("zero_optimization")
     for key in ("reduce_bucket_size", "allgather_bucket_size"):  # 0 in DeepSpeed: each parameter by itself
         if isinstance(zero, dict) and zero.get(key) == 0 and not isinstance(zero[key], bool):
@@ -182,3 +191,37 @@ def is_stage3(values: Mapping[str, object]) -> bool:
     """Return True if a translated config sets stage 3."""
     zero = values.get("zero_optimization")
     return isinstance(zero, Mapping) and zero.get("stage", 0) == 3
+
+
+def with_accelerates_replicas(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a translated config whose ranks divide states as accelerate's ``ParallelismConfig`` says.
+
+    Its ``dp_replicate_size`` sets of ``dp_shard_size`` ranks, times ``sp_size``, hold the same shards.
+
+    Raises:
+        ConfigError: the config itself has another size.
+    """
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return values
+    parallelism = getattr(state.AcceleratorState(), "parallelism_config", None)
+    if parallelism is None or parallelism.dp_replicate_size == 1:
+        return values
+    size = parallelism.dp_shard_size * parallelism.sp_size
+    if size == 1:
+        warn_once(
+            "ParallelismConfig: dp_replicate_size without dp_shard_size has no effect: the stage says what ranks divide"
+        )
+        return values
+    zero = values.get("zero_optimization") or {}
+    for key in ("shard_size", "mics_shard_size", "zero_hpz_partition_size"):
+        written = zero.get(key)
+        if as_number(written) == size:
+            return values
+        if as_number(written) not in (None, 0, -1) and (key, written) != ("zero_hpz_partition_size", 1):
+            sentence = (
+                f"expected {size}, as dp_shard_size of accelerate's ParallelismConfig (times sp_size) says, got "
+                f"{written}; leave one of the two out"
+            )
+            raise ConfigError([(f"zero_optimization.{key}", sentence)])
+    return {**values, "zero_optimization": {**zero, "shard_size": size}}
