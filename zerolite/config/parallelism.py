@@ -92,7 +92,9 @@ class ExpertParallelConfig(Block):
     capacity: Natural = 0
     """Most tokens of one rank that an expert takes in a forward of a layer. It drops the others, and no rank waits for
     numbers of tokens. 0: nothing is dropped. (zerolite's own key.)"""
-    load_balance_coeff: Annotated[NotNegative, NULL_IS_DEFAULT] = 0.0
+    load_balance_coeff: Annotated[
+        NotNegative, NULL_IS_DEFAULT, Field(title="a finite number of at least 0 or null")
+    ] = 0.0
     """After every step the router's bias of an expert moves by so much: up if the expert was chosen less often than the
     mean of its layer, over all ranks and micro-batches, else down. For routers with a bias that only chooses
     (DeepSeek-V3, GLM-4.5, dots.1, MiniMax-M2, LFM2). 0: biases stay. (torchtitan's key.)"""
