@@ -92,7 +92,7 @@ AUTO_EP: dict[str, object] = {
 
 
 def test_deepspeeds_block_of_experts(caplog: pytest.LogCaptureFixture) -> None:
-    """What says the default or tunes speed is accepted, and what would change numbers is an error."""
+    """Defaults and keys for speed are accepted; keys that would change numbers are errors."""
 
     def load(**keys: object) -> Any:
         block = {**AUTO_EP, "autoep_size": 2, **keys}
