@@ -40,6 +40,30 @@ def test_experts_over_tensor_groups_match_one_process(stage: str) -> None:
     assert_like_one_process("Mixture", 4, stage, EXACT, **how)
 
 
+@pytest.mark.slow
+@on_ranks(4, timeout=120)
+@pytest.mark.parametrize(
+    ("stage", "size", "more"),
+    [
+        ("2", 4, {"tensor_parallel": TENSOR}),
+        ("3 moving", 2, {"tensor_parallel": TENSOR}),
+        ("2 in sets", 2, {}),
+        ("3 moving hierarchical", 2, {}),
+    ],
+)
+def test_gathered_experts_compute_the_same(stage: str, size: int, more: dict[str, Any]) -> None:
+    engine = experts.make("Mixture", size, stage, double=True, **more)
+    for step in range(2):
+        batch = experts.batch_of(10 * step + engine.data_parallel_rank, 5 + engine.data_parallel_rank)
+        with torch.no_grad():
+            spread = engine(**batch)
+            with zerolite.gathered_for_generation(engine) as model:
+                assert model.get_parameter("blocks.0.experts.up_weight").shape[0] == experts.EXPERTS
+                torch.testing.assert_close(model(**batch), spread, rtol=0, atol=EXACT)
+        engine.backward(engine(**batch))
+        engine.step()
+
+
 @needs_transformers
 @pytest.mark.slow
 @on_ranks(2, 4, timeout=120)
