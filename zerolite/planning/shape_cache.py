@@ -49,7 +49,8 @@ def _operators(names: str) -> set[Any]:
 
 
 VIEWS = _operators(
-    "view _unsafe_view as_strided detach alias permute expand unsqueeze t transpose.int select.int slice.Tensor"
+    "view view.dtype _unsafe_view as_strided detach alias permute expand unsqueeze t transpose.int select.int"
+    " slice.Tensor"
 )
 UNREAD = _operators("new_empty empty_like new_empty_strided")
 """Operators that read no values of their operands."""
