@@ -16,6 +16,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     **auto("gradient_accumulation_steps train_batch_size"),
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "gradient_clipping": 0.0,  # as the plain loop; DeepSpeed's default is 1.0
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": 0},
 }
 
