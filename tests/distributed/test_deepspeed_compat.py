@@ -304,10 +304,17 @@ def test_masters_gradients_and_states_are_read_and_set() -> None:
     assert torch.equal(gathered, utils.safe_get_full_fp32_param(engine.module.first.weight))
 
 
+def copied_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dict and its copy, as accelerate makes it."""
+    state = module.state_dict()
+    return state, deepspeed.checkpoint.utils.clone_tensors_for_torch_save(state)
+
+
 @on_ranks(2, timeout=60)
 @pytest.mark.parametrize("of", ["experts", "tensor-parallel shards"])
 def test_copies_of_state_dicts_have_all_of_a_parameter(of: str) -> None:
-    """accelerate's ``get_state_dict`` at stages 0 to 2. The state dict itself has no values, for no rank has them."""
+    """accelerate's ``get_state_dict`` at stages 0 to 2. The state dict itself has no values, for no rank has them. A
+    program that saves parameters one by one, and calls it for the names, would save parts: there it raises."""
     config = config_of(2) | {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
     if of == "experts":
         model, name = experts.build("Mixture", False), "blocks.1.experts.up_weight"
@@ -317,22 +324,22 @@ def test_copies_of_state_dicts_have_all_of_a_parameter(of: str) -> None:
         engine = deepspeed.initialize(
             model=model, config=config | {"tensor_parallel": {"size": 2, "plan": grids.PLAN}}
         )[0]
-    full, state = engine.zerolite.full_state_dict(), engine.module.state_dict()
+    with pytest.raises(RuntimeError, match="state_dict: this rank has .*full_state_dict"):
+        engine.module.state_dict()
+    full, (state, cloned) = engine.zerolite.full_state_dict(), copied_state(engine.module)
     assert {key: value.shape for key, value in state.items()} == {key: value.shape for key, value in full.items()}
     with pytest.raises(RuntimeError, match=f"a part of parameter '{name}'.*accelerator.get_state_dict"):
         torch.save(state[name], io.BytesIO())
     with pytest.raises(RuntimeError, match="state_dict: this rank has .*full_state_dict"):
-        copy.deepcopy(engine.module).state_dict()
-    clone = deepspeed.checkpoint.utils.clone_tensors_for_torch_save
-    cloned = clone(state)
+        copied_state(copy.deepcopy(engine.module))
     assert_same_bits(cloned, full, of)
     addresses = [value.data_ptr() for value in cloned.values() if value.numel()]
     assert len(set(addresses)) == len(addresses)  # tied ones too, as safetensors wants them
     with deepspeed.zero.unwrap_model_for_generation(engine) as module:
         if of == "experts":
             assert_same_bits(module.state_dict(), full, of)
-    below = engine.module.blocks[1]
-    assert_same_bits(clone(below.state_dict()), {key: full[f"blocks.1.{key}"] for key in below.state_dict()}, of)
+    _, below = copied_state(engine.module.blocks[1])
+    assert_same_bits(below, {key: full[f"blocks.1.{key}"] for key in below}, of)
 
 
 # -------------------------------------------------------------------- released parameters

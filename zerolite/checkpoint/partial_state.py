@@ -4,16 +4,19 @@ A module with tensor-parallel shards, or with some of the experts, is not the fu
 stage. ``state_dict`` and ``load_state_dict`` raise there. Parameters that are not trained do not make ``state_dict``
 raise: a :class:`PartialTensor` takes the place of each, so that adapters can be saved beside spread experts.
 
-Programs for DeepSpeed call ``state_dict()`` on all ranks and copy what it returns, or on one rank for the names alone.
-With DeepSpeed's interface all parts are entries without values, and the copy gathers them
-(:func:`gather_partial_tensors`).
+accelerate calls ``state_dict()`` on all ranks and copies what it returns by a function of DeepSpeed's. There, with
+DeepSpeed's interface, all parts are entries without values, and the copy gathers them
+(:func:`gather_partial_tensors`). In programs that do not use this function it raises: OpenRLHF, for instance, reads the
+parameters one by one, of which it would save parts, and the names of the state dict behind them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from zerolite.utils.module_hook import ModuleHook
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 from zerolite.utils.torch_private import as_plain_tensors
 
+_COPY = "clone_tensors_for_torch_save"
 Gather = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 _T = torch.Tensor
@@ -126,7 +130,7 @@ def gather_partial_tensors(item: object) -> dict[int, torch.Tensor]:
     for one in find_tensors(item, PartialTensor):
         gather = None if one.gather_full is None else one.gather_full()
         if gather is None:
-            raise _no_values(one, "clone_tensors_for_torch_save")
+            raise _no_values(one, _COPY)
         by_engine.setdefault(gather, []).append(one)
     found: dict[int, torch.Tensor] = {}
     for gather, parts in by_engine.items():
@@ -170,7 +174,8 @@ class _SaveRefusal(_Refusal):
     """Hook before ``state_dict``: raises for parts that are trained, unless a copy of the state gathers them."""
 
     def __call__(self, module: torch.nn.Module, *args: Any) -> None:
-        parts = {} if module in _gathers or _allowed else _parts_of(module, trained=True)
+        is_gathered = module in _gathers and _is_copied()
+        parts = {} if is_gathered or _allowed else _parts_of(module, trained=True)
         self._raise("state_dict", parts, "full_state_dict()")
 
 
@@ -192,6 +197,14 @@ class _LoadRefusal(_Refusal):
     def __call__(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
         parts = {name: spec for name, spec in _parts_of(module).items() if prefix + name in state}
         self._raise("load_state_dict", parts, "load_full_state_dict(state)")
+
+
+def _is_copied() -> bool:
+    """Return True if a function that has called this one, however deep, copies state dicts by DeepSpeed's function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _COPY not in frame.f_code.co_names:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _parts_of(module: torch.nn.Module, trained: bool = False) -> dict[str, ShardSpec]:
