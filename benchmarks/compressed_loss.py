@@ -1,9 +1,9 @@
 """The loss of examples/gpt with compressed traffic between sets of ranks, or with optimizer states of 8 bits, beside
 the same training without.
 
-    python benchmarks/compressed_loss.py                                 # width 128, 8 seeds, all three keys
+    python benchmarks/compressed_loss.py                                 # all three keys, 5 seeds
     python benchmarks/compressed_loss.py --settings plain,states         # AdamW8bit in place of AdamW
-    python benchmarks/compressed_loss.py --width 256 --settings plain,weights,gradients,loco,all
+    python benchmarks/compressed_loss.py --seeds 3 --settings plain,weights,gradients,loco,all
 
 Every run is `examples/gpt/train.py` on 4 ranks, two sets of two (`zero_hpz_partition_size`), with a learning rate that
 falls to 0. Runs of a seed begin with the same weights and see the same crops, whatever the setting. What is compared is
@@ -106,9 +106,9 @@ COLUMNS = (
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = options.make_parser(__doc__)
     options.add_choice(parser, "--settings", SETTINGS, default=("plain", "order", "all"))
-    parser.add_argument("--seeds", type=options.positive, default=8, help="runs of each setting (default: %(default)s)")
+    parser.add_argument("--seeds", type=options.positive, default=5, help="runs of each setting (default: %(default)s)")
     parser.add_argument("--steps", type=options.positive, default=350, help="(default: %(default)s)")
-    parser.add_argument("--width", type=options.positive, default=128, help="of the model (default: %(default)s)")
+    parser.add_argument("--width", type=options.positive, default=256, help="of the model (default: %(default)s)")
     parser.add_argument("--eval-crops", type=options.positive, default=2048, help="of 128 bytes (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="JSON file of runs that have ended, to go on from")
     args = parser.parse_args(argv)
