@@ -98,6 +98,7 @@ def config_of(name: str, without: Sequence[str] = ()) -> dict[str, Any]:
     zero = {key: value for key, value in (ZEROLITE | DEEPSPEED)[name].items() if key not in without}
     return {
         "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": 0.0,  # DeepSpeed clips unless it is told not to
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"reduce_bucket_size": 2 * (WIDTH + 1) * WIDTH, **zero},
         CHECKS: 0,

@@ -63,6 +63,7 @@ def make_model(args: argparse.Namespace) -> Any:
 def config() -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,  # DeepSpeed clips unless it is told not to
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},

@@ -3,13 +3,9 @@ something reads without a call is waited for in the step."""
 
 from __future__ import annotations
 
-import gc
-import os
 import signal
 import threading
 import time
-import warnings
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,12 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.toolkit.transports import LateGathers, RawMessage
 from tests.unit.test_launches import make_engine, stack, train
-from zerolite.comm import dry_communicator, process_group
+from zerolite.comm import dry_communicator
 from zerolite.comm.transport import Message
 from zerolite.utils import torch_private
 from zerolite.zero import param_gatherer
@@ -343,44 +338,6 @@ def test_over_shared_memory_a_handler_that_interrupts_a_launch_reads_weights_bes
     assert len(read) == 2 and not launch.is_alive()
 
 
-def test_a_forked_process_finds_whole_weights() -> None:
-    """A worker of a DataLoader: the threads that gather are not in it."""
-    model = stack()
-    comm, engine = overlapping(model)
-    train(engine)
-    assert comm.of("wait") == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 on forks beside threads
-        child = os.fork()
-    if not child:
-        whole = all(type(p) is nn.Parameter and bool(p.isfinite().all()) for p in model.parameters())
-        os._exit(0 if whole else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert sorted(comm.of("wait")) == list(range(8))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_process_that_is_forked_after_a_rank_was_lost_does_not_wait_for_ever() -> None:
-    model = stack(2)
-    comm, engine = overlapping(model)
-    train(engine)
-    comm.in_wait = mock.Mock(side_effect=RuntimeError("rank 1 has gone"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if not child:
-        try:
-            model[0].weight.sum()
-        except RuntimeError as error:
-            os._exit(0 if "this process was forked" in str(error) else 1)
-        os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
-    with pytest.raises(RuntimeError, match="rank 1 has gone"):
-        model[0].weight.sum()
-    comm.in_wait = lambda: None
-    assert model[0].weight.isfinite().all() and model[1].weight.isfinite().all()
-
-
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "a function": lambda p: p.detach().clone(),
     "an operator": torch.tensor,
@@ -493,39 +450,6 @@ def test_where_torch_cannot_hide_weights_gathers_end_with_the_step(
     assert comm.of("wait") == comm.of("launch") and {type(p) for p in model.parameters()} == {nn.Parameter}
 
 
-def test_at_the_end_of_a_process_gathers_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    model = stack(4)
-    comm, engine = overlapping(model)
-    train(engine)
-    with pytest.raises(ValueError, match="Invalid process group"):  # which is the program's own
-        dist.destroy_process_group(mock.Mock())
-    assert not comm.of("wait")
-    process_group._notify_of_end()  # of all groups: other tests may use some
-    assert sorted(comm.of("wait")) == [0, 1, 2, 3] and not caplog.text
-    assert {type(p) for p in model.parameters()} == {nn.Parameter}
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_at_the_end_of_a_process_a_rank_that_does_not_come_is_waited_for_in_vain(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = stack(4)
-    _, engine = overlapping(model)
-    train(engine)
-    late = mock.Mock(side_effect=RuntimeError("Timed out"))
-    with mock.patch.object(RawMessage, "wait", late):
-        param_gatherer._end_in_time()
-    ((timeout,),) = {call.args for call in late.mock_calls}
-    assert 50 < timeout.total_seconds() <= param_gatherer.END_S
-    assert "Other ranks may not get this rank's part" in caplog.text
-    with pytest.raises(RuntimeError, match=r"values of an update .* Timed out"):
-        model[2].weight.sum()
-    model.zero_grad()
-    del engine
-    gc.collect()  # the end of the engine does all but the wait
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
 def test_a_backward_that_needs_no_values_of_a_weight_in_flight() -> None:
     """Its forward came before the step. Plain PyTorch allows that where no graph has saved the values."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -535,19 +459,3 @@ def test_a_backward_that_needs_no_values_of_a_weight_in_flight() -> None:
     engine.backward(late)
     engine.step()
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_the_model_outlives_its_engine() -> None:
-    model = stack()
-    comm, engine = overlapping(model)
-    train(engine)
-    alive = weakref.ref(engine)
-    del engine
-    gc.collect()
-    assert alive() is None and {type(p) for p in model.parameters()} == {nn.Parameter}
-    assert all(p.isfinite().all() for p in model.parameters())
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None

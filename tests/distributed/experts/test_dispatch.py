@@ -63,6 +63,15 @@ def spread(module: ExpertParallel, rank: int, size: int) -> Any:
     )
 
 
+def assert_gradients_are_of_part(part: nn.Module, whole: nn.Module) -> None:
+    """The gradients of this rank's experts are those of ``whole``, which has had the tokens of all ranks."""
+    first = dist.get_rank() * (share := EXPERTS // dist.get_world_size())
+    for one, other in zip(part.parameters(), whole.parameters(), strict=True):
+        gradient = other.grad[first : first + share]  # type: ignore[index]
+        of_rank = torch.zeros_like(one) if one.grad is None else one.grad
+        torch.testing.assert_close(of_rank, gradient, rtol=0, atol=1e-12)
+
+
 HOW = ["uneven", "none on rank 0", "nowhere", "one expert", "empty places"]
 
 
@@ -75,11 +84,7 @@ def test_values_and_gradients_are_those_of_one_rank(how: str) -> None:
     found = run(call, *tokens_of(rank, how))
     wanted = [run(whole, *tokens_of(other, how)) for other in range(size)]
     torch.testing.assert_close(found, wanted[rank], rtol=0, atol=1e-12)
-    share = EXPERTS // size
-    for one, other in zip(part.parameters(), whole.parameters(), strict=True):
-        gradient = other.grad[rank * share : (rank + 1) * share]  # type: ignore[index]
-        of_rank = torch.zeros_like(one) if one.grad is None else one.grad
-        torch.testing.assert_close(of_rank, gradient, rtol=0, atol=1e-12)
+    assert_gradients_are_of_part(part, whole)
 
 
 @on_ranks(4, timeout=60)
@@ -223,8 +228,4 @@ def test_experts_that_are_called_with_every_row(how: str, capacity: int) -> None
     assert recorder.count("all_to_all", TAG) == 4 and recorder.count("all_gather", TAG) == (not capacity)
     wanted = [run(whole, *batch) for batch in batches]
     torch.testing.assert_close(found, wanted[rank], rtol=0, atol=1e-12)
-    share = EXPERTS // size
-    for one, other in zip(part.parameters(), whole.parameters(), strict=True):
-        gradient = other.grad[rank * share : (rank + 1) * share]  # type: ignore[index]
-        of_rank = torch.zeros_like(one) if one.grad is None else one.grad
-        torch.testing.assert_close(of_rank, gradient, rtol=0, atol=1e-12)
+    assert_gradients_are_of_part(part, whole)
