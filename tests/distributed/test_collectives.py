@@ -188,6 +188,25 @@ def test_ranks_that_launch_different_collectives_all_raise(what: str) -> None:
     assert f"{min(lengths)} to {max(lengths)} bytes" in message
 
 
+@on_ranks(4, timeout=60)
+def test_groups_beside_those_that_a_program_makes_on_some_ranks_and_ends() -> None:
+    """torch would give two groups of the same ranks one name, which raises on the ranks without groups of their own."""
+    world, rank = dist.group.WORLD, dist.get_rank()
+    own = [dist.new_group([0, 1], use_local_synchronization=True) for _ in range(2) if rank < 2]
+    ranks = [rank // 2 * 2, rank // 2 * 2 + 1]
+    groups = [process_group.group_within(world, ranks, "own groups")]
+    groups.append(process_group.second_group(groups[0], "gloo"))
+    for group in own:
+        dist.destroy_process_group(group)
+    groups += [process_group.second_group(groups[0], "gloo", purpose) for purpose in ("after", "after that")]
+    for group in groups:
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=group)
+        assert int(total) == sum(ranks)
+    names = [process_group.process_groups()[group] for group in groups]
+    assert len(set(names)) == len(names)
+
+
 def native_threads() -> list[str]:
     """The names of this process's threads as the kernel sees them, also those that Python does not know."""
     return sorted(Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task"))

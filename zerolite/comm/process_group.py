@@ -74,6 +74,7 @@ def _notify_of_end() -> None:
 SECOND_GROUP = "zerolite second group"  # description of the groups that second_group makes
 GATHERS = "gathers"  # default purpose of a second group
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+_last_number = 0  # of groups, in the name of one that this process has made
 Made = TypeVar("Made")
 
 
@@ -157,20 +158,24 @@ def _new_group_within(
 ) -> Any:
     """Make a group without ranks outside of ``parent``.
 
-    torch names such a group by a hash of its ranks and the number of groups that this rank has made. If the numbers
-    differ, ranks look for different names and wait for ever. So all ranks first agree on the largest number, and fill
-    up their own with placeholders.
+    torch names such a group by a hash of its ranks and the number of groups that this rank has. If the numbers differ,
+    ranks look for different names and wait for ever. If groups of the same ranks have the same number, they have the
+    same name. So all ranks first agree on the largest number that none of them has used, and fill up their own with
+    placeholders.
     """
+    global _last_number
     everywhere = len(dist.get_process_group_ranks(parent)) == dist.get_world_size()
     with blocked(("new_group", purpose, len(ranks), None, 0)):
         if everywhere and len(ranks) == dist.get_world_size():
             return dist.new_group(ranks, timeout_of(parent), backend, options, group_desc=SECOND_GROUP)
         names = process_groups()
-        most = torch.tensor([len(names)], device="cpu" if "cpu" in dict(backends_of(parent)) else "cuda")
+        number = max(len(names), _last_number + 1)  # a program may have ended groups of its own
+        most = torch.tensor([number], device="cpu" if "cpu" in dict(backends_of(parent)) else "cuda")
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parent)
+        _last_number = int(most)
         if dist.get_rank() not in ranks:
             return None
-        made_up = [object() for _ in range(int(most) - len(names))]
+        made_up = [object() for _ in range(_last_number - len(names))]
         names.update(dict.fromkeys(made_up, ""))
         try:
             return dist.new_group(
