@@ -131,6 +131,16 @@ def test_trainer_trains_evaluates_resumes_and_generates(tmp_path: Path) -> None:
         assert {"config.json", "model.safetensors"} <= set(result["model"]), case
 
 
+def test_trainer_divides_layers(tmp_path: Path) -> None:
+    """``autotp_size`` 2 on four ranks: two copies of the model, which train on what two ranks train on."""
+    need("accelerate", "transformers")
+    four = (*LAUNCHER[:3], "4", *LAUNCHER[4:])
+    for case, result in run(tmp_path, "trainer_loop.py", "tensor,1", "tensor,3", launcher=four).items():
+        assert result["losses"] == pytest.approx(TRAINER_LOSSES, rel=1e-6), case
+        assert result["evals"] == pytest.approx(TRAINER_EVALS, rel=1e-6), case
+        assert result["resumed"] == result["losses"][3:] and result["tokens"] == [TRAINER_TOKENS], case
+
+
 def test_trainer_with_the_files_of_llama_factory(tmp_path: Path) -> None:
     need("accelerate", "transformers", "peft")
     cases = [f"file,{name}" for name in ("z0", "z2", "z2_offload", "z3", "z3_offload")]

@@ -78,6 +78,21 @@ def test_what_changes_no_numbers_is_left_out(given: dict[str, object], caplog: p
     assert "has no effect here" in caplog.text
 
 
+def test_the_batch_size_counts_every_rank_where_ranks_divide_layers() -> None:
+    """As in DeepSpeed, and as transformers' Trainer fills it in."""
+    given = {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}
+    assert read_config(given).zerolite["train_batch_size"] == 8
+    assert read_config(given | {"tensor_parallel": {"size": 2}}).zerolite["train_batch_size"] == 16
+    model, dtype = torch.nn.Linear(1, 1), torch.float32
+    assert deepspeed.tp_model_init(model, 2, dtype, given) is model
+    with pytest.raises(ValueError, match=r"tensor_parallel\.autotp_size 4, which is tp_size, got 2"):
+        deepspeed.tp_model_init(model, 4, dtype, given)
+    with pytest.raises(ValueError, match=r"which is tp_size, got 1; write it there"):
+        deepspeed.tp_model_init(model, 2, dtype)
+    with pytest.raises(ValueError, match=r"expected no tp_group"):
+        deepspeed.tp_model_init(model, 2, dtype, given, tp_group=None)
+
+
 def test_the_shard_size_of_mics_is_used() -> None:
     config = read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 4}})
     assert load_config(config.zerolite).zero_optimization.shard_size == 4

@@ -3,7 +3,8 @@
 A small Llama from a config, trained for six steps with evaluation and checkpoints, resumed from the third by a second
 Trainer, and asked to generate. Rank 0 writes the losses of both. `too_large,2` begins with a batch for which there is
 no memory. `file,z3_offload` and `file_lora,z3` take a JSON file of LLaMA-Factory. `mixture,0` trains a small Qwen3-MoE,
-`experts,2` one whose experts the ranks spread, and `experts_lora,2` adapters of it.
+`experts,2` one whose experts the ranks spread, and `experts_lora,2` adapters of it. `tensor,2` divides each layer
+between two ranks.
 """
 
 import json
@@ -76,6 +77,8 @@ def make_trainer(out, kind, stage):
     if kind.startswith("experts"):  # DeepSpeed's keys, and ours
         names = ("enabled", "autoep_size") if stage == "1" else ("size",)
         config["expert_parallel"] = {name: name == "enabled" or 2 for name in names}
+    if kind.startswith("tensor"):
+        config["tensor_parallel"] = {"autotp_size": 2}
     arguments = TrainingArguments(
         output_dir=out + ".runs", deepspeed=config, report_to=[], disable_tqdm=True,
         per_device_train_batch_size=4 if kind == "too_large" else 2, auto_find_batch_size=kind == "too_large",

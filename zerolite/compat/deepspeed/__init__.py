@@ -23,6 +23,7 @@ _HOMES = {
     "get_accelerator": f"{__name__}.accelerator",
     "init_distributed": f"{__name__}.comm",
     "initialize": f"{__name__}.start",
+    "tp_model_init": f"{__name__}.start",
     **dict.fromkeys(_MODULES, ""),
 }
 __all__ = ["__version__"]

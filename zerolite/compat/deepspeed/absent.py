@@ -65,7 +65,6 @@ ABSENT = {
         for what in ("fp32_param", "grad", "optimizer_state")
     },
     "utils.timer": "wall_clock_breakdown in the config times the phases of each step",
-    "tp_model_init": "tensor parallelism is set in the config, by tensor_parallel.size",
 }
 """Reason by name, without "deepspeed.". It is also that of everything below a module."""
 

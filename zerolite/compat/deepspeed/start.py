@@ -1,4 +1,4 @@
-"""``deepspeed.initialize`` and ``deepspeed.add_config_arguments``."""
+"""``deepspeed.initialize``, ``deepspeed.tp_model_init`` and ``deepspeed.add_config_arguments``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from zerolite.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from zerolite.compat.deepspeed.utils import z3_leaf_module
 from zerolite.compat.deepspeed.utils.groups import SequenceGroups
 from zerolite.compat.deepspeed.utils.logging import log_dist, warn_once
+from zerolite.config.values import as_number
 
 _DEFAULT_PORT = 29500
 
@@ -136,6 +137,35 @@ def _with_deepspeeds_defaults(settings: dict[str, Any], model: torch.nn.Module, 
         block = {**block, "names": [*block.get("names", ()), *names]}
         values["zero_optimization"] = {**zero, "leaf_module": block}
     return values
+
+
+def tp_model_init(
+    model: torch.nn.Module, tp_size: int, dtype: torch.dtype, config: object = None, **unsupported: object
+) -> torch.nn.Module:
+    """Return ``model`` as it is: :func:`initialize` divides its layers. transformers' Trainer calls this before.
+
+    Args:
+        model: the model.
+        tp_size: what ``tensor_parallel.autotp_size`` in the config says.
+        dtype: ignored; the config's precision counts.
+        config: the config that ``initialize`` will be given.
+
+    Raises:
+        ValueError: the config has another size, or an argument is not supported.
+    """
+    if unsupported:
+        raise ValueError(
+            f"deepspeed.tp_model_init: expected no {', '.join(unsupported)}; the config sets the groups of ranks, by "
+            "tensor_parallel.autotp_size"
+        )
+    block = read_config(config).zerolite.get("tensor_parallel") if config is not None else None
+    size = as_number(block.get("autotp_size", block.get("size", 1))) if isinstance(block, dict) else 1
+    if size != tp_size:
+        raise ValueError(
+            f"deepspeed.tp_model_init: expected a config with tensor_parallel.autotp_size {tp_size}, which is tp_size, "
+            f"got {size}; write it there, and pass the config here and to initialize"
+        )
+    return model
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

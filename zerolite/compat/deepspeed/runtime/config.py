@@ -107,7 +107,17 @@ def _translate(raw: dict[str, Any]) -> dict[str, Any]:
             if _has_effect(block.pop(key)):
                 warn_once(f"config: {path} has no effect here; numbers do not depend on it")
     _set_defaults(values)
+    _count_copies(values)
     return values
+
+
+def _count_copies(values: dict[str, Any]) -> None:
+    """Let ``train_batch_size`` count the samples of a step. DeepSpeed counts those of every rank, also where
+    ``autotp_size`` of them have one copy of the model and get the same samples."""
+    block, train = values.get("tensor_parallel"), as_number(values.get("train_batch_size"))
+    ranks = as_number(block.get("autotp_size")) if isinstance(block, dict) else None
+    if ranks and train and ranks > 1 and train % ranks == 0:
+        values["train_batch_size"] = train // ranks
 
 
 def _decoded(text: str) -> str:
