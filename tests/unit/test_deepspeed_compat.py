@@ -83,6 +83,7 @@ def test_the_batch_size_counts_every_rank_where_ranks_divide_layers() -> None:
     given = {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}
     assert read_config(given).zerolite["train_batch_size"] == 8
     assert read_config(given | {"tensor_parallel": {"size": 2}}).zerolite["train_batch_size"] == 16
+    assert read_config(given | {"train_batch_size": "many"}).zerolite["train_batch_size"] == "many"  # an error later
     model, dtype = torch.nn.Linear(1, 1), torch.float32
     assert deepspeed.tp_model_init(model, 2, dtype, given) is model
     with pytest.raises(ValueError, match=r"tensor_parallel\.autotp_size 4, which is tp_size, got 2"):

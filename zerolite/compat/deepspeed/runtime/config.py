@@ -116,7 +116,7 @@ def _count_copies(values: dict[str, Any]) -> None:
     ``autotp_size`` of them have one copy of the model and get the same samples."""
     block, train = values.get("tensor_parallel"), as_number(values.get("train_batch_size"))
     ranks = as_number(block.get("autotp_size")) if isinstance(block, dict) else None
-    if ranks and train and ranks > 1 and train % ranks == 0:
+    if isinstance(ranks, int) and isinstance(train, int) and ranks > 1 and train % ranks == 0:
         values["train_batch_size"] = train // ranks
 
 
