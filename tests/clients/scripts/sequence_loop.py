@@ -110,7 +110,8 @@ def make_trainer(kind, out, stage):
     rows = [{"prompt": text(n, 3 + n % 7), "completion": text(n + 1, 5 + n % 4)} for n in range(16)]
     arguments = arguments_of(SFTConfig, out, stage, max_length=32, gradient_checkpointing=False, shuffle_dataset=False)
     data = Dataset.from_list(rows)
-    return SFTTrainer(make_model("sft"), arguments, train_dataset=data, eval_dataset=data, processing_class=make_tokenizer())
+    tokenizer = make_tokenizer()
+    return SFTTrainer(make_model("sft"), arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
 
 
 def logged(trainer, name):
