@@ -32,6 +32,7 @@ from zerolite.utils.nested import map_tensors
 
 _MOST_STEPS = 50
 _LONGER_S = 0.005
+_REST_S = 0.02  # at the end of a step, for threads that have not run since its last wait
 
 
 class Measurement(BaseModel):
@@ -88,6 +89,7 @@ def measure(
         with collector_off(), record() as recorder, largest.listening(), _waits_until_gloo_lets_go():
             train_one_step(engine, micro_batch, loss, largest.on_phase)
             parts_of(engine).param_gatherer.wait_all()
+        time.sleep(_REST_S)
         rest, peak = meter.end_step()
         largest.update()
         held = engine.memory_report().items
