@@ -86,6 +86,7 @@ def need(*modules: str) -> None:
 
 
 LAUNCHER = ("-m", "zerolite.launcher.cli", "--nproc", "2", "--deepspeed-compat")
+ON_FOUR = ("-m", "zerolite.launcher.cli", "--nproc", "4", "--deepspeed-compat")
 
 
 def run_python(
@@ -134,8 +135,7 @@ def test_trainer_trains_evaluates_resumes_and_generates(tmp_path: Path) -> None:
 def test_trainer_divides_layers(tmp_path: Path) -> None:
     """``autotp_size`` 2 on four ranks: two copies of the model, which train on what two ranks train on."""
     need("accelerate", "transformers")
-    four = (*LAUNCHER[:3], "4", *LAUNCHER[4:])
-    for case, result in run(tmp_path, "trainer_loop.py", "tensor,1", "tensor,3", launcher=four).items():
+    for case, result in run(tmp_path, "trainer_loop.py", "tensor,1", "tensor,3", launcher=ON_FOUR).items():
         assert result["losses"] == pytest.approx(TRAINER_LOSSES, rel=1e-6), case
         assert result["evals"] == pytest.approx(TRAINER_EVALS, rel=1e-6), case
         assert result["resumed"] == result["losses"][3:] and result["tokens"] == [TRAINER_TOKENS], case
@@ -322,8 +322,7 @@ def test_the_first_step_of_deepspeed_chat(tmp_path: Path) -> None:
 def test_replicas_of_shards_by_accelerate(tmp_path: Path) -> None:
     """``ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)`` is a shard_size of 2, and has the same losses."""
     need("accelerate")
-    four = (*LAUNCHER[:3], "4", *LAUNCHER[4:])
-    results = run(tmp_path, "accelerate_loop.py", "2,fp32", "2,fp32,2", "3,fp32,2", launcher=four)
+    results = run(tmp_path, "accelerate_loop.py", "2,fp32", "2,fp32,2", "3,fp32,2", launcher=ON_FOUR)
     assert [result["shard_size"] for result in results.values()] == [None, 2, 2]
     for result in results.values():
         assert result["losses"] == pytest.approx(results["2,fp32"]["losses"], rel=1e-6)

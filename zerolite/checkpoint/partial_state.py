@@ -222,8 +222,7 @@ def forbid_partial_state_dicts(model: torch.nn.Module, topology: Topology) -> No
     """
     pipe = topology.pipe
     stage = f"stage {pipe.rank + 1} of {pipe.world_size} of the model only" if pipe.world_size > 1 else ""
-    divides_layers = topology.tensor.world_size > 1 or topology.expert.world_size > 1
-    parts = list(model.modules()) if divides_layers else [model] if stage else []
+    parts = list(model.modules()) if topology.divides_layers else [model] if stage else []
     for module in parts:
         if not any(isinstance(hook, _Refusal) for hook in module._state_dict_pre_hooks.values()):
             of_stage = stage if module is model else ""

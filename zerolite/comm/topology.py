@@ -100,6 +100,11 @@ class Topology:
         return self.pipe.rank, self.data.rank, self.tensor.rank
 
     @property
+    def divides_layers(self) -> bool:
+        """True if a rank has parts of some layers' parameters: tensor-parallel shards or experts."""
+        return self.tensor.world_size > 1 or self.expert.world_size > 1
+
+    @property
     def trivial(self) -> bool:
         """True if every rank has the full model: for data and sequence parallelism alone."""
         return self.model.world_size == 1

@@ -107,8 +107,7 @@ def build_engine(
     divided = check_sequences(model, config.sequence_parallel)
     if not builder.policy.shard_parameters:
         unpartition_model(model)
-    has_shards = topology.tensor.world_size > 1 or topology.expert.world_size > 1
-    choice = choose_optimizer(optimizer, config, builder.policy, groups, has_shards)
+    choice = choose_optimizer(optimizer, config, builder.policy, groups, topology.divides_layers)
     if issubclass(choice.cls, AdamW8bit):
         keep_embeddings_in_fp32(model)
     if choice.existing is not None and choice.existing is not optimizer:  # a function has made it just now

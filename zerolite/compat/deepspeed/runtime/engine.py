@@ -93,8 +93,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.optimizer = make_optimizer(engine)
         refuse_operations(engine.module.parameters())  # programs for DeepSpeed read parameters on one rank alone
         topology = engine.topology
-        divides_layers = topology.tensor.world_size > 1 or topology.expert.world_size > 1
-        if divides_layers and topology.pipe.world_size == 1:
+        if topology.divides_layers and topology.pipe.world_size == 1:
             gather_in_copies(engine.module, engine._full_state.of)  # which accelerate makes of state dicts
         if topology.expert.world_size > 1:
             SyncedGenerate.install(engine.module)
